@@ -78,12 +78,17 @@ def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
         ConfigError: the configured chat template is not a template.
     """
     architecture, task = catalog.resolve(config)
-    return task.load_tokenizer_class(architecture)(
-        config.model.checkpoint,
-        chat_template=config.model.chat_template,
-        special_tokens_in_content=config.model.special_tokens_in_content,
+    options = {
+        "chat_template": config.model.chat_template,
+        "special_tokens_in_content": config.model.special_tokens_in_content,
         **{name: config.value_of(name) for name in task.tokenizer_settings},
-    )
+    }
+    family = architecture.load_media()
+    if family is not None:
+        from penstock.media.tokenizer import TextAndVisionTokenizer
+
+        return TextAndVisionTokenizer(config.model.checkpoint, family, config.vision, **options)
+    return task.load_tokenizer_class(architecture)(config.model.checkpoint, **options)
 
 
 def memory_of_weights(config: PipelineConfig) -> PrefaultedMemory:

@@ -45,6 +45,7 @@ from penstock.serve.observability import metrics
 from penstock.serve.parsers.formats import TOOL_FORMATS
 from penstock.serve.parsers.reasoning import REASONING_FORMATS
 from penstock.weights import gguf_names
+from penstock.weights.formats import FORMATS
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("server.md", "compatibility.md")
@@ -376,6 +377,19 @@ def gguf_blocks() -> str:
     return table("kind | types", rows)
 
 
+def checkpoint_formats() -> str:
+    """Return the table of quantized checkpoint formats and the encodings that hold their layers."""
+    rows = []
+    for one in sorted(FORMATS.formats, key=lambda one: one.name):
+        if not one.quant_methods:
+            continue
+        text = (importlib.import_module(type(one).__module__).__doc__ or "").split("\n\n")[0]
+        what = " ".join(text.split()).partition(": ")[2].rstrip(".")
+        kept = ", ".join(map(code, one.kept_encodings)) or "widened"
+        rows.append([", ".join(map(code, one.quant_methods)), what, kept])
+    return table("quant_method | layers | kept in the encodings", rows)
+
+
 def tool_formats() -> str:
     """Return the models and an example of each tool-call format."""
     rows = [
@@ -518,6 +532,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "metrics": metric_names,
     "architectures": architectures,
     "gguf_blocks": gguf_blocks,
+    "checkpoint_formats": checkpoint_formats,
     "tool_formats": tool_formats,
     "reasoning_formats": reasoning_formats,
     "peft_fields": peft_fields,

@@ -6,6 +6,7 @@ runs forwards. It calls `begin_step` before each forward.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,12 @@ from penstock.nn import Loader
 from penstock.weights import Weights
 from penstock.weights.lazy_packing import LazyPacking
 from penstock.weights.packed_weights import open_packed
+from penstock.weights.safetensors import QuantizedHeader
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
+
+_logger = logging.getLogger(__name__)
 
 
 class NetworkModel(PipelineModel[BaseContextType]):
@@ -46,6 +50,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         if store is not None or not ops.packs_weights:
             self.session.prefaulted.release()  # no weight will be packed into it
         take_packed = None if store is None else store.take
+        self._warn_of_widened_weights()
         loader = Loader(
             self.weights,
             model.encoding,
@@ -149,6 +154,24 @@ class NetworkModel(PipelineModel[BaseContextType]):
             dtype=loader.dtype,
             device=self.torch_device,
         )
+
+    def _warn_of_widened_weights(self) -> None:
+        """Log what quantized weights cost that are kept as floats, because no encoding holds them."""
+        model = self.pipeline_config.model
+        if not model.keeps_stored_layers:
+            return
+        headers = model.tensor_headers.values()
+        widened = [one for one in headers if isinstance(one, QuantizedHeader) and one.encoding is None]
+        if widened:
+            dtype = encoding_named(model.encoding).compute_dtype
+            _logger.warning(
+                "%d quantized weights are widened to %s, because no kernel multiplies them as stored: "
+                "they take %.1f MB of memory in place of %.1f MB",
+                len(widened),
+                dtype.value,
+                sum(one.num_elements for one in widened) * dtype.size_in_bytes / 1e6,
+                sum(one.num_bytes for one in widened) / 1e6,
+            )
 
     def _to_device(self, values: np.ndarray, dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=dtype)).to(self.torch_device)

@@ -22,6 +22,7 @@ from penstock.errors import PenstockError
 
 _COMMANDS = {
     "generate": "Generate text from a prompt and stream it.",
+    "chat": "Chat with a model in the terminal.",
     "speak": "Speak a text.",
     "encode": "Compute embeddings of texts.",
     "rerank": "Order documents by their score for a query.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,14 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
 @click.option("--prompt", metavar="TEXT", help="The text to continue; by default standard input.")
 @click.option(
     "--chat", is_flag=True, help="Format the prompt as a user message with the model's chat template."
+)
+@click.option(
+    "--image",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="An image for a model that reads images; may be repeated. With --chat images come before the text; "
+    "otherwise the prompt has the model's placeholder, such as <image>, for each.",
 )
 @click.option("--system", metavar="TEXT", help="A system message before the prompt; needs --chat.")
 @click.option(
@@ -81,6 +89,7 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
 def command(
     prompt: str | None,
     chat: bool,
+    image: tuple[Path, ...],
     system: str | None,
     max_new_tokens: int,
     temperature: float | None,
@@ -116,7 +125,10 @@ def command(
         raise click.UsageError("--system needs --chat")
     if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json: text output cannot show them")
-    sampling = (temperature, top_k, top_p, min_p, seed, stop or None, chat or None, json_schema, logprobs)
+    sampling = (
+        *(temperature, top_k, top_p, min_p, seed, stop or None, chat or None, image or None),
+        *(json_schema, logprobs),
+    )
     if num_beams is not None and any(value is not None for value in sampling):
         raise click.UsageError("--num-beams can only be combined with --n, --max-new-tokens and --ignore-eos")
     _check_utf8("--system", system or "")
@@ -143,15 +155,18 @@ def command(
             search = partial(beams, [text], num_beams=num_beams, num_return_sequences=n)
             _print_several(*_timed(search), loaded, as_json=as_json)
             return  # beam search uses no drafts, so there are no counts to print
-        messages = _messages(text, system) if chat else None
+        messages = _messages(text, system, image) if chat else None
+        given = list(image) or None
         if n > 1:
-            answers = partial(llm.chat, [messages]) if messages else partial(llm.generate, [text])
+            answers = partial(llm.chat, [messages]) if messages else partial(llm.generate, text, images=given)
             outputs, seconds = _timed(partial(answers, params, n=n, **what))
             _print_several(outputs, seconds, loaded, as_json=as_json, more=_speculation(llm))
             if verbose:
                 _print_speculation(llm)
             return
         prompt = None if messages else text
+        if prompt is not None:
+            what["images"] = given
         with closing(llm.stream(prompt, params, messages=messages, **what)) as stream:
             timings = _run(stream, loaded, silent=as_json)
             output = stream.output
@@ -190,9 +205,12 @@ class Timings:
         )
 
 
-def _messages(text: str, system: str | None) -> list[Any]:
-    roles = [("system", system)] if system is not None else []
-    return [{"role": role, "content": content} for role, content in [*roles, ("user", text)]]
+def _messages(text: str, system: str | None, images: Sequence[Path]) -> list[Any]:
+    content: Any = text
+    if images:
+        content = [{"type": "image", "image": path} for path in images] + [{"type": "text", "text": text}]
+    before = [{"role": "system", "content": system}] if system is not None else []
+    return [*before, {"role": "user", "content": content}]
 
 
 def _response_format(path: Path | None) -> dict[str, Any] | None:

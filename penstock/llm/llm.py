@@ -22,6 +22,7 @@ from penstock.host.progress import GenerationProgress
 from penstock.llm.batch_runner import BatchRunner
 from penstock.llm.beam_search import BeamOptions, EarlyStopping, search
 from penstock.llm.embeddings import EmbeddingsMethods
+from penstock.llm.images import Image, images_of_prompts, separate_images
 from penstock.llm.outputs import GenerationOutput, OutputOptions, TextStream
 from penstock.llm.prompts import (
     Conversation,
@@ -113,6 +114,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         response_format: Mapping[str, Any] | None = None,
         adapter: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
+        images: Image | Sequence[Image] | None = None,
     ) -> list[GenerationOutput]:
         """Complete prompts in batches as large as the memory allows.
 
@@ -133,6 +135,9 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             response_format: the grammar in OpenAI's form: ``{"type": "json_schema", "json_schema": {...}}``.
             adapter: the LoRA adapter; one for all prompts, or one for each.
             priority: prompts with a higher number are scheduled first; one for all prompts, or one for each.
+            images: the images of the prompt, one or a list, for a model that reads images: PIL images, arrays
+                ``[H, W, 3]`` of uint8, paths, or bytes of files. For a list of prompts, a list with one entry
+                for each. The prompt has the model's placeholder, such as ``<image>``, for each image.
 
         Returns:
             ``n`` outputs for each prompt, in the order of the prompts.
@@ -142,8 +147,15 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             TaskMismatchError: the model does not generate text.
         """
         self._check_task("LLM.generate", PipelineTask.TEXT_GENERATION)
+        batch = as_batch(prompts)
+        is_one = isinstance(prompts, str) or batch == [prompts]
         return self._text.generate(
-            [{"prompt": prompt} for prompt in as_batch(prompts)],
+            [
+                {"prompt": prompt, "images": own}
+                for prompt, own in zip(
+                    batch, images_of_prompts(images, len(batch), is_one_prompt=is_one), strict=True
+                )
+            ],
             sampling_params,
             OutputOptions.of(n, best_of, logprobs, prompt_logprobs),
             use_tqdm,
@@ -177,6 +189,8 @@ class LLM(EmbeddingsMethods, SpeechMethods):
 
         Args:
             messages: a list of messages (``{"role": "user", "content": "Hello"}``), or a list of such lists.
+                The content may be a list of parts: ``{"type": "text", "text": ...}`` and, for a model that
+                reads images, ``{"type": "image", "image": ...}`` with an image as in `generate`.
             tools: descriptions of functions that the model may call, for the template.
             chat_template_kwargs: further variables of the template.
 
@@ -190,7 +204,10 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         self._check_task("LLM.chat", PipelineTask.TEXT_GENERATION)
         template_fields = {"tools": tools, "chat_template_options": chat_template_kwargs}
         return self._text.generate(
-            [{"messages": conversation, **template_fields} for conversation in as_conversations(messages)],
+            [
+                {**_with_images(conversation), **template_fields}
+                for conversation in as_conversations(messages)
+            ],
             sampling_params,
             OutputOptions.of(n, best_of, logprobs, prompt_logprobs),
             use_tqdm,
@@ -214,6 +231,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         grammar: Grammar | None = None,
         response_format: Mapping[str, Any] | None = None,
         adapter: str | None = None,
+        images: Image | Sequence[Image] | None = None,
     ) -> TextStream:
         """Return the text of one prompt or conversation as a stream of pieces.
 
@@ -228,13 +246,17 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         self._check_task("LLM.stream", PipelineTask.TEXT_GENERATION)
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
+        if images is not None and messages is not None:
+            raise InputError("the images of messages are parts of their content: leave out images")
+        own = _with_images(messages)
+        if messages is None:
+            own = {"prompt": prompt, "images": images_of_prompts(images, 1, is_one_prompt=True)[0]}
         options = OutputOptions.of(1, None, logprobs, prompt_logprobs)
         request = self._text.request(
             0,
             params_for_each(self.config, sampling_params, 1)[0],
             options,
-            prompt=prompt,
-            messages=messages,
+            **own,
             tools=tools,
             chat_template_options=chat_template_kwargs,
             grammar=grammar,
@@ -315,6 +337,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         with self._runner.exclusive():
             self.pipeline.close()
             self._runner.close()
+            self.tokenizer.close()
             del self.pipeline, self._scheduler
 
     def __enter__(self) -> Self:
@@ -344,3 +367,9 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     @property
     def _is_open(self) -> bool:
         return "pipeline" in vars(self)
+
+
+def _with_images(messages: Any) -> dict[str, Any]:
+    """Return the fields of a request: messages, and their images apart."""
+    plain, images, details = separate_images(messages)
+    return {"messages": plain, "images": images, "image_details": details}

@@ -250,6 +250,12 @@ class TextStream(Iterator[str]):
         self._options = options
 
     @property
+    def prompt(self) -> str:
+        """The text of the prompt, or the rendered chat template; empty if the prompt was token ids."""
+        prompt = self._builder.context.prompt
+        return prompt if isinstance(prompt, str) else ""
+
+    @property
     def num_tokens(self) -> int:
         """The number of generated tokens so far; one piece can hold several tokens."""
         return self._builder.num_tokens

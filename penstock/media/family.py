@@ -25,6 +25,13 @@ class ProcessedImage:
     """Width and height of the image before it was processed."""
     arguments: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Other outputs that `VisionFamily.expand`, the encoder or the decoder reads."""
+    digest: bytes | None = None
+    """The digest of the outputs, see `penstock.pipelines.core.image_digest`; the tokenizer sets it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all arrays."""
+        return self.pixel_values.nbytes + sum(one.nbytes for one in self.arguments.values())
 
 
 class VisionFamily(ABC):

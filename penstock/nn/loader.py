@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
@@ -12,6 +13,8 @@ from penstock.kernels import LazyWeight, LinearSlice, Ops, PackedLinear, encodin
 from penstock.kernels.reference import ReferenceOps
 from penstock.nn.linear import Linear
 from penstock.nn.norm import LayerNorm, RMSNorm
+
+_logger = logging.getLogger(__name__)
 
 
 class TensorSource(Protocol):
@@ -239,6 +242,13 @@ class Loader:
     def _common_encoding(self, parts: Iterable[str]) -> str | None:
         """Return the encoding in which all parts are stored; None if they differ or are floats."""
         stored = {self.source.stored_encoding(f"{name}.weight") for name in parts}
+        if len(stored) > 1:
+            _logger.warning(
+                "%s are one layer but stored as %s: they are widened to %s",
+                ", ".join(parts),
+                " and ".join(sorted(name or "floats" for name in stored)),
+                self._kind.compute_dtype.value,
+            )
         return stored.pop() if len(stored) == 1 else None
 
     def _named(

@@ -43,6 +43,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._origin = origin
         self._compiled: dict[str, Template] = {}
+        self.reads_images = False
+        """Whether parts of messages may be images."""
 
     @classmethod
     def from_file(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
@@ -99,15 +101,27 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text of a request's messages, whose content is text or a list of text parts.
 
-        Passes lists of parts to the template if it supports them, else joins the parts with newlines.
+        Passes lists of parts to the template if it supports them, else joins the parts with newlines. If the
+        template supports only lists, text becomes a list. With `reads_images` a part may be an image.
 
         Raises:
-            UnsupportedFeatureError: a part is not text.
+            UnsupportedFeatureError: a part is neither text nor an image that the model reads.
             InputError: as for `render`.
         """
         _check_messages(messages)
-        has_parts = [_has_parts(message) for message in messages]
-        if any(has_parts) and not self.takes_parts:
+        has_parts = [_has_parts(message, reads_images=self.reads_images) for message in messages]
+        has_images = self.reads_images and any(
+            part["type"] == "image"
+            for message, parts in zip(messages, has_parts, strict=True)
+            if parts
+            for part in message["content"]
+        )
+        if self.needs_parts:
+            messages = [
+                message if parts else _with_part(message)
+                for message, parts in zip(messages, has_parts, strict=True)
+            ]
+        elif any(has_parts) and not has_images and not self.takes_parts:
             messages = [
                 _joined(message) if parts else message
                 for message, parts in zip(messages, has_parts, strict=True)
@@ -124,6 +138,17 @@ class ChatTemplate:
         except InputError:
             return False
         return plain == listed
+
+    @cached_property
+    def needs_parts(self) -> bool:
+        """Whether the template omits content that is a string. Templates of models that read images may."""
+        text = "Dear reader"
+        try:
+            plain = self.render([{"role": "user", "content": text}])
+            listed = self.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
+        except InputError:
+            return False
+        return text not in plain and text in listed
 
     @cached_property
     def takes_argument_objects(self) -> bool:
@@ -229,8 +254,8 @@ def _check_tools(tools: Sequence[Mapping[str, object]] | None) -> None:
         raise InputError(f"tools must be a list of objects, was {tools!r}")
 
 
-def _has_parts(message: Message) -> bool:
-    """Return whether the content is a list of text parts; raise for a list with other parts."""
+def _has_parts(message: Message, *, reads_images: bool = False) -> bool:
+    """Return whether the content is a list of text parts and images; raise for a list with other parts."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return False
@@ -238,14 +263,22 @@ def _has_parts(message: Message) -> bool:
         raise InputError(f"a message's content is text or a list of parts, not {type(content).__name__}")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text" and isinstance(part.get("text"), str):
+        if (kind == "text" and isinstance(part.get("text"), str)) or (kind == "image" and reads_images):
             continue
         if not isinstance(kind, str) or kind == "text":
             raise InputError(
                 f'a part of a message is {part!r}: a text part is {{"type": "text", "text": "..."}}'
             )
-        raise UnsupportedFeatureError(f"content of type {kind}", "this model reads text only")
+        raise UnsupportedFeatureError(
+            f"content of type {kind}",
+            f"this model reads {'text and images' if reads_images else 'text'} only",
+        )
     return True
+
+
+def _with_part(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if content else message
 
 
 def _joined(message: Message) -> Message:

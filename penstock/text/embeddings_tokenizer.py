@@ -12,7 +12,8 @@ from penstock.pipelines.core import EmbeddingsContext, EmbeddingsGenerationReque
 from penstock.text.pair_template import PairTemplate
 from penstock.text.sentence_transformers import read_layout
 from penstock.text.token_ids import TokenIds, checked_prompt_ids
-from penstock.text.tokenizer import TextTokenizer, valid_unicode
+from penstock.text.tokenizer import TextTokenizer
+from penstock.text.valid_unicode import valid_unicode
 
 
 class EmbeddingsTokenizer(TextTokenizer):

@@ -20,7 +20,7 @@ from penstock.errors import (
     UnknownParameterError,
     UnsupportedFeatureError,
 )
-from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
+from penstock.pipelines.core import TextContext, TokenGeneratorRequest
 from penstock.plain_numbers import checked_flag, checked_integer
 from penstock.text.chat_template import ChatTemplate, Message
 from penstock.text.context_decoding import next_piece
@@ -36,6 +36,7 @@ from penstock.text.thread_tokenizers import ThreadTokenizers
 from penstock.text.token_bytes import bytes_of_token, find_byte_tokens
 from penstock.text.token_ids import TokenIds, checked_ids_to_decode, checked_prompt_ids, unique_ids_below
 from penstock.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from penstock.text.valid_unicode import valid_unicode
 
 T = TypeVar("T")
 
@@ -120,10 +121,9 @@ class TextTokenizer:
         """
         return set(self._eos_token_ids)
 
-    @property
-    def expects_content_wrapping(self) -> bool:
-        """False: text parts of messages have the form ``{"type": "text", "text": ...}``."""
-        return False
+    expects_content_wrapping = False  # text parts are ``{"type": "text", "text": ...}``
+    reads_images = False
+    """Whether requests may have images."""
 
     @property
     def backend(self) -> Tokenizer:
@@ -139,6 +139,9 @@ class TextTokenizer:
     def chat_template_source(self) -> str | None:
         """The text of all chat templates, joined by newlines; None if the model has no template."""
         return "\n".join(self._chat_template.sources.values()) if self._chat_template is not None else None
+
+    def close(self) -> None:
+        """End the processes of the tokenizer."""
 
     async def new_context(
         self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True
@@ -195,26 +198,30 @@ class TextTokenizer:
         params = sampling_params_with_stops(request)
         check_token_ids_in_params(params, self.vocab_size)
         schema, grammar = output_format(request)
-        return TextContext(
-            prompt=tokens.tolist() if text is None else text,
-            max_length=total_length(len(tokens), params, self.max_length),
-            tokens=tokens,
-            eos_token_ids=self._eos_token_ids_of(params),
-            eos_sequences=self._stop_sequences(params.stop or ()) if stops_as_tokens else [],
-            log_probabilities=checked_integer("logprobs", request.logprobs) or None,
-            log_probabilities_echo=checked_flag("echo", request.echo),
-            ignore_eos=params.ignore_eos,
-            json_schema=schema,
-            sampling_params=params,
-            request_id=request.id,
-            model_name=request.model_name,
-            grammar=grammar,
-            adapter=request.adapter,
-            cache_salt=request.cache_salt,
-            priority=checked_integer(
+        values: dict[str, Any] = {
+            "prompt": tokens.tolist() if text is None else text,
+            "max_length": total_length(len(tokens), params, self.max_length),
+            "tokens": tokens,
+            "eos_token_ids": {
+                *(() if params.ignore_eos else self._eos_token_ids),
+                *(params.stop_token_ids or ()),
+            },
+            "eos_sequences": self._stop_sequences(params.stop or ()) if stops_as_tokens else [],
+            "log_probabilities": checked_integer("logprobs", request.logprobs) or None,
+            "log_probabilities_echo": checked_flag("echo", request.echo),
+            "ignore_eos": params.ignore_eos,
+            "json_schema": schema,
+            "sampling_params": params,
+            "request_id": request.id,
+            "model_name": request.model_name,
+            "grammar": grammar,
+            "adapter": request.adapter,
+            "cache_salt": request.cache_salt,
+            "priority": checked_integer(
                 "priority", request.priority, minimum=-(2**63), rule="an integer of 64 bits"
             ),
-        )
+        }
+        return self._new_context(request, values)
 
     def encode_text(self, text: str, add_special_tokens: bool = True, *, limited: bool = True) -> TokenIds:
         """Return the tokens of a text. Lone surrogates become U+FFFD.
@@ -308,7 +315,7 @@ class TextTokenizer:
     def _prompt(
         self, request: TokenGeneratorRequest, *, is_limited: bool = False
     ) -> tuple[str | None, TokenIds]:
-        if request.images:
+        if request.images and not self.reads_images:
             raise UnsupportedFeatureError("images", "this model reads text only")
         if (request.prompt is None) == (request.messages is None):
             raise InputError("a request needs either a prompt or messages")
@@ -319,7 +326,7 @@ class TextTokenizer:
                 "tools and chat_template_options need messages: a prompt does not go through the template"
             )
         if isinstance(request.prompt, str):
-            text = request.prompt
+            text = self._expanded(RenderedPrompt(request.prompt), request).text
             return text, self._encode_prompt(text, add_special_tokens=True, is_limited=is_limited)
         assert request.prompt is not None
         return None, checked_prompt_ids(request.prompt, self.vocab_size)
@@ -335,6 +342,7 @@ class TextTokenizer:
             rendered = RenderedPrompt(render(messages))
         else:
             rendered = self._special_tokens.render(messages, render)
+        rendered = self._expanded(rendered, request)
         if not rendered.boundaries:
             tokens = self._encode_prompt(rendered.text, add_special_tokens=False, is_limited=is_limited)
             return rendered.text, tokens
@@ -342,6 +350,14 @@ class TextTokenizer:
             self._check_length(rendered.text)
         ids = self._special_tokens.encode(self.backend, rendered, self.token_bytes)
         return rendered.text, checked_prompt_ids(ids, self.vocab_size)
+
+    def _expanded(self, rendered: RenderedPrompt, request: TokenGeneratorRequest) -> RenderedPrompt:
+        """Return the prompt with the texts of images in place of their placeholders."""
+        return rendered
+
+    def _new_context(self, request: TokenGeneratorRequest, values: Mapping[str, Any]) -> TextContext:
+        """Return the context with these fields."""
+        return TextContext(**values)
 
     def _normalize(self, text: str) -> str:
         normalizer = self.backend.normalizer
@@ -382,9 +398,6 @@ class TextTokenizer:
                 )
             size *= 2
 
-    def _eos_token_ids_of(self, params: SamplingParams) -> set[int]:
-        return {*(() if params.ignore_eos else self._eos_token_ids), *(params.stop_token_ids or ())}
-
     def _stop_sequences(self, stops: Iterable[str]) -> list[list[int]]:
         return [list(ids) for stop in stops for ids in self._sequences_of(stop)]
 
@@ -403,12 +416,3 @@ class TextTokenizer:
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
-
-
-def valid_unicode(text: str) -> str:
-    """Return the text with lone surrogates replaced by U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

@@ -70,6 +70,9 @@ def _read_folder(checkpoint: Path) -> TokenizerFiles:
     settings = _read_object(checkpoint / "tokenizer_config.json")
     settings = {**settings, **_read_object(checkpoint / "special_tokens_map.json")}
     model = _read_object(checkpoint / "config.json")
+    text_model = model.get("text_config")  # of a model that reads images
+    if isinstance(text_model, dict):
+        model = {**text_model, **model}
     special_tokens = dict(_named_tokens(settings))
     if (checkpoint / "tokenizer.json").is_file():
         tokenizer = _load_fast(checkpoint / "tokenizer.json")

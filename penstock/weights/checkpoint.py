@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.weights import gguf
-from penstock.weights.formats import FORMATS, CheckpointFormat, Headers
+from penstock.weights.formats import FORMATS, CheckpointFormat, Headers, quantization_section
 from penstock.weights.gguf_names import read_gguf_headers
 from penstock.weights.json_files import read_json_object
 from penstock.weights.safetensors import read_checkpoint_headers
@@ -42,5 +42,25 @@ def open_checkpoint(checkpoint: Path) -> Checkpoint:
         stored = read_checkpoint_headers(checkpoint)
         file = checkpoint / "config.json"
         config = read_json_object(file) if checkpoint.is_dir() and file.is_file() else {}
+        if checkpoint.is_dir() and not quantization_section(config):
+            config = {**config, **_quantization_beside(checkpoint)}
     found = FORMATS.detect(config, stored)
     return Checkpoint(found, found.headers(config, stored))
+
+
+_BESIDE = {
+    "quantization_config.json": "",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""Files in which some writers put ``quantization_config``, and the method if the file does not name one."""
+
+
+def _quantization_beside(folder: Path) -> Mapping[str, Any]:
+    """Return the ``quantization_config`` of a file beside ``config.json``; empty if there is no such file."""
+    for name, method in _BESIDE.items():
+        if (folder / name).is_file():
+            section = read_json_object(folder / name)
+            return {"quantization_config": {"quant_method": method, **section} if method else section}
+    return {}

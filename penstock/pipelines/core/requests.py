@@ -107,6 +107,8 @@ class TokenGeneratorRequest:
     """Only requests with the same salt share cached prefixes."""
     priority: int = 0
     """Requests with a higher number are scheduled first."""
+    image_details: list[str] | None = None
+    """The resolution that each image is wanted in, as OpenAI's ``detail``; None is ``auto`` for all."""
 
     def __str__(self) -> str:
         limit = self.sampling_params.max_new_tokens

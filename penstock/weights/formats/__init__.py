@@ -50,6 +50,8 @@ class CheckpointFormat(ABC):
     """The name of its file, and what messages call the format."""
     quant_methods: tuple[str, ...] = ()
     """Values of ``quantization_config.quant_method`` in ``config.json`` that this format reads."""
+    kept_encodings: tuple[str, ...] = ()
+    """Encodings in which the format returns layers; others are read as floats."""
     keeps_floats: bool = False
     """Whether layers of plain floats stay floats if the user asks for no encoding."""
     unread_if_zero: tuple[str, ...] = ()

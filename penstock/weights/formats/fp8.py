@@ -24,6 +24,7 @@ class Fp8Format(StoredFormat):
 
     name = "fp8"
     quant_methods = ("fbgemm_fp8", "fp8")
+    kept_encodings = ("fp8",)
 
     def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods

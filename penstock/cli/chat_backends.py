@@ -1,0 +1,162 @@
+"""What `penstock chat` talks to: a model in this process, or a server."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from penstock.errors import InputError, RequestFailedError, UnavailableError
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
+
+    from penstock.llm.llm import LLM
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+_TIMEOUT = 600.0
+"""Seconds without data after which the server is taken for dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an answer."""
+
+    text: str
+    is_reasoning: bool = False
+    num_tokens: int | None = None
+    """The number of tokens of the answer so far; None if unknown."""
+
+
+class Backend(Protocol):
+    """Answers conversations."""
+
+    name: str
+    """The name of the model."""
+
+    def answer(self, messages: Messages, settings: Mapping[str, Any]) -> Iterator[Piece]:
+        """Yield the answer in pieces. Closing the iterator cancels the request.
+
+        Raises:
+            PenstockError: the conversation cannot be answered.
+        """
+        ...
+
+
+class LocalBackend:
+    """A model in this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        from penstock.serve.parsers import ParserFactory
+
+        self.name = llm.config.model.name
+        self._llm = llm
+        self._parsers = ParserFactory.choose(llm.tokenizer.chat_template_source, "none", "auto")
+
+    def answer(self, messages: Messages, settings: Mapping[str, Any]) -> Iterator[Piece]:
+        """Yield the answer in pieces; reasoning is separated from the text."""
+        from penstock.serve.parsers import Content, Reasoning
+
+        names = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+        given = {names.get(name, name): value for name, value in settings.items()}
+        params = self._llm.config.default_sampling_params(**given)
+        with closing(self._llm.stream(sampling_params=params, messages=messages)) as stream:
+            opens = self._parsers.prompt_opens_reasoning(stream.prompt)
+            parser = self._parsers.new(in_reasoning=opens)
+            events = []
+            for text in stream:
+                events = parser.push(text)
+                for event in events:
+                    if isinstance(event, Content | Reasoning):
+                        yield Piece(event.text, isinstance(event, Reasoning), stream.num_tokens)
+            for event in parser.finish():
+                if isinstance(event, Content | Reasoning):
+                    yield Piece(event.text, isinstance(event, Reasoning), stream.num_tokens)
+
+
+class ServerBackend:
+    """A server with the OpenAI API.
+
+    Args:
+        url: its address, with or without ``/v1``.
+        model: the name of the model; None takes the first one that the server lists.
+        api_key: the API key, if the server needs one.
+
+    Raises:
+        UnavailableError: the server does not answer.
+        RequestFailedError: the server refuses the request.
+    """
+
+    def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InputError(f"--url is {url!r}: it must begin with http:// or https://")
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        if model is None:
+            with closing(self._open("/v1/models", None)) as response:
+                listed = json.load(response)["data"]
+            if not listed:
+                raise InputError(f"the server at {self._url} lists no model: name one")
+            model = str(listed[0]["id"])
+        self.name = model
+
+    def answer(self, messages: Messages, settings: Mapping[str, Any]) -> Iterator[Piece]:
+        """Yield the answer in pieces."""
+        body = {
+            "model": self.name,
+            "messages": [*messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **settings,
+        }
+        with closing(self._open("/v1/chat/completions", body)) as response:
+            for line in response:
+                data = line.decode().strip()
+                if not data.startswith("data: ") or data == "data: [DONE]":
+                    continue
+                yield from _pieces(json.loads(data.removeprefix("data: ")))
+
+    def _open(self, path: str, body: Mapping[str, Any] | None) -> HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        try:
+            response: HTTPResponse = urllib.request.urlopen(request, timeout=_TIMEOUT)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise RequestFailedError(
+                    f"the server refuses the request: {_message(error.read())}"
+                ) from None
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            raise UnavailableError(f"no server answers at {self._url}: {reason}") from None
+        return response
+
+
+def _pieces(chunk: Mapping[str, Any]) -> Iterator[Piece]:
+    """Yield the pieces of one event of a stream."""
+    if "error" in chunk:
+        raise RequestFailedError(f"the server ended the answer: {chunk['error'].get('message')}")
+    usage = chunk.get("usage")
+    if usage:
+        yield Piece("", num_tokens=usage["completion_tokens"])
+    for choice in chunk.get("choices", ()):
+        delta = choice.get("delta", {})
+        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+            yield Piece(thought, is_reasoning=True)
+        if text := delta.get("content"):
+            yield Piece(text)
+
+
+def _message(body: bytes) -> str:
+    """Return the message of an error response."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

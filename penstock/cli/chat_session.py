@@ -1,0 +1,214 @@
+"""The conversation of `penstock chat`: messages, settings and commands."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import click
+
+from penstock.cli.chat_backends import Backend
+from penstock.errors import InputError, PenstockError
+
+SETTINGS: dict[str, Callable[[str], Any]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "max_tokens": int,
+    "min_tokens": int,
+    "seed": int,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "repetition_penalty": float,
+    "stop": json.loads,
+}
+"""Setting -> how its text is read. ``stop`` is a JSON text or a JSON list of texts."""
+
+HELP = """\
+/system [TEXT]       set the system message; without a text, show it; /system none removes it
+/set [NAME [VALUE]]  set a sampling parameter; without a value, remove it; without a name, list all
+/clear               forget the conversation, and keep the system message and the settings
+/undo                forget the last question and its answer
+/retry               answer the last question again
+/save FILE           write the conversation and the settings to a JSON file
+/load FILE           read them
+/help                show this list
+/exit                leave; Ctrl-D does the same
+Ctrl-C stops an answer. A line that ends with \\ continues on the next line, and a text between
+lines with \"\"\" may have several lines."""
+
+
+class ChatSession:
+    """One conversation with a model.
+
+    Args:
+        backend: answers.
+        system: the system message; None for none.
+        settings: the sampling parameters by their names in the OpenAI API.
+    """
+
+    def __init__(self, backend: Backend, system: str | None, settings: dict[str, Any]) -> None:
+        self.messages: list[dict[str, Any]] = []
+        """The conversation without the system message."""
+        self.system = system
+        self.settings = settings
+        self._backend = backend
+
+    def handle(self, line: str) -> bool:
+        """Run a command or answer a question. Return False if the user wants to leave.
+
+        Raises:
+            InputError: the command is unknown or has wrong arguments.
+            PenstockError: the question cannot be answered; it is forgotten.
+        """
+        if not line.startswith("/"):
+            self.ask(line)
+            return True
+        name, _, rest = line[1:].partition(" ")
+        rest = rest.strip()
+        match name:
+            case "exit" | "quit":
+                return False
+            case "help":
+                click.echo(HELP)
+            case "system":
+                self._set_system(rest)
+            case "set":
+                self._set(rest)
+            case "clear":
+                self.messages.clear()
+            case "undo":
+                self._undo()
+            case "retry":
+                question = self._undo()
+                self.ask(question)
+            case "save":
+                self.save(_file(rest))
+            case "load":
+                self.load(_file(rest))
+            case _:
+                raise InputError(f"the command /{name} is unknown: /help lists the commands")
+        return True
+
+    def ask(self, question: str) -> None:
+        """Print the answer to a question. Ctrl-C ends the answer, and what was printed is kept."""
+        self.messages.append({"role": "user", "content": question})
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        try:
+            answer = self._print([*system, *self.messages])
+        except PenstockError:
+            self.messages.pop()
+            raise
+        self.messages.append({"role": "assistant", "content": answer})
+
+    def save(self, path: Path) -> None:
+        """Write the conversation to a file.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        state = {"system": self.system, "settings": self.settings, "messages": self.messages}
+        try:
+            path.write_text(json.dumps(state, ensure_ascii=False, indent=2) + "\n")
+        except OSError as error:
+            raise InputError(f"{path} cannot be written: {error.strerror}") from None
+        click.echo(f"saved {len(self.messages)} messages to {path}", err=True)
+
+    def load(self, path: Path) -> None:
+        """Read a conversation from a file.
+
+        Raises:
+            InputError: the file cannot be read, or is not such a file; nothing changes.
+        """
+        try:
+            state = json.loads(path.read_text())
+            messages, settings = state["messages"], state["settings"]
+            for one in messages:
+                _check_message(one)
+            for name in settings:
+                _reader(name)
+            self.messages, self.settings, self.system = messages, settings, state["system"]
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise InputError(f"{path} is not a conversation that /save has written") from None
+        click.echo(f"loaded {len(self.messages)} messages from {path}", err=True)
+
+    def _print(self, messages: list[dict[str, Any]]) -> str:
+        """Print an answer while it arrives, then its speed. Return its text."""
+        begin, first, num_tokens = time.perf_counter(), None, 0
+        texts: list[str] = []
+        stopped = ""
+        with closing(self._backend.answer(messages, self.settings)) as pieces:  # type: ignore[type-var]
+            try:
+                for piece in pieces:
+                    num_tokens = num_tokens + 1 if piece.num_tokens is None else piece.num_tokens
+                    if first is None:
+                        first = time.perf_counter()
+                    if piece.is_reasoning:
+                        click.echo(click.style(piece.text, dim=True), nl=False)
+                        continue
+                    texts.append(piece.text)
+                    click.echo(piece.text, nl=False)
+            except KeyboardInterrupt:
+                stopped = ", stopped"
+        click.echo()
+        end = time.perf_counter()
+        first = end if first is None else first
+        speed = num_tokens / max(end - begin, 1e-9)
+        line = (
+            f"{num_tokens} tokens, {speed:.1f} tokens/s, first after {(first - begin) * 1000:.0f} ms{stopped}"
+        )
+        click.echo(click.style(line, dim=True), err=True)
+        return "".join(texts)
+
+    def _set_system(self, text: str) -> None:
+        if text:
+            self.system = None if text == "none" else text
+        else:
+            click.echo("no system message" if self.system is None else self.system)
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        if not name:
+            for one in SETTINGS:
+                click.echo(f"{one:20}{json.dumps(self.settings[one]) if one in self.settings else '-'}")
+            return
+        read = _reader(name)
+        if not value.strip():
+            self.settings.pop(name, None)
+            return
+        try:
+            self.settings[name] = read(value.strip())
+        except ValueError:
+            raise InputError(f"{name} cannot be {value.strip()!r}") from None
+
+    def _undo(self) -> str:
+        """Forget the last question and its answer. Return the question."""
+        while self.messages:
+            message = self.messages.pop()
+            if message["role"] == "user":
+                return str(message["content"])
+        raise InputError("there is no question yet")
+
+
+def _reader(name: str) -> Callable[[str], Any]:
+    if name not in SETTINGS:
+        raise InputError(f"{name!r} is not a setting: use one of {', '.join(SETTINGS)}")
+    return SETTINGS[name]
+
+
+def _check_message(message: Any) -> None:
+    if not isinstance(message["role"], str) or not isinstance(message["content"], str):
+        raise ValueError("not a message")
+
+
+def _file(text: str) -> Path:
+    if not text:
+        raise InputError("name a file")
+    return Path(text).expanduser()

@@ -1,0 +1,102 @@
+"""Images in the arguments of `LLM`: PIL images, arrays, paths and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from penstock.errors import InputError
+from penstock.media.decoding import encode_image
+from penstock.media.sources import bytes_of_data_url
+
+Image: TypeAlias = Any
+"""A PIL image, an array ``[H, W, 3]`` or ``[H, W]`` of uint8, the path of a file, or the bytes of a file."""
+
+
+def image_bytes(image: Image) -> bytes:
+    """Return the content of an image file.
+
+    Raises:
+        InputError: the file cannot be read, or the object is no image.
+    """
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if isinstance(image, str | PathLike):
+        try:
+            return Path(image).read_bytes()
+        except OSError as error:
+            raise InputError(f"the image {str(image)!r} cannot be read: {error}") from error
+    return encode_image(image)
+
+
+def images_of_prompts(images: Any, num_prompts: int, *, is_one_prompt: bool) -> list[list[bytes] | None]:
+    """Return the images of each prompt.
+
+    Args:
+        images: for one prompt an image or a list of images; for a list of prompts a list of these.
+        num_prompts: the number of prompts.
+        is_one_prompt: whether a single prompt was given, and not a list.
+
+    Raises:
+        InputError: the list has another length than the prompts.
+    """
+    if images is None:
+        return [None] * num_prompts
+    each = [images] if is_one_prompt else list(images)
+    if len(each) != num_prompts:
+        raise InputError(f"images has {len(each)} entries for {num_prompts} prompts: give one for each")
+    return [None if one is None else list(map(image_bytes, _as_list(one))) for one in each]
+
+
+def _as_list(images: Any) -> Sequence[Any]:
+    is_list = isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview)
+    return images if is_list else [images]
+
+
+def separate_images(messages: Any) -> tuple[Any, list[bytes] | None, list[str] | None]:
+    """Return messages whose image parts hold no data, the images in order, and their details.
+
+    An image part is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a ``data:`` URL.
+    Malformed messages are returned unchanged; the chat template refuses them.
+
+    Raises:
+        InputError: an image part has no image.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return messages, None, None
+    images: list[bytes] = []
+    details: list[str] = []
+    plain = [_without_images(message, images, details) for message in messages]
+    return (plain, images, details) if images else (messages, None, None)
+
+
+def _without_images(message: Any, images: list[bytes], details: list[str]) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list):
+        return message
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "image" and "image" in part:
+            images.append(image_bytes(part["image"]))
+            details.append(str(part.get("detail") or "auto"))
+        elif kind == "image_url":
+            given = part.get("image_url")
+            url, detail = (
+                (given.get("url"), given.get("detail")) if isinstance(given, Mapping) else (given, None)
+            )
+            if not isinstance(url, str) or not url.startswith("data:"):
+                raise InputError(
+                    'an image_url must be a data: URL here; give files as {"type": "image", "image": path}'
+                )
+            images.append(bytes_of_data_url(url))
+            details.append(str(detail or "auto"))
+        elif kind == "image":
+            raise InputError(f'an image part needs an image: {{"type": "image", "image": ...}}, was {part!r}')
+        else:
+            parts.append(part)
+            continue
+        parts.append({"type": "image"})
+    return {**message, "content": parts}

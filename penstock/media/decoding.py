@@ -1,0 +1,106 @@
+"""Decode images with Pillow, within limits. Pillow is imported by the functions."""
+
+from __future__ import annotations
+
+import warnings
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.errors import InputError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+"""The formats that are accepted, by their names in Pillow. Other decoders of Pillow are never called."""
+
+
+def decode_image(data: bytes, max_pixels: int) -> Image:
+    """Return an encoded image as RGB, rotated as its EXIF data says.
+
+    The size is checked before any pixel is decoded. Transparency is dropped and palettes, grey, CMYK and 16
+    bits become 8 bits of red, green and blue.
+
+    Args:
+        data: the content of an image file.
+        max_pixels: the largest width times height.
+
+    Raises:
+        InputError: the data is no image, is damaged or truncated, is animated, or has too many pixels.
+        MissingDependencyError: Pillow is not installed.
+    """
+    pil = _pillow()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of sizes that the check below refuses or allows
+            with pil.Image.open(BytesIO(data), formats=FORMATS) as image:
+                _check_size(image.size, max_pixels)
+                frames = getattr(image, "n_frames", 1)
+                if frames > 1 and image.format != "MPO":  # cameras add previews to JPEG: the first one counts
+                    raise InputError(f"the image is animated or has several pages ({frames}): send one frame")
+                image.load()
+                return _as_rgb(pil.ImageOps.exif_transpose(image))
+    except InputError:
+        raise
+    except pil.Image.DecompressionBombError as error:
+        raise InputError(f"the image has too many pixels: {error}") from None
+    except pil.UnidentifiedImageError:
+        known = ", ".join(name for name in FORMATS if name != "PPM")
+        raise InputError(f"the data is not an image in one of the formats {known}") from None
+    except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and others
+        raise InputError(f"the image cannot be decoded: {error}") from None
+
+
+def encode_image(image: Any) -> bytes:
+    """Return the file content of an image given as a PIL image or as an array ``[H, W]`` or ``[H, W, 3]``.
+
+    Raises:
+        InputError: the object is neither, or the array has another shape or type.
+    """
+    pil = _pillow()
+    if isinstance(image, np.ndarray):
+        is_grey, is_color = image.ndim == 2, image.ndim == 3 and image.shape[2] == 3
+        if image.dtype != np.uint8 or not (is_grey or is_color) or not image.size:
+            raise InputError(
+                "an image as an array must be uint8 of shape [H, W] or [H, W, 3], was "
+                f"{image.dtype} of shape {list(image.shape)}"
+            )
+        image = pil.Image.fromarray(np.ascontiguousarray(image))
+    if not isinstance(image, pil.Image.Image):
+        raise InputError(
+            "an image must be a PIL image, a numpy array, a path, or bytes of an image file, was "
+            f"{type(image).__name__}"
+        )
+    stream = BytesIO()
+    try:
+        _as_rgb(pil.ImageOps.exif_transpose(image)).save(stream, "BMP")
+    except OSError as error:
+        raise InputError(f"the image cannot be decoded: {error}") from None
+    return stream.getvalue()
+
+
+def _check_size(size: tuple[int, int], max_pixels: int) -> None:
+    width, height = size
+    if width * height > max_pixels:
+        raise InputError(
+            f"the image has {width} x {height} = {width * height} pixels, but the limit is {max_pixels} "
+            "(--max-image-pixels): send a smaller image"
+        )
+
+
+def _as_rgb(image: Image) -> Image:
+    if image.mode.startswith("I;16"):  # Pillow would clip the values at 255
+        image = _pillow().Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
+
+
+def _pillow() -> Any:
+    try:
+        import PIL
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError as error:
+        raise MissingDependencyError("Pillow", "vision", "decoding images") from error
+    return PIL

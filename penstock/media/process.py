@@ -1,0 +1,71 @@
+"""The main function of a process that prepares images; `penstock.media.processor` starts it.
+
+It reads requests from standard input and writes replies to standard output, until standard input ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from penstock.errors import CheckpointError, InputError, MissingDependencyError
+from penstock.media.processor import (
+    ArrayHeader,
+    LocalProcessor,
+    ProcessorReply,
+    ProcessorRequest,
+    read_frame,
+    read_into,
+    write_frame,
+)
+
+_NICENESS = 10
+"""The threads that compute steps have priority."""
+
+
+def main() -> None:
+    """Serve requests until standard input ends."""
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # libraries that print must not write into the replies
+    os.nice(_NICENESS)
+    processor = LocalProcessor(Path(sys.argv[1]))
+    with suppress(Exception):  # the first image reports why it cannot be loaded
+        processor.start()
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            _serve(processor, requests, replies)
+
+
+def _serve(processor: LocalProcessor, requests: BinaryIO, replies: BinaryIO) -> None:
+    request = msgspec.msgpack.decode(read_frame(requests), type=ProcessorRequest)
+    data = bytearray(request.num_bytes)
+    read_into(requests, memoryview(data))
+    arrays: list[np.ndarray] = []
+    try:
+        outputs, size = processor.process(bytes(data), request.options, request.max_pixels)
+    except (InputError, CheckpointError, MissingDependencyError) as error:
+        name = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "penstock.errors")
+        known = {"InputError", "CheckpointError", "MissingDependencyError"}
+        reply = ProcessorReply(error=name if name in known else "InputError", message=str(error))
+    except MemoryError:
+        reply = ProcessorReply(error="RequestFailedError", message="there is no memory to prepare the image")
+    else:
+        arrays = [np.ascontiguousarray(array) for array in outputs.values()]
+        headers = [
+            ArrayHeader(name, str(array.dtype), list(array.shape))
+            for name, array in zip(outputs, arrays, strict=True)
+        ]
+        reply = ProcessorReply(headers, size)
+    raw = [array.reshape(-1).view(np.uint8).data for array in arrays]
+    write_frame(replies, msgspec.msgpack.encode(reply), raw)
+
+
+if __name__ == "__main__":
+    main()

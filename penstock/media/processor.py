@@ -1,0 +1,326 @@
+"""Image processors of Hugging Face checkpoints: in this process, or in processes of their own.
+
+transformers runs the processors, with the Pillow back end. It imports torch. Therefore the server runs them
+in other processes (`ProcessorPool`), which also protects it from decoders that crash.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from penstock.errors import (
+    CheckpointError,
+    InputError,
+    MissingDependencyError,
+    OverloadedError,
+    PenstockError,
+    RequestFailedError,
+)
+from penstock.media.decoding import decode_image
+from penstock.media.family import Arrays
+
+_LOG = logging.getLogger(__name__)
+SIZE = struct.Struct("<Q")
+_ERRORS: dict[str, type[PenstockError]] = {
+    kind.__name__: kind for kind in (InputError, CheckpointError, MissingDependencyError, RequestFailedError)
+}
+
+
+class ProcessorRequest(msgspec.Struct, array_like=True):
+    """An image for a processor; the content of the image file follows as raw bytes."""
+
+    num_bytes: int
+    max_pixels: int
+    options: dict[str, Any]
+
+
+class ArrayHeader(msgspec.Struct, array_like=True):
+    """An array of a reply; its raw bytes follow."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class ProcessorReply(msgspec.Struct, array_like=True):
+    """The outputs of a processor for one image, or an error."""
+
+    arrays: list[ArrayHeader] = []
+    size: tuple[int, int] = (0, 0)
+    error: str | None = None
+    message: str = ""
+
+
+class ImageProcessor(Protocol):
+    """Decodes images and prepares them for a model."""
+
+    def process(
+        self, data: bytes, options: Mapping[str, Any], max_pixels: int
+    ) -> tuple[Arrays, tuple[int, int]]:
+        """Return the outputs of the processor for a list of one image, and the width and height of the image.
+
+        Args:
+            data: the content of an image file.
+            options: keyword arguments of the processor.
+            max_pixels: the largest width times height.
+
+        Raises:
+            InputError: the image cannot be decoded or the processor refuses it.
+            PenstockError: the processor failed.
+        """
+        ...
+
+    def start(self) -> None:
+        """Begin to load the processor."""
+        ...
+
+    def close(self) -> None:
+        """End all processes."""
+        ...
+
+
+class LocalProcessor:
+    """Runs the image processor of a checkpoint in this process. It is loaded by the first image.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self._lock = threading.Lock()
+        self._processor: Any = None
+
+    def process(
+        self, data: bytes, options: Mapping[str, Any], max_pixels: int
+    ) -> tuple[Arrays, tuple[int, int]]:
+        image = decode_image(data, max_pixels)
+        processor = self._load()
+        try:
+            outputs = processor(images=[image], return_tensors="np", **options)
+        except Exception as error:
+            raise InputError(f"the model's image processor refuses the image: {error}") from error
+        arrays = {name: np.asarray(value) for name, value in outputs.items()}
+        return arrays, image.size
+
+    def start(self) -> None:
+        self._load()
+
+    def close(self) -> None:
+        pass
+
+    def _load(self) -> Any:
+        with self._lock:
+            if self._processor is None:
+                self._processor = _load_processor(self._checkpoint)
+            return self._processor
+
+
+def _load_processor(checkpoint: Path) -> Any:
+    try:
+        transformers: Any = import_module("transformers")
+    except ImportError as error:
+        raise MissingDependencyError("transformers", "vision", "preparing images") from error
+    try:
+        return transformers.AutoImageProcessor.from_pretrained(
+            str(checkpoint), backend="pil", local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise CheckpointError(checkpoint, f"has no image processor that can be loaded: {error}") from error
+
+
+class ProcessorPool:
+    """Runs the image processor of a checkpoint in processes of their own.
+
+    A process that crashes or exceeds the time limit fails its image only; another process replaces it.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        num_processes: the number of processes. They start when they are needed, or by `start`.
+        timeout: seconds for one image, waiting for a process included.
+    """
+
+    def __init__(self, checkpoint: Path, num_processes: int, timeout: float) -> None:
+        self._timeout = timeout
+        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
+        self._all = [_Process(checkpoint) for _ in range(num_processes)]
+        for one in self._all:
+            self._idle.put(one)
+
+    def process(
+        self, data: bytes, options: Mapping[str, Any], max_pixels: int
+    ) -> tuple[Arrays, tuple[int, int]]:
+        deadline = time.monotonic() + self._timeout
+        try:
+            process = self._idle.get(timeout=self._timeout)
+        except queue.Empty:
+            raise OverloadedError(
+                f"no image could be prepared within {self._timeout:g} s (--image-timeout): try again"
+            ) from None
+        try:
+            return process.run(data, options, max_pixels, max(deadline - time.monotonic(), 0.001))
+        finally:
+            self._idle.put(process)
+
+    def start(self) -> None:
+        for one in self._all:
+            one.start()
+
+    def close(self) -> None:
+        for one in self._all:
+            one.stop()
+
+
+class _Process:
+    """One process that runs the image processor. One thread at a time uses it."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start the process if it does not run."""
+        if self._is_closed or (self._process is not None and self._process.poll() is None):
+            return
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.media.process", str(self._checkpoint)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches the server only, which then closes the pipe
+        )
+
+    def stop(self) -> None:
+        """End the process."""
+        self._is_closed = True
+        self._kill()
+
+    def run(
+        self, data: bytes, options: Mapping[str, Any], max_pixels: int, timeout: float
+    ) -> tuple[Arrays, tuple[int, int]]:
+        """Process one image within ``timeout`` seconds; see `ImageProcessor.process`."""
+        self.start()
+        timer = threading.Timer(timeout, self._kill)
+        timer.start()
+        try:
+            reply = self._exchange(ProcessorRequest(len(data), max_pixels, dict(options)), data)
+        except PenstockError:
+            raise
+        except (OSError, EOFError, ValueError, AssertionError) as error:
+            is_late = not timer.is_alive()
+            self._kill()
+            if is_late:
+                raise RequestFailedError(
+                    f"the image was not prepared within {timeout:.0f} s (--image-timeout)"
+                ) from None
+            _LOG.error("a process that prepares images has ended: %s", error)
+            raise RequestFailedError("the process that prepared the image has ended") from None
+        finally:
+            timer.cancel()
+        return reply
+
+    def _exchange(self, request: ProcessorRequest, data: bytes) -> tuple[Arrays, tuple[int, int]]:
+        process = self._process
+        assert process is not None, "the process is closed"
+        assert process.stdin is not None
+        assert process.stdout is not None
+        write_frame(process.stdin, msgspec.msgpack.encode(request), [data])
+        reply = msgspec.msgpack.decode(read_frame(process.stdout), type=ProcessorReply)
+        if reply.error is not None:
+            kind = _ERRORS[reply.error]
+            error = kind.__new__(kind, reply.message)
+            Exception.__init__(error, reply.message)
+            raise error
+        arrays = {}
+        for header in reply.arrays:
+            array = np.empty(header.shape, np.dtype(header.dtype))
+            read_into(process.stdout, array.reshape(-1).view(np.uint8).data)
+            arrays[header.name] = array
+        return arrays, reply.size
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(OSError):
+            process.kill()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+        process.wait()
+
+
+def write_frame(stream: Any, head: bytes, parts: Sequence[Any]) -> None:
+    """Write the size of a head, the head, and raw bytes."""
+    stream.write(SIZE.pack(len(head)) + head)
+    for part in parts:
+        stream.write(part)
+    stream.flush()
+
+
+def read_frame(stream: Any) -> bytes:
+    """Return a head.
+
+    Raises:
+        EOFError: the other side has closed the stream.
+    """
+    size = bytearray(SIZE.size)
+    read_into(stream, memoryview(size))
+    head = bytearray(SIZE.unpack(size)[0])
+    read_into(stream, memoryview(head))
+    return bytes(head)
+
+
+def read_into(stream: Any, target: memoryview) -> None:
+    """Fill a buffer from a stream.
+
+    Raises:
+        EOFError: the stream has ended before.
+    """
+    while len(target):
+        count = stream.readinto(target)
+        if not count:
+            raise EOFError("the stream has ended")
+        target = target[count:]
+
+
+def read_processor_config(checkpoint: Path) -> dict[str, Any]:
+    """Return ``processor_config.json`` and ``preprocessor_config.json`` of a checkpoint, merged.
+
+    Raises:
+        CheckpointError: a file is not a JSON object.
+    """
+    merged: dict[str, Any] = {}
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        path = checkpoint / name
+        try:
+            values = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise CheckpointError(path, f"is not readable as JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(path, f"must hold a JSON object, holds a {type(values).__name__}")
+        nested = values.get("image_processor")
+        merged |= {**(nested if isinstance(nested, dict) else {}), **values}
+    return merged

@@ -1,0 +1,234 @@
+"""Images of requests by URL: ``data:``, ``http(s):`` and ``file:``, each within limits."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import http.client
+import ipaddress
+import os
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
+
+from penstock import __version__
+from penstock.errors import InputError
+
+_MAX_REDIRECTS = 3
+_MAX_URL = 2048
+"""Characters of an ``http(s):`` or ``file:`` URL."""
+_PORTS = {"http": 80, "https": 443}
+_CHUNK = 64 * 1024
+
+
+@dataclass(frozen=True)
+class ImageSources:
+    """Where images of requests may come from.
+
+    Args:
+        max_bytes: the largest file.
+        timeout: seconds to fetch a URL, redirects included.
+        allow_urls: whether ``http(s):`` URLs are fetched.
+        folder: ``file:`` URLs may name files below this folder; None refuses them.
+    """
+
+    max_bytes: int
+    timeout: float
+    allow_urls: bool = False
+    folder: Path | None = None
+
+    def read(self, url: str) -> bytes:
+        """Return the content of the image file that a URL names. Blocks: call it in a thread.
+
+        Raises:
+            InputError: the URL is not allowed, or the file cannot be read within the limits.
+        """
+        scheme = url[:16].partition(":")[0].lower()
+        if scheme == "data":
+            data = bytes_of_data_url(url)
+            self._check_size(len(data))
+            return data
+        if len(url) > _MAX_URL:
+            raise InputError(f"an image URL has {len(url)} characters: at most {_MAX_URL} are allowed")
+        if scheme in _PORTS:
+            if not self.allow_urls:
+                raise InputError(
+                    "this server does not fetch images: send a data: URL, or start it with --allow-image-urls"
+                )
+            return self._fetch(url)
+        if scheme == "file":
+            return self._read_file(url)
+        raise InputError("an image URL must begin with data:, https:, http: or file:")
+
+    def _check_size(self, size: int) -> None:
+        if size > self.max_bytes:
+            raise InputError(
+                f"the image has {size} bytes, but the limit is {self.max_bytes} (--max-image-bytes)"
+            )
+
+    # -- Files ------------------------------------------------------------------------------------------
+
+    def _read_file(self, url: str) -> bytes:
+        if self.folder is None:
+            raise InputError(
+                "this server reads no image files: send a data: URL, or start it with --image-dir"
+            )
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+            raise InputError("a file: URL must have the form file:///path, below --image-dir")
+        folder = self.folder.resolve()
+        given = Path(unquote(parts.path))
+        try:
+            path = (
+                given.resolve()
+                if given.is_relative_to(folder)
+                else (folder / given.relative_to("/")).resolve()
+            )
+            inside = path.is_relative_to(folder) and path.is_file()
+        except (OSError, ValueError):
+            inside = False
+        if not inside:
+            raise InputError("the file of an image is not below --image-dir, or does not exist")
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            with open(descriptor, "rb") as file:
+                self._check_size(os.fstat(descriptor).st_size)
+                return file.read(self.max_bytes + 1)
+        except OSError as error:
+            raise InputError(f"the file of an image cannot be read: {error.strerror}") from None
+
+    # -- HTTP -------------------------------------------------------------------------------------------
+
+    def _fetch(self, url: str) -> bytes:
+        deadline = time.monotonic() + self.timeout
+        try:
+            for _ in range(_MAX_REDIRECTS + 1):
+                found = self._get(url, deadline)
+                if isinstance(found, bytes):
+                    return found
+                url = found
+        except InputError:
+            raise
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if time.monotonic() >= deadline or isinstance(error, TimeoutError):
+                raise InputError(f"the image was not fetched within {self.timeout:g} s") from None
+            raise InputError(f"the image cannot be fetched: {type(error).__name__}") from None
+        raise InputError(f"the image URL redirects more than {_MAX_REDIRECTS} times")
+
+    def _get(self, url: str, deadline: float) -> bytes | str:
+        """Return the body of a URL, or the URL that it redirects to."""
+        parts = urlsplit(url)
+        if parts.scheme not in _PORTS or not parts.hostname or parts.username or parts.password:
+            raise InputError("an image URL must be http(s) with a host, without a user and a password")
+        port = parts.port or _PORTS[parts.scheme]
+        address = public_address(parts.hostname, port)
+        connection = _connect(parts, address, port, deadline)
+        try:
+            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            headers = {
+                "User-Agent": f"penstock/{__version__}",
+                "Accept": "image/*",
+                "Accept-Encoding": "identity",
+            }
+            connection.request("GET", target, headers=headers)
+            _limit(connection, deadline)
+            response = connection.getresponse()
+            if response.status in (301, 302, 303, 307, 308):
+                location = response.getheader("Location")
+                if not location or len(location) > _MAX_URL:
+                    raise InputError("the image URL redirects to nothing")
+                return urljoin(url, location)
+            if response.status != 200:
+                raise InputError(f"the image cannot be fetched: the server answered {response.status}")
+            length = response.getheader("Content-Length")
+            if length is not None and length.isdecimal():
+                self._check_size(int(length))
+            data = bytearray()
+            while True:
+                _limit(connection, deadline)
+                chunk = response.read1(_CHUNK)
+                if not chunk:
+                    return bytes(data)
+                data += chunk
+                self._check_size(len(data))
+        finally:
+            connection.close()
+
+
+def bytes_of_data_url(url: str) -> bytes:
+    """Return the data of a ``data:`` URL.
+
+    Raises:
+        InputError: it is not of an image, or its base64 is not valid.
+    """
+    head, comma, body = url.partition(",")
+    kind, *options = head[5:].split(";")
+    if not comma or (kind and not kind.lower().startswith("image/")):
+        raise InputError("a data: URL of an image must have the form data:image/png;base64,...")
+    if "base64" not in (option.strip().lower() for option in options):
+        return unquote_to_bytes(body)
+    try:
+        return base64.b64decode("".join(unquote(body).split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InputError(f"the base64 of a data: URL is not valid: {error}") from None
+
+
+def public_address(host: str, port: int) -> str:
+    """Return an address of a host that is on the public internet.
+
+    All addresses of the host must be public. The connection is made to the returned address, so that a
+    second look-up cannot return another one.
+
+    Raises:
+        InputError: the host has an address that is private, loopback, link-local or otherwise special.
+        OSError: the host cannot be resolved.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in found]
+    for text in addresses:
+        if not is_public(text):
+            raise InputError("the host of an image URL is not on the public internet")
+    return addresses[0]
+
+
+def is_public(text: str) -> bool:
+    """Return whether an IP address is global: not private, loopback, link-local, multicast or reserved."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
+        if inner is None and address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+def _connect(parts: SplitResult, address: str, port: int, deadline: float) -> http.client.HTTPConnection:
+    """Return a connection to an address that speaks to the host of the URL."""
+    assert parts.hostname is not None
+    seconds = max(deadline - time.monotonic(), 0.001)
+    connection = http.client.HTTPConnection(parts.hostname, port, timeout=seconds)
+    raw = socket.create_connection((address, port), timeout=seconds)
+    try:
+        if parts.scheme == "https":
+            raw = ssl.create_default_context().wrap_socket(raw, server_hostname=parts.hostname)
+    except BaseException:
+        raw.close()
+        raise
+    connection.sock = raw
+    return connection
+
+
+def _limit(connection: http.client.HTTPConnection, deadline: float) -> None:
+    """Limit the next operation of a connection to the rest of the time."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    if connection.sock is not None:
+        connection.sock.settimeout(left)

@@ -1,0 +1,234 @@
+"""`TextAndVisionTokenizer`: the tokenizer of a model that reads images."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.config import HuggingFaceConfig, VisionConfig
+from penstock.errors import CheckpointError, InputError, UnsupportedFeatureError
+from penstock.media.family import ProcessedImage, VisionFamily
+from penstock.media.processor import ImageProcessor, LocalProcessor, ProcessorPool, read_processor_config
+from penstock.pipelines.core import (
+    ImageMetadata,
+    TextAndVisionContext,
+    TextContext,
+    TokenGeneratorRequest,
+    image_digest,
+)
+from penstock.text.special_tokens import RenderedPrompt
+from penstock.text.tokenizer import TextTokenizer
+
+_CACHE_BYTES = 64 * 2**20
+"""Bytes of prepared images that are kept, for conversations that send the same images again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PreparedRequest(TokenGeneratorRequest):
+    """A request whose images are prepared."""
+
+    prepared: tuple[ProcessedImage, ...] = ()
+
+
+class TextAndVisionTokenizer(TextTokenizer):
+    """Turns requests with images into contexts: prepares the images and inserts their tokens.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        family: how the model's family puts images into prompts.
+        vision: limits of images.
+        text_options: the keyword arguments of `TextTokenizer`.
+    """
+
+    reads_images = True
+
+    def __init__(
+        self, checkpoint: Path, family: type[VisionFamily], vision: VisionConfig, **text_options: Any
+    ) -> None:
+        super().__init__(checkpoint, **text_options)
+        if self._chat_template is not None:
+            self._chat_template.reads_images = True
+        config = HuggingFaceConfig.from_checkpoint(checkpoint)
+        self._family = family(config, read_processor_config(checkpoint), self._text_of)
+        self._vision = vision
+        self._checkpoint = checkpoint
+        self._processor: ImageProcessor = LocalProcessor(checkpoint)
+        self._cache = _ImageCache(_CACHE_BYTES)
+
+    @property
+    def image_details(self) -> frozenset[str]:
+        """The values of ``detail`` that the model supports, besides ``auto``."""
+        return self._family.details
+
+    def use_processes(self) -> None:
+        """Prepare images in processes of their own from now on, and start these."""
+        self._processor = ProcessorPool(self._checkpoint, self._vision.processes, self._vision.timeout)
+        self._processor.start()
+
+    def close(self) -> None:
+        self._processor.close()
+
+    def build_context(self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True) -> TextContext:
+        return super().build_context(self._with_images(request), stops_as_tokens=stops_as_tokens)
+
+    def _prompt(
+        self, request: TokenGeneratorRequest, *, is_limited: bool = False
+    ) -> tuple[str | None, np.ndarray]:
+        return super()._prompt(self._with_images(request), is_limited=is_limited)
+
+    # -- Images -----------------------------------------------------------------------------------------
+
+    def _check_images(self, request: TokenGeneratorRequest) -> None:
+        images = request.images or ()
+        if images and request.prompt is not None and not isinstance(request.prompt, str):
+            raise UnsupportedFeatureError("images with token ids", "give the prompt as text, or messages")
+        if len(images) > self._vision.max_images:
+            raise InputError(
+                f"the request has {len(images)} images, but the limit is {self._vision.max_images} "
+                "(--max-images-per-request)"
+            )
+
+    def _with_images(self, request: TokenGeneratorRequest) -> TokenGeneratorRequest:
+        """Return the request with prepared images."""
+        if isinstance(request, _PreparedRequest) or not request.images:
+            return request
+        self._check_images(request)
+        details = request.image_details or ["auto"] * len(request.images)
+        prepared = tuple(map(self._prepared, request.images, details))
+        values = {one.name: getattr(request, one.name) for one in fields(TokenGeneratorRequest)}
+        return _PreparedRequest(**values, prepared=prepared)
+
+    def _prepared(self, data: bytes, detail: str) -> ProcessedImage:
+        if detail != "auto" and detail not in self._family.details:
+            known = ", ".join(sorted({"auto", *self._family.details}))
+            raise UnsupportedFeatureError(f"detail {detail!r}", f"this model supports {known}")
+        if len(data) > self._vision.max_bytes:
+            raise InputError(
+                f"the image has {len(data)} bytes, but the limit is {self._vision.max_bytes} "
+                "(--max-image-bytes): send a smaller image"
+            )
+        key = blake2b(data, digest_size=32, person=detail.encode()[:16]).digest()
+        found = self._cache.get(key)
+        if found is None:
+            options = self._family.processor_options(detail)
+            outputs, size = self._processor.process(data, options, self._vision.max_pixels)
+            found = self._family.processed(outputs, size)
+            digest = image_digest(found.pixel_values, found.arguments)
+            found = replace(found, digest=digest)
+            self._cache.put(key, found)
+        return found
+
+    def _expanded(self, rendered: RenderedPrompt, request: TokenGeneratorRequest) -> RenderedPrompt:
+        """Return the prompt with the texts of its images in place of their placeholders.
+
+        Raises:
+            InputError: the number of placeholders differs from that of images.
+        """
+        images = request.prepared if isinstance(request, _PreparedRequest) else ()
+        placeholder = self._family.placeholder
+        starts = _occurrences(rendered.text, placeholder)
+        own = [one for one in starts if not rendered.is_from_message(one, one + len(placeholder))]
+        if len(own) != len(images):
+            where = "the chat template wrote" if request.messages is not None else "the prompt has"
+            raise InputError(
+                f"{where} {len(own)} placeholders {placeholder!r}, but the request has {len(images)} images"
+            )
+        if not images:
+            return rendered
+        pieces, boundaries, last = [], list(rendered.boundaries), 0
+        for start, image in zip(own, images, strict=True):
+            pieces += [rendered.text[last:start], self._family.expand(image)]
+            last = start + len(placeholder)
+        pieces.append(rendered.text[last:])
+        shifted = []
+        for index in boundaries:
+            before = sum(start < index for start in own)
+            grown = sum(len(pieces[2 * i + 1]) - len(placeholder) for i in range(before))
+            shifted.append(index + grown)
+        return RenderedPrompt("".join(pieces), shifted)
+
+    def _new_context(self, request: TokenGeneratorRequest, values: Mapping[str, Any]) -> TextContext:
+        images = request.prepared if isinstance(request, _PreparedRequest) else ()
+        if not images:
+            return super()._new_context(request, values)
+        token_id = self._family.image_token_id
+        return TextAndVisionContext(
+            **values,
+            images=self._metadata(values["tokens"], images, token_id),
+            vision_token_ids=[token_id],
+            has_bidirectional_images=self._family.is_bidirectional,
+        )
+
+    def _metadata(
+        self, tokens: np.ndarray, images: Sequence[ProcessedImage], token_id: int
+    ) -> list[ImageMetadata]:
+        indices = np.flatnonzero(tokens == token_id).tolist()
+        text = self._text_of(token_id)
+        counts = [self._family.expand(image).count(text) for image in images]
+        if sum(counts) != len(indices):
+            raise CheckpointError(
+                self._checkpoint,
+                f"the images have {sum(counts)} rows, but the tokenizer made {len(indices)} tokens {text!r}",
+            )
+        found, first = [], 0
+        for image, count in zip(images, counts, strict=True):
+            own = indices[first : first + count]
+            first += count
+            found.append(
+                ImageMetadata(
+                    start_idx=own[0],
+                    end_idx=own[-1] + 1,
+                    pixel_values=image.pixel_values,
+                    image_hash=image.digest,
+                    num_embedding_rows=count,
+                    arguments=image.arguments,
+                )
+            )
+        return found
+
+    def _text_of(self, token_id: int) -> str:
+        text = self.backend.id_to_token(token_id)
+        if text is None:
+            raise CheckpointError(self._checkpoint, f"its tokenizer has no token {token_id}, that of images")
+        return text
+
+
+class _ImageCache:
+    """Prepared images by the digest of their files; the images used longest ago are removed first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._images: OrderedDict[bytes, ProcessedImage] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> ProcessedImage | None:
+        with self._lock:
+            if key in self._images:
+                self._images.move_to_end(key)
+            return self._images.get(key)
+
+    def put(self, key: bytes, image: ProcessedImage) -> None:
+        with self._lock:
+            if key in self._images or image.num_bytes > self._max_bytes:
+                return
+            self._images[key] = image
+            self._num_bytes += image.num_bytes
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= self._images.popitem(last=False)[1].num_bytes
+
+
+def _occurrences(text: str, part: str) -> list[int]:
+    """Return the indices at which ``part`` begins in ``text``."""
+    found, start = [], text.find(part)
+    while start >= 0:
+        found.append(start)
+        start = text.find(part, start + len(part))
+    return found

@@ -1,0 +1,72 @@
+"""Layers of 4-bit floats (E2M1) with scales per 16 or 32 inputs: NVFP4 and MXFP4 as libraries pack them.
+
+A byte holds two numbers, the first in its lower half. NVFP4 has a scale (E4M3) for 16 inputs and a float32
+scale for the weight. compressed-tensors divides by the latter (``weight_global_scale``), ModelOpt multiplies
+by it (``weight_scale_2``). MXFP4 has a power of two for 32 inputs, stored as its exponent plus 127.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from penstock.weights.formats import TensorReader
+from penstock.weights.formats._stored import LayerHeader, StoredTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LAYOUT = "fp4"
+_NVFP4, _MXFP4 = 16, 32  # inputs that share a scale
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def take_fp4_layers(tensors: StoredTensors, name: str = "weight_packed") -> None:
+    """Replace the layers of 4-bit floats by one header each.
+
+    Args:
+        tensors: the stored tensors.
+        name: the tensor of numbers: ``weight_packed`` of compressed-tensors or ``weight`` of ModelOpt.
+
+    Raises:
+        WeightsError: the scales of a layer are missing or do not fit.
+    """
+    for layer in tensors.layers(name, ("U8",)):
+        packed, scale = tensors.peek(layer, name), tensors.peek(layer, "weight_scale")
+        assert packed is not None
+        if len(packed.shape) != 2 or (scale is None and name == "weight"):
+            continue
+        outputs, inputs = packed.shape[0], 2 * packed.shape[1]
+        size = _MXFP4 if scale is not None and scale.type_name in ("U8", "F8_E8M0") else _NVFP4
+        types = ("U8", "F8_E8M0") if size == _MXFP4 else ("F8_E4M3",)
+        parts = {
+            "scale": tensors.take(layer, "weight_scale", types, (outputs, inputs // size)),
+            "divisor": tensors.take_optional(layer, "weight_global_scale", ("F32",), (), (1,)),
+            "factor": tensors.take_optional(layer, "weight_scale_2", ("F32",), (), (1,)),
+        }
+        if inputs % size or (size == _NVFP4 and parts["divisor"] is parts["factor"]):
+            tensors.refuse(
+                layer, name, f"of {inputs} inputs needs a scale for each {size} of them and one in all"
+            )
+        parts["packed"] = tensors.take(layer, name, ("U8",))
+        tensors.put(layer, (outputs, inputs), None, parts, layout=LAYOUT, bits=4, group=(1, size))
+
+
+def read_fp4(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
+    """Return the numbers of a layer as float32."""
+    import torch
+
+    scales = header.read(source, "scale")
+    if header.group[1] == _MXFP4:
+        exponents = scales.view(torch.uint8).int()
+        scales = torch.exp2(exponents.float() - 127).masked_fill(exponents == 255, torch.nan)
+    else:
+        scales = scales.float()
+    if header.part("divisor"):
+        scales = scales / header.read(source, "divisor").reshape(())
+    if header.part("factor"):
+        scales = scales * header.read(source, "factor").reshape(())
+    numbers = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)])
+    packed = header.read(source, "packed")
+    nibbles = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)
+    return None, {"weight": numbers[nibbles.int()] * scales.repeat_interleave(header.group[1], 1)}

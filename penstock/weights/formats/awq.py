@@ -1,0 +1,130 @@
+"""awq: 4-bit integers in groups of inputs, with zero points.
+
+The version ``gemm`` stores a layer ``[out, in]`` in columns. A word of ``qweight [in, out / 8]`` and of
+``qzeros [G, out / 8]`` holds the codes of 8 outputs, from the lowest bits: 0, 2, 4, 6, 1, 3, 5, 7. ``scales``
+is ``[G, out]``. The version ``gemv`` stores ``qweight [out, in / 8]`` in order, and ``qzeros`` and ``scales``
+with one row for each output and unused columns behind those of the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import ConfigError
+from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
+from penstock.weights.formats._codes import encoding_of, read_codes
+from penstock.weights.formats._stored import FLOATS, LayerHeader, StoredFormat, StoredTensors, unpack_bits
+from penstock.weights.safetensors import TensorHeader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BITS, _PER_WORD = 4, 8
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Places in a word of the codes of outputs 0 to 7."""
+VERSIONS = ("gemm", "gemv")
+
+
+class AWQFormat(StoredFormat):
+    """4-bit codes in groups of inputs, as AutoAWQ stores them."""
+
+    name = "awq"
+    quant_methods = ("awq",)
+    kept_encodings = ("uint4",)
+
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+        return quant_method(config) in self.quant_methods
+
+    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+        section = quantization_section(config)
+        version = str(section.get("version") or VERSIONS[0]).lower()
+        if version not in VERSIONS:
+            known = " or ".join(VERSIONS)
+            raise ConfigError("quantization_config.version", f"{version!r} cannot be read: use {known}")
+        bits = section.get("bits", section.get("w_bit", _BITS))
+        if bits != _BITS:
+            raise ConfigError(
+                "quantization_config.bits", f"was {bits!r}: AWQ weights of {_BITS} bits can be read"
+            )
+        size = section.get("group_size", section.get("q_group_size", 128))
+        if not isinstance(size, int):
+            raise ConfigError("quantization_config.group_size", f"was {size!r}: a whole number is needed")
+        tensors = StoredTensors(stored, self.name)
+        for layer in tensors.layers("qweight", ("I32",)):
+            (_take_gemm if version == "gemm" else _take_gemv)(tensors, layer, size)
+        return tensors.left
+
+    def read_linear(
+        self, source: TensorReader, header: TensorHeader
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        if not isinstance(header, LayerHeader):
+            return super().read_linear(source, header)
+        return (_read_gemm if header.layout == "gemm" else _read_gemv)(source, header)
+
+
+FORMAT = AWQFormat()
+
+
+def _sizes(tensors: StoredTensors, layer: str, inputs: int, size: int) -> tuple[int, int]:
+    """Return the inputs of a group and the number of groups."""
+    size = inputs if size < 1 else size
+    if not inputs or inputs % size:
+        tensors.refuse(layer, "qweight", f"has {inputs} inputs, which is no multiple of group_size {size}")
+    return size, inputs // size
+
+
+def _take_gemm(tensors: StoredTensors, layer: str, size: int) -> None:
+    weight = tensors.peek(layer, "qweight")
+    assert weight is not None
+    if len(weight.shape) != 2:
+        tensors.refuse(layer, "qweight", "must be a matrix")
+    inputs, words = weight.shape
+    size, groups = _sizes(tensors, layer, inputs, size)
+    outputs = words * _PER_WORD
+    parts = {
+        "weight": tensors.take(layer, "qweight", ("I32",)),
+        "zeros": tensors.take(layer, "qzeros", ("I32",), (groups, words)),
+        "scales": tensors.take(layer, "scales", FLOATS, (groups, outputs)),
+    }
+    encoding = encoding_of(_BITS, size, inputs)
+    tensors.put(layer, (outputs, inputs), encoding, parts, layout="gemm", bits=_BITS, group=(1, size))
+
+
+def _take_gemv(tensors: StoredTensors, layer: str, size: int) -> None:
+    weight, zeros = tensors.peek(layer, "qweight"), tensors.peek(layer, "qzeros")
+    assert weight is not None
+    if len(weight.shape) != 2 or zeros is None or len(zeros.shape) != 2:
+        tensors.refuse(layer, "qweight", "and qzeros must be matrices")
+    assert zeros is not None
+    outputs, inputs = weight.shape[0], weight.shape[1] * _PER_WORD
+    size, groups = _sizes(tensors, layer, inputs, size)
+    width = zeros.shape[1]
+    if width * _PER_WORD < groups:
+        tensors.refuse(layer, "qzeros", f"is {list(zeros.shape)} for {groups} groups")
+    parts = {
+        "weight": tensors.take(layer, "qweight", ("I32",)),
+        "zeros": tensors.take(layer, "qzeros", ("I32",), (outputs, width)),
+        "scales": tensors.take(layer, "scales", FLOATS, (outputs, width * _PER_WORD)),
+    }
+    encoding = encoding_of(_BITS, size, inputs)
+    tensors.put(layer, (outputs, inputs), encoding, parts, layout="gemv", bits=_BITS, group=(1, size))
+
+
+def _read_gemm(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
+    def columns(words: Tensor) -> Tensor:  # [n, out / 8] -> [out, n]
+        count = words.shape[1] * _PER_WORD
+        ordered = unpack_bits(words, _BITS, count).view(len(words), -1, _PER_WORD)[..., list(_PLACES)]
+        return ordered.flatten(1).T.contiguous()
+
+    codes, zeros = columns(header.read(source, "weight")), columns(header.read(source, "zeros"))
+    scales = header.read(source, "scales").T.float()
+    return read_codes(header.encoding, codes, scales, zeros, header.group[1])
+
+
+def _read_gemv(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
+    inputs, size = header.shape[1], header.group[1]
+    codes = unpack_bits(header.read(source, "weight"), _BITS, inputs)
+    zeros = unpack_bits(header.read(source, "zeros"), _BITS, inputs // size)
+    scales = header.read(source, "scales").float()[:, : inputs // size]
+    return read_codes(header.encoding, codes, scales, zeros, size)

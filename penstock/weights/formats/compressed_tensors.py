@@ -1,0 +1,214 @@
+"""compressed-tensors: integers, 8-bit floats and 4-bit floats with scales, by groups of layers.
+
+``quantization_config.config_groups`` says how the layers of each group are stored. The tensors of a layer
+tell the rest:
+
+* ``weight_packed`` int32: codes of few bits, the first in the lowest bits of a word, as many as fit. A code
+  is the integer plus half of its range. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is packed in
+  the same way along its outputs.
+* ``weight`` int8 or 8-bit floats with ``weight_scale``.
+* ``weight_packed`` uint8: 4-bit floats, see `penstock.weights.formats._fp4`.
+
+``weight_g_idx`` gives the group of each input if groups are not in order. Such layers are widened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import ConfigError, WeightsError
+from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
+from penstock.weights.formats._codes import MAX_BITS, encoding_of, read_codes
+from penstock.weights.formats._fp4 import read_fp4, take_fp4_layers
+from penstock.weights.formats._fp8 import block_size, read_fp8, take_fp8_layers
+from penstock.weights.formats._stored import (
+    FLOATS,
+    LayerHeader,
+    StoredFormat,
+    StoredTensors,
+    scale_group,
+    unpack_bits,
+)
+from penstock.weights.safetensors import TensorHeader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WORD = 32  # bits
+
+
+class CompressedTensorsFormat(StoredFormat):
+    """Layers of integers and of few-bit floats, in the compressed form."""
+
+    name = "compressed_tensors"
+    quant_methods = ("compressed-tensors",)
+    kept_encodings = ("uint4", "uint8", "int8", "fp8")
+
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+        return quant_method(config) in self.quant_methods
+
+    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+        section = quantization_section(config)
+        _refuse_transforms(section)
+        groups = [one for one in (section.get("config_groups") or {}).values() if isinstance(one, Mapping)]
+        tensors = StoredTensors(stored, self.name)
+        for layer in tensors.layers("weight_packed", ("I32",)):
+            _take_packed(tensors, layer, _weights_of(groups, layer))
+        for layer in tensors.layers("weight", ("I8",)):
+            _take_integers(tensors, layer)
+        blocks = {block_size(_mapping(one.get("weights")), "block_structure") for one in groups} - {(0, 0)}
+        take_fp8_layers(tensors, blocks.pop() if len(blocks) == 1 else (0, 0))
+        take_fp4_layers(tensors)
+        return tensors.left
+
+    def read_linear(
+        self, source: TensorReader, header: TensorHeader
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        if not isinstance(header, LayerHeader):
+            return super().read_linear(source, header)
+        readers = {"packed": _read_packed, "integers": _read_integers, "fp8": read_fp8}
+        return readers.get(header.layout, read_fp4)(source, header)
+
+
+FORMAT = CompressedTensorsFormat()
+
+
+def _refuse_transforms(section: Mapping[str, Any]) -> None:
+    """Refuse checkpoints whose weights need more than scales.
+
+    Raises:
+        ConfigError: weights are sparse, or activations must be rotated.
+    """
+    sparsity = _mapping(section.get("sparsity_config")).get("format", "dense")
+    if sparsity != "dense":
+        raise ConfigError("quantization_config", f"{sparsity} weights cannot be read: use a dense model")
+    if _mapping(section.get("transform_config")).get("config_groups"):
+        raise ConfigError("quantization_config", "models with transforms of activations cannot be read")
+
+
+def _weights_of(groups: list[Mapping[str, Any]], layer: str) -> Mapping[str, Any]:
+    """Return how a layer's weight is stored. Names count more than patterns, and these more than kinds."""
+
+    def rank(target: str) -> int:
+        if target.startswith("re:"):
+            return 2 if re.match(target.removeprefix("re:"), layer) else 0
+        return 3 if layer == target or layer.endswith(f".{target}") else 1 if target == "Linear" else 0
+
+    best: tuple[int, Mapping[str, Any]] = (0, {})
+    for one in groups:
+        for target in one.get("targets") or ():
+            best = max(best, (rank(str(target)), _mapping(one.get("weights"))), key=lambda pair: pair[0])
+    return best[1]
+
+
+def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, Any]) -> None:
+    packed, scale = tensors.peek(layer, "weight_packed"), tensors.peek(layer, "weight_scale")
+    assert packed is not None
+    bits = weights.get("num_bits")
+    if not isinstance(bits, int) or not 1 <= bits <= MAX_BITS:
+        tensors.refuse(
+            layer, "weight_packed", f"has {bits!r} bits for config_groups: 1 to {MAX_BITS} can be read"
+        )
+    assert isinstance(bits, int)
+    per_word = _WORD // bits
+    if len(packed.shape) != 2 or scale is None or len(scale.shape) != 2 or scale.shape[0] != packed.shape[0]:
+        tensors.refuse(
+            layer, "weight_packed", "and weight_scale must be matrices with one row for each output"
+        )
+    assert scale is not None
+    outputs, groups, size = packed.shape[0], scale.shape[1], weights.get("group_size")
+    inputs = packed.shape[1] * per_word
+    if groups > 1:
+        if not isinstance(size, int) or size < 1 or -(-groups * size // per_word) != packed.shape[1]:
+            tensors.refuse(
+                layer,
+                "weight_scale",
+                f"is {list(scale.shape)} where groups of {size!r} of {inputs} inputs are stored",
+            )
+        assert isinstance(size, int)
+        inputs = groups * size
+    shape = (outputs, inputs)
+    zero_rows = -(-outputs // per_word)
+    parts = {
+        "packed": tensors.take(layer, "weight_packed", ("I32",)),
+        "scale": tensors.take(layer, "weight_scale", FLOATS),
+        "zero": tensors.take_optional(layer, "weight_zero_point", ("I32",), (zero_rows, groups)),
+        "shape": tensors.take_optional(layer, "weight_shape", ("I64", "I32"), (2,)),
+        "group_of_input": tensors.take_optional(layer, "weight_g_idx", ("I32", "I64"), (inputs,)),
+    }
+    group_size = inputs if groups == 1 else inputs // groups
+    encoding = encoding_of(bits, group_size, inputs) if parts["group_of_input"] is None else None
+    tensors.put(layer, shape, encoding, parts, layout="packed", bits=bits, group=(1, group_size))
+
+
+def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
+    import torch
+
+    (outputs, inputs), bits = header.shape, header.bits
+    if header.part("shape"):
+        stored = tuple(header.read(source, "shape").tolist())
+        if stored != header.shape:
+            raise WeightsError(
+                header.file, f"{header.stored_name} is of {list(header.shape)} but names {list(stored)}"
+            )
+    codes = _unpacked(header.read(source, "packed"), bits, inputs)
+    scales = header.read(source, "scale").float()
+    if header.part("zero"):
+        zeros = _unpacked(header.read(source, "zero").T.contiguous(), bits, outputs).T
+    else:
+        zeros = torch.full(scales.shape, 1 << bits - 1)
+    groups = header.read(source, "group_of_input") if header.part("group_of_input") else None
+    if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
+        raise WeightsError(header.file, f"{header.stored_name}: weight_g_idx names groups that do not exist")
+    return read_codes(header.encoding, codes, scales, zeros, header.group[1], groups)
+
+
+def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return ``count`` codes of each row of words. A word has as many whole codes as fit."""
+    import torch
+
+    if _WORD % bits == 0:
+        return unpack_bits(words, bits, count)
+    shifts = torch.arange(_WORD // bits) * bits
+    codes = words[..., None] >> shifts & (1 << bits) - 1
+    return codes.flatten(1)[:, :count].to(torch.uint8)
+
+
+def _take_integers(tensors: StoredTensors, layer: str) -> None:
+    weight, scale = tensors.peek(layer, "weight"), tensors.peek(layer, "weight_scale")
+    assert weight is not None
+    if len(weight.shape) != 2:
+        return
+    shape = (weight.shape[0], weight.shape[1])
+    groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
+    size = -(-shape[1] // max(groups, 1))
+    group = None if scale is None else scale_group(scale.shape, shape, (1, size))
+    if scale is not None and group is None:
+        tensors.refuse(layer, "weight_scale", f"is {list(scale.shape)} for a weight of {list(shape)}")
+    found = tensors.take(layer, "weight_scale", FLOATS)
+    zero = tensors.take_optional(layer, "weight_zero_point", ("I8", "I32"), found.shape)
+    assert group is not None
+    is_plain = group[1] == shape[1] and zero is None
+    encoding = "int8" if is_plain else encoding_of(8, group[1], shape[1])
+    parts = {"weight": tensors.take(layer, "weight", ("I8",)), "scale": found, "zero": zero}
+    tensors.put(layer, shape, encoding, parts, layout="integers", bits=8, group=group)
+
+
+def _read_integers(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
+    import torch
+
+    weight, scales = header.read(source, "weight"), header.read(source, "scale").float()
+    outputs, columns = header.shape[0], -(-header.shape[1] // header.group[1])
+    scales = scales.reshape(-1, columns).expand(outputs, columns)
+    if header.encoding == "int8":
+        return "int8", {"weight": weight, "scales": scales[:, 0].contiguous()}
+    zeros = header.read(source, "zero").int() if header.part("zero") else torch.zeros(1, 1, dtype=torch.int32)
+    zeros = (zeros.reshape(-1, zeros.shape[-1] if zeros.dim() > 1 else 1) + 128).expand(outputs, columns)
+    codes = (weight.short() + 128).to(torch.uint8)
+    return read_codes(header.encoding, codes, scales, zeros, header.group[1])
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

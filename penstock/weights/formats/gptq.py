@@ -1,0 +1,117 @@
+"""gptq: integers of 2, 3, 4 or 8 bits in groups of inputs, with zero points.
+
+A layer ``[out, in]`` is stored in columns:
+
+* ``qweight`` int32 ``[in * bits / 32, out]``: codes along the inputs, the first in the lowest bits. Those of
+  3 bits may lie across two words.
+* ``qzeros`` int32 ``[G, out * bits / 32]``: zero points, packed in the same way. In the first version of the
+  format (``checkpoint_format: gptq``) they are stored minus 1.
+* ``scales`` ``[G, out]``.
+* ``g_idx`` int32 ``[in]``: the group of each input. With ``desc_act`` groups are not in order. Such layers
+  are widened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import ConfigError, WeightsError
+from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
+from penstock.weights.formats._codes import encoding_of, read_codes
+from penstock.weights.formats._stored import FLOATS, LayerHeader, StoredFormat, StoredTensors, unpack_bits
+from penstock.weights.safetensors import TensorHeader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BITS = (2, 3, 4, 8)
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+"""Words whose codes are all 1. Sums of words carry between codes, as the writer's differences borrow."""
+
+
+class GPTQFormat(StoredFormat):
+    """Codes in groups of inputs, as GPTQ stores them."""
+
+    name = "gptq"
+    quant_methods = ("gptq",)
+    kept_encodings = ("uint4", "uint8")
+    unread_if_zero = ("*.bias",)  # some writers add biases to all layers
+
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+        return quant_method(config) in self.quant_methods
+
+    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+        section = quantization_section(config)
+        version = section.get("checkpoint_format") or "gptq"
+        if version not in ("gptq", "gptq_v2"):
+            raise ConfigError(
+                "quantization_config.checkpoint_format", f"{version!r} cannot be read: use gptq or gptq_v2"
+            )
+        tensors = StoredTensors(stored, self.name)
+        for layer in tensors.layers("qweight", ("I32",)):
+            _take(tensors, layer, section, version)
+        return tensors.left
+
+    def read_linear(
+        self, source: TensorReader, header: TensorHeader
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        if not isinstance(header, LayerHeader):
+            return super().read_linear(source, header)
+        return _read(source, header)
+
+
+FORMAT = GPTQFormat()
+
+
+def _take(tensors: StoredTensors, layer: str, section: Mapping[str, Any], version: object) -> None:
+    weight, order, scales = (tensors.peek(layer, part) for part in ("qweight", "g_idx", "scales"))
+    assert weight is not None
+    bits = section.get("bits")
+    if len(weight.shape) != 2 or scales is None or len(scales.shape) != 2:
+        tensors.refuse(layer, "qweight", "and scales must be matrices")
+    assert scales is not None
+    rows, outputs = weight.shape
+    if order is not None and len(order.shape) == 1 and order.shape[0]:
+        bits = rows * 32 // order.shape[0]  # single layers may differ from the configuration
+    if bits not in BITS or rows * 32 % bits:
+        tensors.refuse(layer, "qweight", f"has {bits!r} bits where 2, 3, 4 or 8 can be read")
+    assert isinstance(bits, int)
+    inputs, groups = rows * 32 // bits, scales.shape[0]
+    size = section.get("group_size")
+    if not isinstance(size, int) or size < 1 or -(-inputs // size) != groups:
+        size = -(-inputs // max(groups, 1))
+    if not groups or -(-inputs // size) != groups:
+        tensors.refuse(layer, "scales", f"has {groups} groups for {inputs} inputs")
+    parts = {
+        "weight": tensors.take(layer, "qweight", ("I32",)),
+        "scales": tensors.take(layer, "scales", FLOATS, (groups, outputs)),
+        "zeros": tensors.take(layer, "qzeros", ("I32",), (groups, -(-outputs * bits // 32))),
+        "group_of_input": tensors.take_optional(layer, "g_idx", ("I32",), (inputs,)),
+    }
+    encoding = None if section.get("desc_act") else encoding_of(bits, size, inputs)
+    tensors.put(layer, (outputs, inputs), encoding, parts, layout=str(version), bits=bits, group=(1, size))
+
+
+def _read(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
+    import torch
+
+    (outputs, inputs), bits, size = header.shape, header.bits, header.group[1]
+    codes = unpack_bits(header.read(source, "weight").T, bits, inputs)
+    words, is_first = header.read(source, "zeros"), header.layout == "gptq"
+    if is_first and bits in _ONES:
+        words = (words.long() + _ONES[bits] & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
+    zeros = unpack_bits(words, bits, outputs)
+    if is_first and bits not in _ONES:
+        zeros = zeros + 1 & (1 << bits) - 1
+    groups = header.read(source, "group_of_input") if header.part("group_of_input") else None
+    scales = header.read(source, "scales").T.float()
+    if groups is not None and torch.equal(groups, torch.arange(inputs, dtype=torch.int32) // size):
+        groups = None
+    if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
+        raise WeightsError(header.file, f"{header.stored_name}: g_idx names groups that do not exist")
+    if groups is not None and header.encoding is not None:
+        raise WeightsError(
+            header.file, f"{header.stored_name}: g_idx is not in order, but desc_act is not set"
+        )
+    return read_codes(header.encoding, codes, scales, zeros.T, size, groups)

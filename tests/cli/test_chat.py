@@ -1,0 +1,176 @@
+"""``penstock chat``: commands, interruption, a model in this process, and a server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from support.chatting import THINKING
+from support.live_server import live_server
+
+from penstock.cli import chat, cli
+from penstock.cli.chat_backends import Messages, Piece
+from penstock.cli.chat_session import ChatSession
+from penstock.errors import InputError
+from penstock.testing import FakePipeline
+
+
+class Scripted:
+    """A backend that repeats the conversation; it is interrupted by a question that says so."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.settings: Mapping[str, Any] = {}
+        self.num_closed = 0
+
+    def answer(self, messages: Messages, settings: Mapping[str, Any]) -> Iterator[Piece]:
+        self.settings = {**settings}
+        try:
+            yield Piece("Hm. ", is_reasoning=True)
+            if "refuse" in messages[-1]["content"]:
+                raise InputError("it is refused")
+            yield Piece("|".join(message["content"] for message in messages))
+            if "stop here" in messages[-1]["content"]:
+                raise KeyboardInterrupt
+            yield Piece("!")
+        finally:
+            self.num_closed += 1
+
+
+def converse(monkeypatch: pytest.MonkeyPatch, *lines: str) -> tuple[Result, Scripted]:
+    """Run the loop with lines of input."""
+    backend = Scripted()
+    monkeypatch.setattr(chat, "ServerBackend", lambda *_: backend)
+    result = CliRunner().invoke(cli, ["chat", "--url", "http://x", "--seed", "3"], input="\n".join(lines))
+    return result, backend
+
+
+def test_history_commands_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "saved.json"
+    result, backend = converse(
+        monkeypatch,
+        "/system S",
+        "one",
+        "two\\",
+        "more",
+        "/undo",
+        "/set temperature 0.5",
+        '/set stop ["x"]',
+        "/set seed",
+        "three",
+        "/retry",
+        f"/save {path}",
+        "/clear",
+        '"""',
+        "a",
+        "b",
+        '"""',
+        "/system none",
+        f"/load {path}",
+        "four",
+        "/exit",
+        "never",
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.replace("\x1b[2m", "").replace("\x1b[0m", "").splitlines() == [
+        "Hm. S|one!",
+        "Hm. S|one|S|one!|two",
+        "more!",
+        "Hm. S|one|S|one!|three!",
+        "Hm. S|one|S|one!|three!",
+        "Hm. S|a",
+        "b!",
+        "Hm. S|one|S|one!|three|S|one|S|one!|three!|four!",
+    ]
+    assert backend.settings == {"temperature": 0.5, "stop": ["x"], "max_tokens": 1024}
+    assert backend.num_closed == 6
+    saved = json.loads(path.read_text())
+    assert (saved["system"], len(saved["messages"])) == ("S", 4)
+    speeds = re.findall(r"3 tokens, [\d.]+ tokens/s, first after \d+ ms", result.stderr)
+    assert len(speeds) == 6
+
+
+def test_an_interrupt_stops_the_answer_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, backend = converse(monkeypatch, "stop here", "next")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].endswith("stop here")
+    assert lines[1].endswith("stop here|stop here|next!")
+    assert "ms, stopped" in result.stderr
+    assert backend.num_closed == 2
+
+
+def test_mistakes_do_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    result, _ = converse(
+        monkeypatch,
+        "/colour",
+        "/set colour 1",
+        "/set seed x",
+        "/undo",
+        "/save",
+        f"/load {tmp_path}/none",
+        f"/load {other}",
+        "refuse",
+        "fine",
+    )
+    assert result.exit_code == 0
+    for words in (
+        "the command /colour is unknown",
+        "'colour' is not a setting",
+        "seed cannot be 'x'",
+        "there is no question yet",
+        "name a file",
+        "cannot be read: No such file",
+        "is not a conversation",
+        "it is refused",
+    ):
+        assert words in result.stderr
+    assert result.stdout.splitlines()[-1].endswith("fine!")  # the refused question is forgotten
+
+
+def test_commands_show_values() -> None:
+    session = ChatSession(Scripted(), None, {"seed": 1})
+    assert session.handle("/help")
+    assert session.handle("/set")
+    assert not session.handle("/quit")
+
+
+def test_a_model_in_this_process() -> None:
+    lines = "What is the capital of Germany?\nWhat is Penstock?\n"
+    result = CliRunner().invoke(
+        cli, ["chat", "demo", "--temperature", "0", "--kv-cache-memory", "64MiB"], input=lines
+    )
+    assert result.exit_code == 0, result.output
+    first, second = result.stdout.splitlines()
+    assert first == "The capital of Germany is Berlin."
+    assert second.startswith("Penstock is an LLM inference library")
+    assert "tokens/s" in result.stderr
+
+
+def test_a_server() -> None:
+    pipeline = FakePipeline.answering(
+        lambda prompt: "<think>Hm.</think>" + prompt.removesuffix("assistant: ")
+    )
+    with live_server(pipeline=pipeline, template=THINKING, api_key=("k",)) as server:
+
+        def run(*flags: str) -> Result:
+            return CliRunner().invoke(cli, ["chat", "--url", server.url, *flags], input="Hello there\n")
+
+        found = run("--api-key", "k")
+        assert found.exit_code == 0, found.output
+        assert found.stdout == "Hm.user: Hello there\n"
+        assert "the API key is wrong" in run("--api-key", "x").stderr
+        assert "model_x" in run("model_x", "--api-key", "k", "--system", "S").stderr
+        refused = run("--api-key", "k", "--max-length", "5")
+        assert "--max-length is for a model in this process" in refused.output
+    gone = CliRunner().invoke(cli, ["chat", "--url", "http://127.0.0.1:9"], input="")
+    assert gone.exit_code == 2
+    assert "no server answers at http://127.0.0.1:9" in gone.stderr

@@ -1,0 +1,184 @@
+"""`LLM` with images: against transformers, and equal in every schedule."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.checkpoints import oracle
+from support.vision_checkpoint import chat_with, file_of, picture, write_llava
+
+from penstock import LLM
+from penstock.errors import InputError, PromptTooLongError, UnsupportedFeatureError
+from penstock.pipelines.core import SamplingParams
+
+GREEDY = SamplingParams(max_new_tokens=12, top_k=1, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llava(tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with open_llm(folder) as opened:
+        yield opened
+
+
+def open_llm(folder: Path, **config: Any) -> LLM:
+    settings = {"quantization_encoding": "float32", "kv_cache_block_size": 16, "max_batch_size": 8}
+    return LLM(folder, **settings | config)
+
+
+def tokens_of(llm: LLM, prompt: str, *images: Any) -> list[int]:
+    return llm.generate(prompt, GREEDY, use_tqdm=False, images=list(images) or None)[0].token_ids
+
+
+def counts(llm: LLM) -> tuple[int, int]:
+    """Return the numbers of encoded images and of hits in the encoder cache."""
+    cache = llm.pipeline.runner.images.cache
+    return cache.num_encoded, cache.num_hits
+
+
+def test_equals_transformers(llm: LLM, folder: Path) -> None:
+    from transformers import AutoImageProcessor
+
+    images = [picture(1, (50, 31)), picture(2)]
+    output = llm.chat(chat_with("What?", images), GREEDY, use_tqdm=False)[0]
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    pixels = torch.from_numpy(processor(images, return_tensors="np")["pixel_values"])
+    ids = torch.tensor([output.prompt_token_ids])
+    text = oracle(folder).generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values=pixels,
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert output.token_ids == text[0, ids.shape[1] :].tolist()
+    assert output.prompt_token_ids.count(129) == 32
+
+
+def test_all_forms_of_an_image(llm: LLM, tmp_path: Path) -> None:
+    image = picture(3)
+    path = tmp_path / "picture.png"
+    image.save(path)
+    expected = tokens_of(llm, "See <image>!", image)
+    for form in (np.asarray(image), path, str(path), path.read_bytes()):
+        assert tokens_of(llm, "See <image>!", form) == expected
+    url = "data:image/png;base64," + b64encode(path.read_bytes()).decode()
+    part = {"type": "image_url", "image_url": {"url": url}}
+    text = {"type": "text", "text": "What?"}
+    chat = llm.chat([{"role": "user", "content": [part, text]}], GREEDY, use_tqdm=False)
+    same = llm.chat(chat_with("What?", [path]), GREEDY, use_tqdm=False)
+    assert chat[0].token_ids == same[0].token_ids
+    stream = llm.stream("See <image>!", GREEDY, images=image)
+    "".join(stream)
+    assert stream.output.token_ids == expected
+
+
+def test_a_batch_equals_single_requests(llm: LLM) -> None:
+    prompts = ["A <image> b", "No image", "<image><image>", "A <image> b"]
+    images = [[picture(4)], None, [picture(5), picture(4)], [picture(6)]]
+    alone = [tokens_of(llm, prompt, *(own or ())) for prompt, own in zip(prompts, images, strict=True)]
+    together = llm.generate(prompts, GREEDY, use_tqdm=False, images=images)
+    assert [output.token_ids for output in together] == alone
+    assert alone[0] != alone[3]
+
+
+def test_an_image_is_encoded_once(folder: Path) -> None:
+    with open_llm(folder) as llm:
+        first = tokens_of(llm, "Long enough text before <image> after", picture(7))
+        assert counts(llm) == (1, 0)
+        assert tokens_of(llm, "Long enough text before <image> after", picture(7)) == first
+        assert counts(llm)[0] == 1
+        # The prefix cache holds the whole image: the encoder cache is not read.
+        tokens_of(llm, "<image>" + "a" * 32, picture(8))
+        before = counts(llm)
+        tokens_of(llm, "<image>" + "a" * 32, picture(8))
+        assert counts(llm) == before
+        # Another text before it: the rows come from the encoder cache.
+        tokens_of(llm, "Other <image>", picture(8))
+        assert counts(llm) == (before[0], before[1] + 1)
+        # Both images of a batch are equal and new: one run.
+        llm.generate(["<image>a", "b<image>"], GREEDY, use_tqdm=False, images=[picture(9), picture(9)])
+        assert counts(llm)[0] == before[0] + 1
+
+
+def test_prefixes_of_other_images_are_not_shared(llm: LLM) -> None:
+    prompt = "<image>" + "the same text after it " * 2
+    outputs = [tokens_of(llm, prompt, picture(seed)) for seed in (10, 11, 10)]
+    assert outputs[0] == outputs[2]
+    assert outputs[0] != outputs[1]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_batch_input_tokens": 9},
+        {"enable_prefix_caching": False, "encoder_cache_memory": 1},
+        {"kv_cache_memory": 17 * 16 * 3 * 2 * 2 * 8 * 4, "max_batch_size": 4, "max_length": 160},
+    ],
+    ids=["chunks", "no caches", "preemption"],
+)
+def test_equal_in_every_schedule(llm: LLM, folder: Path, config: dict[str, Any]) -> None:
+    prompts = [f"{index} <image> x <image> y" for index in range(4)]
+    images = [[picture(20 + index), picture(21 + index)] for index in range(4)]
+    params = SamplingParams(max_new_tokens=40, top_k=1, ignore_eos=True)
+    expected = llm.generate(prompts, params, use_tqdm=False, images=images)
+    with open_llm(folder, **config) as other:
+        ours = other.generate(prompts, params, use_tqdm=False, images=images)
+        if "kv_cache_memory" in config:
+            assert other._scheduler.num_preemptions > 0
+        if "encoder_cache_memory" in config:
+            assert counts(other)[1] == 0
+    assert [one.token_ids for one in ours] == [one.token_ids for one in expected]
+
+
+def test_refusals(llm: LLM, tmp_path: Path) -> None:
+    good = picture(1)
+    with pytest.raises(InputError, match="the prompt has 0 placeholders '<image>', but the request has 1"):
+        tokens_of(llm, "Hi", good)
+    with pytest.raises(InputError, match=r"the prompt has 2 placeholders .* has 1 images"):
+        tokens_of(llm, "<image><image>", good)
+    with pytest.raises(InputError, match="the data is not an image in one of the formats PNG"):
+        tokens_of(llm, "<image>", b"no image")
+    with pytest.raises(InputError, match="cannot be read"):
+        tokens_of(llm, "<image>", tmp_path / "missing.png")
+    with pytest.raises(InputError, match="must be uint8 of shape"):
+        tokens_of(llm, "<image>", np.zeros((4, 4, 3)))
+    with pytest.raises(InputError, match="was dict"):
+        tokens_of(llm, "<image>", {})
+    with pytest.raises(UnsupportedFeatureError, match="images with token ids"):
+        llm.generate([1, 2], GREEDY, use_tqdm=False, images=good)
+    detailed = [{"type": "image", "image": good, "detail": "high"}]
+    with pytest.raises(UnsupportedFeatureError, match="detail 'high' is not supported: this model supports"):
+        llm.chat([{"role": "user", "content": detailed}], GREEDY, use_tqdm=False)
+    with pytest.raises(InputError, match="images has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False, images=[good])
+    with pytest.raises(InputError, match="the request has 33 images, but the limit is 32"):
+        tokens_of(llm, "<image>" * 33, *[good] * 33)
+    with pytest.raises(PromptTooLongError, match=r"257.*256|272.*256"):
+        tokens_of(llm, "<image>" * 17, *[good] * 17)
+
+
+def test_users_cannot_forge_an_image(llm: LLM) -> None:
+    output = llm.chat(chat_with("Look: <image>", [picture(1)]), GREEDY, use_tqdm=False)[0]
+    assert output.prompt_token_ids.count(129) == 16
+
+
+def test_a_text_model_refuses_images() -> None:
+    with (
+        LLM("demo", quantization_encoding="float32") as demo,
+        pytest.raises(UnsupportedFeatureError, match="images is not supported: this model reads text only"),
+    ):
+        demo.generate("<image>", GREEDY, use_tqdm=False, images=file_of(Image.new("RGB", (4, 4))))

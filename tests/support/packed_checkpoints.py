@@ -1,0 +1,227 @@
+"""Small packers of quantized checkpoints, written from the formats' documents. They share no code with the
+package.
+
+A packer takes a weight ``[out, in]`` and returns the tensors of a layer without the layer's name, and the
+weight that they stand for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Packed = tuple[dict[str, Tensor], Tensor]
+Packer = Callable[[Tensor], Packed]
+
+
+def quantized_groups(
+    weight: Tensor, bits: int, size: int, *, symmetric: bool, dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return codes ``[out, in]``, scales and zero points ``[out, G]``, and the weight they stand for."""
+    size = weight.shape[1] if size < 1 else size
+    groups = weight.float().unflatten(1, (-1, size))
+    top = 2**bits - 1
+    if symmetric:
+        scales = (groups.abs().amax(-1) / (top / 2)).to(dtype)
+        zeros = torch.full(scales.shape, 2 ** (bits - 1))
+    else:
+        low, high = groups.amin(-1), groups.amax(-1)
+        scales = ((high - low) / top).clamp_min(1e-4).to(dtype)
+        zeros = (-low / scales.float()).round().clamp(0, top).long()
+    codes = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, top).long()
+    found = (codes - zeros[..., None]) * scales.float()[..., None]
+    return codes.flatten(1), scales, zeros, found.flatten(1)
+
+
+def in_words(codes: Tensor, bits: int) -> Tensor:
+    """Pack each row of codes as a stream of bits in int32 words, lowest bits first."""
+    array = codes.numpy().astype(np.uint8)
+    stream = (array[..., None] >> np.arange(bits) & 1).reshape(len(array), -1)
+    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view(np.int32).copy())
+
+
+def gptq(
+    bits: int = 4, size: int = 32, *, version: int = 1, symmetric: bool = False, order: bool = False
+) -> Packer:
+    def pack(weight: Tensor) -> Packed:
+        inputs = weight.shape[1]
+        permutation = torch.randperm(inputs) if order else torch.arange(inputs)
+        codes, scales, zeros, found = quantized_groups(
+            weight[:, permutation], bits, size, symmetric=symmetric
+        )
+        back = permutation.argsort()
+        group_of_input = (torch.arange(inputs) // (size if size > 0 else inputs))[back].int()
+        if version == 1:
+            zeros = (zeros - 1).clamp_min(0)  # the format cannot hold 0
+            found = (codes - (zeros + 1)[:, group_of_input[permutation]]) * scales.float()[
+                :, group_of_input[permutation]
+            ]
+        tensors = {
+            "qweight": in_words(codes[:, back], bits).T.contiguous(),
+            "qzeros": in_words(zeros.T.contiguous(), bits),
+            "scales": scales.T.contiguous(),
+            "g_idx": group_of_input,
+        }
+        return tensors, found[:, back]
+
+    return pack
+
+
+def awq(size: int = 32, version: str = "gemm") -> Packer:
+    def pack(weight: Tensor) -> Packed:
+        codes, scales, zeros, found = quantized_groups(weight, 4, size, symmetric=False)
+        if version == "gemv":
+            width = -(-zeros.shape[1] // 8) * 8 * (1 if size >= 128 else 128 // size)
+            padding = (0, width - zeros.shape[1])
+            return {
+                "qweight": in_words(codes, 4),
+                "qzeros": in_words(torch.nn.functional.pad(zeros, padding), 4),
+                "scales": torch.nn.functional.pad(scales, padding),
+            }, found
+
+        def columns(values: Tensor) -> Tensor:
+            order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+            return in_words(values.T.contiguous().unflatten(1, (-1, 8))[..., order].flatten(1), 4)
+
+        return {"qweight": columns(codes), "qzeros": columns(zeros), "scales": scales.T.contiguous()}, found
+
+    return pack
+
+
+def e4m3(values: Tensor) -> Tensor:
+    return values.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def fp8(
+    block: tuple[int, int] | None = None, *, per_tensor: bool = False, name: str = "weight_scale"
+) -> Packer:
+    def pack(weight: Tensor) -> Packed:
+        rows, columns = block or ((weight.shape[0] if per_tensor else 1), weight.shape[1])
+        padding = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows)
+        blocks = (
+            torch.nn.functional.pad(weight.float(), padding)
+            .unflatten(0, (-1, rows))
+            .unflatten(2, (-1, columns))
+        )
+        scales = blocks.abs().amax((1, 3)) / 448
+        spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        spread = spread[: weight.shape[0], : weight.shape[1]]
+        numbers = e4m3(weight.float() / spread)
+        tensors = {"weight": numbers, name: scales.reshape(()) if per_tensor else scales}
+        return tensors, numbers.float() * spread
+
+    return pack
+
+
+def compressed_codes(
+    bits: int = 4, size: int = 32, *, symmetric: bool = True, dtype: torch.dtype = torch.bfloat16
+) -> Packer:
+    def pack(weight: Tensor) -> Packed:
+        codes, scales, zeros, found = quantized_groups(weight, bits, size, symmetric=symmetric, dtype=dtype)
+        tensors = {"weight_packed": in_words(codes, bits), "weight_scale": scales}
+        tensors["weight_shape"] = torch.tensor(weight.shape)
+        if not symmetric:
+            tensors["weight_zero_point"] = in_words(zeros.T.contiguous(), bits).T.contiguous()
+        return tensors, found
+
+    return pack
+
+
+def int8_rows(weight: Tensor) -> Packed:
+    scales = (weight.float().abs().amax(1, keepdim=True) / 127).bfloat16()
+    integers = (weight.float() / scales.float()).round().clamp(-128, 127).to(torch.int8)
+    return {"weight": integers, "weight_scale": scales}, integers.float() * scales.float()
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _fp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bytes of 4-bit floats and the numbers they stand for."""
+    index = (values.abs()[..., None] - E2M1).abs().argmin(-1)
+    codes = index | (values < 0).long() << 3
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8), E2M1[index] * torch.where(
+        values < 0, -1.0, 1.0
+    )
+
+
+def nvfp4(dialect: str) -> Packer:
+    def pack(weight: Tensor) -> Packed:
+        groups = weight.float().unflatten(1, (-1, 16))
+        total = weight.float().abs().max() / (6 * 448)
+        scales = e4m3(groups.abs().amax(-1) / 6 / total)
+        spread = (scales.float() * total).repeat_interleave(16, 1)
+        octets, numbers = _fp4(weight.float() / spread.clamp_min(1e-12))
+        if dialect == "modelopt":
+            return {"weight": octets, "weight_scale": scales, "weight_scale_2": total}, numbers * spread
+        divisor = (1 / total).reshape(1)
+        tensors = {"weight_packed": octets, "weight_scale": scales, "weight_global_scale": divisor}
+        return tensors, numbers * (scales.float() / divisor).repeat_interleave(16, 1)
+
+    return pack
+
+
+def mxfp4(weight: Tensor) -> Packed:
+    groups = weight.float().unflatten(1, (-1, 32))
+    exponents = (groups.abs().amax(-1).log2().floor() - 2).clamp(-127, 127)
+    spread = (2.0**exponents).repeat_interleave(32, 1)
+    octets, numbers = _fp4(weight.float() / spread)
+    return {"weight_packed": octets, "weight_scale": (exponents + 127).to(torch.uint8)}, numbers * spread
+
+
+def write_packed_checkpoint(
+    plain: Path,
+    folder: Path,
+    packer: Packer | Mapping[str, Packer],
+    section: Mapping[str, Any],
+    *,
+    ignore: tuple[str, ...] = (),
+    extra: Mapping[str, Tensor] | None = None,
+    shards: int = 1,
+) -> Path:
+    """Quantize the linear layers of a checkpoint. ``folder/plain`` gets the floats that they stand for.
+
+    Args:
+        plain: the checkpoint of floats.
+        folder: where both are written.
+        packer: one for all layers, or one for each part of a name; the first that the name contains counts.
+        section: ``quantization_config``.
+        ignore: parts of the names of layers that stay floats.
+        extra: tensors to add.
+        shards: number of files.
+    """
+    packed, dequantized = {}, {}
+    torch.manual_seed(0)
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        is_linear = name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
+        if not is_linear or any(part in name for part in ignore):
+            packed[name] = dequantized[name] = tensor
+            continue
+        own = packer if callable(packer) else next(one for part, one in packer.items() if part in name)
+        tensors, found = own(tensor)
+        packed |= {f"{layer}.{key}": value.contiguous() for key, value in tensors.items()}
+        dequantized[name] = found.contiguous()
+    packed |= extra or {}
+    config = json.loads((plain / "config.json").read_text())
+    (folder / "plain").mkdir(parents=True, exist_ok=True)
+    save_file(dequantized, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "plain" / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": dict(section)}))
+    if shards == 1:
+        save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    names = sorted(packed)
+    files = {name: f"model-{number % shards}.safetensors" for number, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: packed[name] for name in names if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder

@@ -1,0 +1,366 @@
+"""Quantized checkpoints packed from the formats' documents: weights, encodings, logits, refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import packed_checkpoints as packers
+from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
+from support.networks import held_bytes, parts_of
+from support.packed_checkpoints import Packer, write_packed_checkpoint
+from support.running import context_of, open_pipeline, random_tokens, step_logits
+
+from penstock.config import PipelineConfig
+from penstock.errors import ConfigError, WeightsError
+from penstock.kernels import PackedLinear
+from penstock.weights import Weights
+from penstock.weights.checkpoint import open_checkpoint
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+}
+TOKENS = random_tokens(24, 120, seed=3)
+
+Case = tuple[Packer | Mapping[str, Packer], dict[str, Any], str | None]
+
+
+def compressed(bits: int = 8, kind: str = "int", **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, **weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+MIXED = compressed(4, group_size=32)
+MIXED["config_groups"]["group_1"] = {
+    "targets": [r"re:.*down_proj$", "model.layers.0.self_attn.o_proj"],
+    "weights": {"num_bits": 8, "type": "int", "group_size": 32},
+}
+
+CASES: dict[str, Case] = {
+    "fp8-tensor": (packers.fp8(per_tensor=True), {"quant_method": "fp8"}, "fp8"),
+    "fp8-channel": (packers.fp8(), {"quant_method": "fbgemm_fp8"}, "fp8"),
+    "fp8-block": (
+        packers.fp8((128, 128), name="weight_scale_inv"),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "fp8",
+    ),
+    "fp8-small-blocks": (
+        packers.fp8((24, 40), name="weight_scale_inv"),
+        {"quant_method": "fp8", "weight_block_size": [24, 40]},
+        None,
+    ),
+    "ct-w4-symmetric": (packers.compressed_codes(), compressed(4, group_size=32), "uint4"),
+    "ct-w4-asymmetric": (packers.compressed_codes(symmetric=False), compressed(4, group_size=32), "uint4"),
+    "ct-w4-channel": (packers.compressed_codes(size=-1), compressed(4), "uint4"),
+    "ct-w4-groups-of-16": (packers.compressed_codes(size=16), compressed(4, group_size=16), None),
+    "ct-w8-groups": (packers.compressed_codes(8), compressed(8, group_size=32), "uint8"),
+    "ct-w8a8": (packers.int8_rows, compressed(8), "int8"),
+    "ct-fp8": (packers.fp8(), compressed(8, "float", strategy="channel"), "fp8"),
+    "ct-nvfp4": (packers.nvfp4("compressed"), compressed(4, "float", group_size=16), None),
+    "ct-mxfp4": (packers.mxfp4, compressed(4, "float", group_size=32), None),
+    "gptq-4": (packers.gptq(), {"quant_method": "gptq", "bits": 4, "group_size": 32}, "uint4"),
+    "gptq-4-rows": (packers.gptq(size=-1), {"quant_method": "gptq", "bits": 4, "group_size": -1}, "uint4"),
+    "gptq-4-v2": (
+        packers.gptq(version=2, symmetric=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
+        "uint4",
+    ),
+    "gptq-2": (packers.gptq(2), {"quant_method": "gptq", "bits": 2, "group_size": 32}, "uint4"),
+    "gptq-3": (packers.gptq(3), {"quant_method": "gptq", "bits": 3, "group_size": 32}, "uint4"),
+    "gptq-8": (packers.gptq(8), {"quant_method": "gptq", "bits": 8, "group_size": 32}, "uint8"),
+    "gptq-desc-act": (
+        packers.gptq(order=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+        None,
+    ),
+    "awq-gemm": (packers.awq(), {"quant_method": "awq", "bits": 4, "group_size": 32}, "uint4"),
+    "awq-gemv": (
+        packers.awq(version="gemv"),
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"},
+        "uint4",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint_of("llama", tmp_path_factory.mktemp("llama"))
+
+
+def checkpoint_of(family: str, folder: Path, **changes: Any) -> Path:
+    (architecture,) = (one for one in DECODERS if one.name == family)
+    assert architecture.tiny_config
+    config = architecture.tiny_config()
+    return write_checkpoint(folder, config | {key: SIZES[key] for key in SIZES if key in config} | changes)
+
+
+def logits_of(checkpoint: Path, **config: Any) -> torch.Tensor:
+    pipeline = open_pipeline(checkpoint, **({"quantization_encoding": None} | config))
+    return step_logits(pipeline, [context_of(TOKENS, log_probabilities_echo=True)])[0]
+
+
+def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_exact(case: str, llama: Path, tmp_path: Path) -> None:
+    packer, section, encoding = CASES[case]
+    folder = write_packed_checkpoint(llama, tmp_path, packer, section, ignore=("1.mlp.up_proj",), shards=2)
+    weights, count = Weights.open(folder), 0
+    for name, expected in load_file(tmp_path / "plain" / "model.safetensors").items():
+        shape = tuple(expected.shape)
+        is_packed = "_proj" in name and "1.mlp.up_proj" not in name
+        count += is_packed
+        assert weights.stored_encoding(name) == (encoding if is_packed else None)
+        torch.testing.assert_close(weights.tensor(name, shape).float(), expected, rtol=1e-5, atol=1e-7)
+        if is_packed:
+            stored, tensors = weights.read_linear(name, (shape[0], shape[1]))
+            assert stored == encoding
+            assert all(len(tensor) == shape[0] for tensor in tensors.values()), "one row per output"
+    assert count == 13
+    weights.finish()
+    assert weights.num_bytes == sum(
+        one.nbytes for file in folder.glob("*.safetensors") for one in load_file(file).values()
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "fp8-block",
+        "fp8-tensor",
+        "ct-w4-asymmetric",
+        "ct-w8a8",
+        "ct-nvfp4",
+        "gptq-4",
+        "gptq-8",
+        "gptq-desc-act",
+        "awq-gemm",
+    ],
+)
+def test_logits(case: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are those of the weights in floats, but for the activations."""
+    packer, section, encoding = CASES[case]
+    folder = write_packed_checkpoint(llama, tmp_path, packer, section, ignore=("1.mlp.up_proj",))
+    expected = oracle_logits(oracle(folder / "plain"), TOKENS)
+    assert error_of(logits_of(folder), expected) < 0.06
+    assert error_of(logits_of(folder, quantization_encoding="float32"), expected) < 1e-4
+    pipeline = open_pipeline(folder, quantization_encoding=None)
+    model: Any = pipeline.model
+    assert model.pipeline_config.model.encoding == (encoding or "float32")
+    linears = {
+        part.name: one
+        for one in parts_of(model.network)
+        if isinstance(one, PackedLinear)
+        for part in one.slices
+    }
+    floats = "bfloat16" if encoding else "float32"
+    assert linears["model.layers.0.mlp.down_proj"].encoding == (encoding or floats)
+    assert linears["model.layers.1.mlp.up_proj"].encoding == floats
+    assert ("13 quantized weights are widened to float32" in caplog.text) == (encoding is None)
+    foretold = model.estimate_weights_size(model.pipeline_config)
+    assert 0.995 * held_bytes(pipeline) <= foretold <= 1.5 * held_bytes(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        ("phi3", "gptq-4"),
+        ("qwen3_moe", "fp8-block"),
+        ("mixtral", "awq-gemm"),
+        ("gemma3_text", "ct-w4-symmetric"),
+        ("qwen2", "ct-w8-groups"),
+    ],
+)
+def test_families(family: str, case: str, tmp_path: Path) -> None:
+    """Fused layers, experts, tied heads and biases."""
+    packer, section, _ = CASES[case]
+    folder = write_packed_checkpoint(
+        checkpoint_of(family, tmp_path / "floats"), tmp_path / "packed", packer, section
+    )
+    expected = oracle_logits(oracle(folder / "plain"), TOKENS)
+    allowed = error_of(logits_of(folder / "plain", quantization_encoding="bfloat16"), expected)
+    assert error_of(logits_of(folder), expected) < 1.3 * allowed + 0.02  # rows go to other experts
+    assert error_of(logits_of(folder, quantization_encoding="float32"), expected) < 1e-4
+
+
+def test_groups_of_layers(llama: Path, tmp_path: Path) -> None:
+    """A name counts more than a pattern, and a pattern more than the kind of a layer."""
+    eight = packers.compressed_codes(8)
+    packer = {"down_proj": eight, "0.self_attn.o_proj": eight, "": packers.compressed_codes()}
+    weights = Weights.open(write_packed_checkpoint(llama, tmp_path, packer, MIXED))
+    for name, expected in load_file(tmp_path / "plain" / "model.safetensors").items():
+        torch.testing.assert_close(weights.tensor(name, tuple(expected.shape)).float(), expected)
+    encodings = {
+        name: weights.stored_encoding(f"model.layers.0.{name}.weight")
+        for name in ("mlp.down_proj", "mlp.up_proj")
+    }
+    assert encodings == {"mlp.down_proj": "uint8", "mlp.up_proj": "uint4"}
+    expected = oracle_logits(oracle(tmp_path / "plain"), TOKENS)
+    assert error_of(logits_of(tmp_path), expected) < 0.06
+
+
+def test_parts_of_a_fused_layer_in_different_encodings_are_widened(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = json.loads(json.dumps(MIXED))
+    section["config_groups"]["group_1"]["targets"] = ["re:.*v_proj"]
+    packer = {"v_proj": packers.compressed_codes(8), "": packers.compressed_codes()}
+    folder = write_packed_checkpoint(llama, tmp_path, packer, section)
+    model: Any = open_pipeline(folder, quantization_encoding=None).model
+    linears = [one for one in parts_of(model.network) if isinstance(one, PackedLinear)]
+    (fused,) = {one.encoding for one in linears if len(one.slices) == 3}
+    assert fused == "bfloat16"
+    assert "v_proj are one layer but stored as uint4 and uint8: they are widened to bfloat16" in caplog.text
+    assert error_of(logits_of(folder), oracle_logits(oracle(tmp_path / "plain"), TOKENS)) < 0.06
+
+
+def test_the_configuration_may_lie_beside(llama: Path, tmp_path: Path) -> None:
+    packer, section, _ = CASES["gptq-4"]
+    for number, (name, content) in enumerate(
+        [
+            ("quantization_config.json", section),
+            ("quantize_config.json", {key: section[key] for key in ("bits", "group_size")}),
+        ]
+    ):
+        folder = write_packed_checkpoint(llama, tmp_path / str(number), packer, section)
+        (folder / "config.json").write_text((folder / "plain" / "config.json").read_text())
+        (folder / name).write_text(json.dumps(content))
+        opened = open_checkpoint(folder)
+        assert opened.format.name == "gptq"
+        assert opened.headers["model.layers.0.mlp.up_proj.weight"].encoding == "uint4"
+
+
+def test_scales_of_activations_and_caches_have_no_effect(llama: Path, tmp_path: Path) -> None:
+    extra = {
+        f"model.layers.0.self_attn.{name}": torch.ones(1)
+        for name in ("k_proj.input_scale", "k_scale", "v_scale")
+    }
+    folder = write_packed_checkpoint(llama, tmp_path, *CASES["fp8-tensor"][:2], extra=extra)
+    assert logits_of(folder).isfinite().all()
+
+
+def test_a_bias_that_the_model_has_not_may_be_zero(llama: Path, tmp_path: Path) -> None:
+    for value in (0.0, 0.5):
+        extra = {"model.layers.0.mlp.up_proj.bias": torch.full((96,), value)}
+        folder = write_packed_checkpoint(llama, tmp_path / str(value), *CASES["gptq-4"][:2], extra=extra)
+        if value:
+            with pytest.raises(WeightsError, match=r"1 unexpected: model\.layers\.0\.mlp\.up_proj\.bias"):
+                logits_of(folder)
+        else:
+            assert logits_of(folder).isfinite().all()
+
+
+# -- Refusals -------------------------------------------------------------------------------------------
+
+LAYER = "model.layers.0.mlp.up_proj"
+FAULTS: dict[str, tuple[str, str, Any, str]] = {
+    "no scales": ("gptq-4", "scales", None, "qweight and scales must be matrices"),
+    "no zero points": ("gptq-4", "qzeros", None, "qzeros is missing"),
+    "zero points of other columns": ("gptq-4", "qzeros", torch.zeros(2, 3).int(), "gptq needs I32 [2, 12]"),
+    "scales of another type": ("gptq-4", "scales", torch.zeros(2, 96).long(), "scales is I64 [2, 96] where"),
+    "too many groups": ("gptq-4", "scales", torch.zeros(50, 96).half(), "has 50 groups for 64 inputs"),
+    "groups of no input": ("gptq-4", "g_idx", torch.zeros(7).int(), "bits where 2, 3, 4 or 8 can be read"),
+    "scales of other columns": (
+        "awq-gemm",
+        "scales",
+        torch.zeros(2, 8).half(),
+        "awq needs F16 or BF16 or F32 [2, 96]",
+    ),
+    "a vector": ("awq-gemm", "qweight", torch.zeros(7).int(), "qweight must be a matrix"),
+    "odd groups": ("awq-gemm", "qweight", torch.zeros(33, 12).int(), "no multiple of group_size 32"),
+    "few zero points": ("awq-gemv", "qzeros", torch.zeros(96, 0).int(), "for 2 groups"),
+    "blocks": (
+        "fp8-block",
+        "weight_scale_inv",
+        torch.zeros(3, 3),
+        "[3, 3] where [1] or [96, 1] or [1, 1] is needed",
+    ),
+    "no scale": ("fp8-channel", "weight_scale", None, "weight_scale is missing"),
+    "packed scales": (
+        "ct-w4-symmetric",
+        "weight_scale",
+        torch.zeros(96, 5),
+        "where groups of 32 of 64 inputs",
+    ),
+    "few packed rows": (
+        "ct-w4-symmetric",
+        "weight_packed",
+        torch.zeros(9, 8).int(),
+        "one row for each output",
+    ),
+    "packed zero points": (
+        "ct-w4-asymmetric",
+        "weight_zero_point",
+        torch.zeros(1, 2).int(),
+        "needs I32 [12, 2]",
+    ),
+    "int8 scales": ("ct-w8a8", "weight_scale", torch.zeros(95, 1), "is [95, 1] for a weight of [96, 64]"),
+    "fp4 scales": ("ct-nvfp4", "weight_scale", torch.zeros(96, 3).to(torch.float8_e4m3fn), "F8_E4M3 [96, 4]"),
+    "no scale for all": (
+        "ct-nvfp4",
+        "weight_global_scale",
+        None,
+        "a scale for each 16 of them and one in all",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_tensors_that_do_not_fit_are_refused(fault: str, llama: Path, tmp_path: Path) -> None:
+    case, part, tensor, message = FAULTS[fault]
+    folder = write_packed_checkpoint(llama, tmp_path, *CASES[case][:2])
+    tensors = load_file(folder / "model.safetensors")
+    if tensor is None:
+        del tensors[f"{LAYER}.{part}"]
+    else:
+        tensors[f"{LAYER}.{part}"] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match=re.escape(message)) as error:
+        Weights.open(folder)
+    assert LAYER in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin' cannot be read"),
+        ({"quant_method": "awq", "bits": 8}, "AWQ weights of 4 bits can be read"),
+        ({"quant_method": "awq", "bits": 4, "version": "exllama"}, "use gemm or gemv"),
+        (compressed(4) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "use a dense model"),
+        (compressed(4) | {"transform_config": {"config_groups": {"r1": {}}}}, "transforms of activations"),
+        ({"quant_method": "aqlm"}, "checkpoints of 'aqlm' cannot be read: use one of plain floats, awq"),
+    ],
+)
+def test_configurations_that_are_refused(
+    section: dict[str, Any], message: str, llama: Path, tmp_path: Path
+) -> None:
+    folder = write_packed_checkpoint(llama, tmp_path, packers.gptq(), section)
+    with pytest.raises(ConfigError, match=message):
+        assert PipelineConfig.from_flat({"model_path": str(folder)}).model.tensor_headers
+
+
+def test_an_order_of_groups_that_is_wrong_is_refused(llama: Path, tmp_path: Path) -> None:
+    packer, section, _ = CASES["gptq-desc-act"]
+    folder = write_packed_checkpoint(llama, tmp_path, packer, section | {"desc_act": False})
+    name = f"{LAYER}.weight"
+    with pytest.raises(WeightsError, match="g_idx is not in order, but desc_act is not set"):
+        Weights.open(folder).read_linear(name, (96, 64))
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{LAYER}.g_idx"][5] = 2
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match="g_idx names groups that do not exist"):
+        Weights.open(folder).tensor(name, (96, 64))
