@@ -15,7 +15,8 @@ from penstock.text.request_checks import check_token_ids_in_params, total_length
 from penstock.text.sentences import split_text
 from penstock.text.speech_format import SpeechDescription, SpeechFormat, format_name, speech_formats
 from penstock.text.token_ids import TokenIds, checked_prompt_ids
-from penstock.text.tokenizer import TextTokenizer, valid_unicode
+from penstock.text.tokenizer import TextTokenizer
+from penstock.text.valid_unicode import valid_unicode
 
 
 def voice_fields(voice: str, known: Mapping[str, VoicePrompt], form: SpeechFormat) -> dict[str, Any]:
