@@ -123,6 +123,22 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     return _parse_header(file, text, size - 8 - length)
 
 
+def read_tensor_bytes(header: TensorHeader) -> bytes:
+    """Return the content of a small tensor of a safetensors file.
+
+    Raises:
+        WeightsError: the file cannot be read.
+    """
+    try:
+        with header.file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            begin, end = json.loads(stream.read(length))[header.stored_name]["data_offsets"]
+            stream.seek(8 + length + begin)
+            return stream.read(end - begin)
+    except (OSError, ValueError, KeyError) as problem:
+        raise WeightsError(header.file, f"{header.stored_name} cannot be read: {problem}") from problem
+
+
 def _refuse_length(file: Path, length: int, size: int) -> NoReturn:
     # The format limits headers to 100 MB. In a file of another format the first 8 bytes give a huge number.
     if length > 100_000_000:

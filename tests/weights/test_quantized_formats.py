@@ -70,6 +70,8 @@ CASES: dict[str, Case] = {
     "ct-fp8": (packers.fp8(), compressed(8, "float", strategy="channel"), "fp8"),
     "ct-nvfp4": (packers.nvfp4("compressed"), compressed(4, "float", group_size=16), None),
     "ct-mxfp4": (packers.mxfp4, compressed(4, "float", group_size=32), None),
+    "modelopt-fp8": (packers.fp8(per_tensor=True), {"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+    "modelopt-nvfp4": (packers.nvfp4("modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
     "gptq-4": (packers.gptq(), {"quant_method": "gptq", "bits": 4, "group_size": 32}, "uint4"),
     "gptq-4-rows": (packers.gptq(size=-1), {"quant_method": "gptq", "bits": 4, "group_size": -1}, "uint4"),
     "gptq-4-v2": (
@@ -233,6 +235,7 @@ def test_the_configuration_may_lie_beside(llama: Path, tmp_path: Path) -> None:
     for number, (name, content) in enumerate(
         [
             ("quantization_config.json", section),
+            ("hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "FP8"}}),
             ("quantize_config.json", {key: section[key] for key in ("bits", "group_size")}),
         ]
     ):
@@ -240,6 +243,9 @@ def test_the_configuration_may_lie_beside(llama: Path, tmp_path: Path) -> None:
         (folder / "config.json").write_text((folder / "plain" / "config.json").read_text())
         (folder / name).write_text(json.dumps(content))
         opened = open_checkpoint(folder)
+        if name == "hf_quant_config.json":
+            assert opened.format.name == "modelopt"
+            continue
         assert opened.format.name == "gptq"
         assert opened.headers["model.layers.0.mlp.up_proj.weight"].encoding == "uint4"
 

@@ -3,9 +3,9 @@
 ``quantization_config.config_groups`` says how the layers of each group are stored. The tensors of a layer
 tell the rest:
 
-* ``weight_packed`` int32: codes of few bits, the first in the lowest bits of a word, as many as fit. A code
-  is the integer plus half of its range. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is packed in
-  the same way along its outputs.
+* ``weight_packed`` int32: codes of few bits, the first in the lowest bits of a word. A code may lie across
+  two words; older writers leave the rest of a word unused instead. A code is the integer plus half of its
+  range. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is packed in the same way along its outputs.
 * ``weight`` int8 or 8-bit floats with ``weight_scale``.
 * ``weight_packed`` uint8: 4-bit floats, see `penstock.weights.formats._fp4`.
 
@@ -112,16 +112,15 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, Any])
             layer, "weight_packed", f"has {bits!r} bits for config_groups: 1 to {MAX_BITS} can be read"
         )
     assert isinstance(bits, int)
-    per_word = _WORD // bits
     if len(packed.shape) != 2 or scale is None or len(scale.shape) != 2 or scale.shape[0] != packed.shape[0]:
         tensors.refuse(
             layer, "weight_packed", "and weight_scale must be matrices with one row for each output"
         )
     assert scale is not None
     outputs, groups, size = packed.shape[0], scale.shape[1], weights.get("group_size")
-    inputs = packed.shape[1] * per_word
+    inputs = packed.shape[1] * _WORD // bits
     if groups > 1:
-        if not isinstance(size, int) or size < 1 or -(-groups * size // per_word) != packed.shape[1]:
+        if not isinstance(size, int) or size < 1 or packed.shape[1] not in _words(groups * size, bits):
             tensors.refuse(
                 layer,
                 "weight_scale",
@@ -130,11 +129,12 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, Any])
         assert isinstance(size, int)
         inputs = groups * size
     shape = (outputs, inputs)
-    zero_rows = -(-outputs // per_word)
     parts = {
         "packed": tensors.take(layer, "weight_packed", ("I32",)),
         "scale": tensors.take(layer, "weight_scale", FLOATS),
-        "zero": tensors.take_optional(layer, "weight_zero_point", ("I32",), (zero_rows, groups)),
+        "zero": tensors.take_optional(
+            layer, "weight_zero_point", ("I32",), *((rows, groups) for rows in _words(outputs, bits))
+        ),
         "shape": tensors.take_optional(layer, "weight_shape", ("I64", "I32"), (2,)),
         "group_of_input": tensors.take_optional(layer, "weight_g_idx", ("I32", "I64"), (inputs,)),
     }
@@ -166,14 +166,19 @@ def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None,
 
 
 def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
-    """Return ``count`` codes of each row of words. A word has as many whole codes as fit."""
+    """Return ``count`` codes of each row of words."""
     import torch
 
-    if _WORD % bits == 0:
+    if words.shape[1] == _words(count, bits)[0]:
         return unpack_bits(words, bits, count)
     shifts = torch.arange(_WORD // bits) * bits
     codes = words[..., None] >> shifts & (1 << bits) - 1
     return codes.flatten(1)[:, :count].to(torch.uint8)
+
+
+def _words(count: int, bits: int) -> tuple[int, int]:
+    """Return how many words hold ``count`` codes: if codes may lie across two words, and if not."""
+    return -(-count * bits // _WORD), -(-count // (_WORD // bits))
 
 
 def _take_integers(tensors: StoredTensors, layer: str) -> None:

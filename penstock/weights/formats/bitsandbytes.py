@@ -1,0 +1,148 @@
+"""bitsandbytes: numbers of 4 bits from a table (nf4, fp4), and 8-bit integers with a scale per output.
+
+A layer of 4 bits has ``weight`` uint8, two numbers in a byte, the first in its upper half;
+``weight.quant_map``, the table of 16 values; and ``weight.absmax``, a factor for each block of the flattened
+weight. The JSON text in ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``) has the shape and the size of a
+block. The factors may be 8-bit indices in turn, with ``weight.nested_quant_map``, ``weight.nested_absmax``
+and an offset.
+
+A layer of 8 bits has ``weight`` int8 and ``SCB``: 127 times the scale of each output.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.weights.formats import Headers, TensorReader, quant_method
+from penstock.weights.formats._stored import LayerHeader, StoredFormat, StoredTensors
+from penstock.weights.safetensors import TensorHeader, read_tensor_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_STATE = "weight.quant_state.bitsandbytes__"
+_KINDS = ("nf4", "fp4")
+_LARGEST_STATE = 10_000
+"""The text of a layer's state is not longer than this many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    shape: tuple[int, int]
+    block: int
+    nested_block: int
+    nested_offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class _FourBitHeader(LayerHeader):
+    state: _State = _State((0, 0), 1, 1, 0.0)
+
+
+class BitsAndBytesFormat(StoredFormat):
+    """Layers of 4 and 8 bits of bitsandbytes."""
+
+    name = "bitsandbytes"
+    quant_methods = ("bitsandbytes",)
+    kept_encodings = ("int8",)
+
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+        return quant_method(config) in self.quant_methods
+
+    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+        tensors = StoredTensors(stored, self.name)
+        for kind in _KINDS:
+            for layer in list(tensors.layers(f"{_STATE}{kind}", ("U8",))):
+                _take_4_bits(tensors, layer, f"{_STATE}{kind}")
+        for layer in tensors.layers("SCB"):
+            weight = tensors.peek(layer, "weight")
+            if weight is None or len(weight.shape) != 2:
+                tensors.refuse(layer, "SCB", "needs a matrix weight")
+            assert weight is not None
+            shape = (weight.shape[0], weight.shape[1])
+            parts = {
+                "weight": tensors.take(layer, "weight", ("I8",)),
+                "scale": tensors.take(layer, "SCB", ("F32",), (shape[0],)),
+            }
+            tensors.take_optional(layer, "weight_format", ("U8",))
+            tensors.put(layer, shape, "int8", parts, bits=8)
+        return tensors.left
+
+    def read_linear(
+        self, source: TensorReader, header: TensorHeader
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        if isinstance(header, _FourBitHeader):
+            return None, {"weight": _read_4_bits(source, header)}
+        if not isinstance(header, LayerHeader):
+            return super().read_linear(source, header)
+        scales = header.read(source, "scale") / 127
+        return "int8", {"weight": header.read(source, "weight"), "scales": scales}
+
+
+FORMAT = BitsAndBytesFormat()
+
+
+def _take_4_bits(tensors: StoredTensors, layer: str, state_name: str) -> None:
+    weight, text = tensors.peek(layer, "weight"), tensors.peek(layer, state_name)
+    assert text is not None
+    state = None if text.num_bytes > _LARGEST_STATE else _parsed(read_tensor_bytes(text))
+    if state is None:
+        tensors.refuse(layer, state_name, "is damaged: it must have the shape of a matrix and a blocksize")
+    assert state is not None
+    outputs, inputs = state.shape
+    blocks = -(-outputs * inputs // state.block)
+    size = -(-outputs * inputs // 2)
+    nested = tensors.peek(layer, "weight.nested_absmax")
+    if weight is not None and weight.num_elements != size:
+        tensors.refuse(layer, "weight", f"has {weight.num_elements} bytes for {list(state.shape)}")
+    parts = {
+        "weight": tensors.take(layer, "weight", ("U8", "I8")),
+        "table": tensors.take(layer, "weight.quant_map", ("F32",), (16,)),
+        "factors": tensors.take(layer, "weight.absmax", ("F32",) if nested is None else ("U8",), (blocks,)),
+    }
+    if nested is not None:
+        groups = -(-blocks // state.nested_block)
+        parts["nested_factors"] = tensors.take(layer, "weight.nested_absmax", ("F32",), (groups,))
+        parts["nested_table"] = tensors.take(layer, "weight.nested_quant_map", ("F32",), (256,))
+    tensors.take(layer, state_name, ("U8",))
+    tensors.left[f"{layer}.weight"] = _FourBitHeader(
+        parts["weight"].file,
+        "bitsandbytes",
+        state.shape,
+        sum(part.num_bytes for part in parts.values()),
+        parts["weight"].stored_name,
+        parts=tuple(parts.values()),
+        names=tuple(parts),
+        state=state,
+    )
+
+
+def _parsed(text: bytes) -> _State | None:
+    """Return the state of a layer; None if it is damaged."""
+    try:
+        fields = json.loads(text)
+        outputs, inputs = fields["shape"]
+        block, nested_block = fields["blocksize"], fields.get("nested_blocksize", 256)
+        sizes = (outputs, inputs, block, nested_block)
+        if not all(isinstance(one, int) and 0 < one < 2**31 for one in sizes):
+            return None
+        return _State((outputs, inputs), block, nested_block, float(fields.get("nested_offset", 0.0)))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _read_4_bits(source: TensorReader, header: _FourBitHeader) -> Tensor:
+    import torch
+
+    state, factors = header.state, header.read(source, "factors")
+    if header.part("nested_factors"):
+        outer = header.read(source, "nested_factors").repeat_interleave(state.nested_block)[: len(factors)]
+        factors = header.read(source, "nested_table")[factors.int()] * outer + state.nested_offset
+    packed = header.read(source, "weight").view(torch.uint8).flatten()
+    indices = torch.stack([packed >> 4, packed & 15], dim=1).flatten()
+    count = state.shape[0] * state.shape[1]
+    numbers = header.read(source, "table")[indices.int()][:count]
+    return (numbers * factors.repeat_interleave(state.block)[:count]).view(state.shape)

@@ -1,0 +1,46 @@
+"""modelopt: 8-bit floats with a scale per tensor or output, and 4-bit floats (NVFP4), written by ModelOpt.
+
+The tensors of a layer tell how it is stored: ``weight`` E4M3 with ``weight_scale``; or ``weight`` uint8 with
+``weight_scale`` (E4M3, for 16 inputs) and ``weight_scale_2`` (float32, for all). Layers may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.weights.formats import Headers, TensorReader, quant_method
+from penstock.weights.formats._fp4 import read_fp4, take_fp4_layers
+from penstock.weights.formats._fp8 import LAYOUT, read_fp8, take_fp8_layers
+from penstock.weights.formats._stored import LayerHeader, StoredFormat, StoredTensors
+from penstock.weights.safetensors import TensorHeader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ModelOptFormat(StoredFormat):
+    """8-bit and 4-bit floats of ModelOpt."""
+
+    name = "modelopt"
+    quant_methods = ("modelopt", "modelopt_fp4")
+    kept_encodings = ("fp8",)
+
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+        return quant_method(config) in self.quant_methods
+
+    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+        tensors = StoredTensors(stored, self.name)
+        take_fp8_layers(tensors, (0, 0))
+        take_fp4_layers(tensors, "weight")
+        return tensors.left
+
+    def read_linear(
+        self, source: TensorReader, header: TensorHeader
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        if not isinstance(header, LayerHeader):
+            return super().read_linear(source, header)
+        return (read_fp8 if header.layout == LAYOUT else read_fp4)(source, header)
+
+
+FORMAT = ModelOptFormat()

@@ -1,0 +1,164 @@
+"""Write the golden layers of the tests with the libraries of their formats.
+
+Each file of ``tests/weights/quantized_layers`` holds the tensors of one layer ``model.layers.0.mlp.up_proj``,
+as the library stores them, and ``expected``: the weight as the library restores it. The metadata holds
+``quantization_config``. Install ``compressed-tensors``, ``bitsandbytes`` and ``torchao`` first, then run
+``python tools/write_quantized_layers.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+FOLDER = Path(__file__).parents[1] / "tests" / "weights" / "quantized_layers"
+LAYER = "model.layers.0.mlp.up_proj"
+
+Golden = tuple[dict[str, Tensor], Tensor, dict[str, Any]]
+
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "w4-symmetric": {"num_bits": 4, "strategy": "group", "group_size": 32},
+    "w4-asymmetric": {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 64},
+    "w4-actorder": {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "weight"},
+    "w3-channel": {"num_bits": 3, "strategy": "channel"},
+    "w8-channel": {"num_bits": 8, "strategy": "channel"},
+    "w8a8": {"num_bits": 8, "strategy": "channel", "activations": {"num_bits": 8, "strategy": "token"}},
+    "fp8-tensor": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    "fp8-channel": {
+        **{"num_bits": 8, "type": "float", "strategy": "channel"},
+        "activations": {"num_bits": 8, "type": "float", "strategy": "token"},
+    },
+    "fp8-block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 64]},
+    "nvfp4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    "mxfp4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+}
+
+
+def layer() -> nn.Linear:
+    """Return the layer that every library quantizes."""
+    torch.manual_seed(0)
+    return nn.Linear(128, 48, bias=False).bfloat16()
+
+
+def compressed_tensors(weights: dict[str, Any]) -> Golden:
+    """Return a layer that compressed-tensors compresses."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    given = {"type": "int", "symmetric": True, **weights}
+    activations = given.pop("activations", None)
+    types = {16: torch.float8_e4m3fn, 32: torch.uint8} if given["type"] == "float" else {}
+    scale_type = types.get(given.get("group_size"))
+    if scale_type is not None:
+        given |= {"scale_dtype": scale_type, "zp_dtype": scale_type}
+    arguments = QuantizationArgs(**given)
+    model = nn.Sequential()
+    model.add_module("proj", layer())
+    inputs = QuantizationArgs(**{"type": "int", "dynamic": True, **activations}) if activations else None
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments, input_activations=inputs)
+    config = QuantizationConfig(config_groups={"group_0": scheme})
+    apply_quantization_config(model, config)
+    own, weight = model.proj, model.proj.weight.data
+    strategy, total = given["strategy"], None
+    if strategy == "block":
+        rows, columns = given["block_structure"]
+        blocks = weight.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+        low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+    elif strategy == "tensor":
+        low, high = weight.amin(), weight.amax()
+    else:
+        groups = weight.unflatten(1, (-1, given.get("group_size", weight.shape[1])))
+        low, high = groups.amin(-1), groups.amax(-1)
+    if strategy == "tensor_group":
+        total = generate_gparam(weight.amin(), weight.amax()).reshape(1)
+        own.weight_global_scale.data = total
+    scale, zero = calculate_qparams(low, high, arguments, global_scale=total)
+    own.weight_scale.data = scale.reshape(own.weight_scale.shape)
+    own.weight_zero_point.data = zero.reshape(own.weight_scale.shape).to(own.weight_zero_point.dtype)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    tensors = {name: tensor.clone() for name, tensor in own.state_dict().items()}
+    compressor.decompress_model(model)
+    section = (
+        json.loads(compressor.quantization_config.model_dump_json()) if compressor.quantization_config else {}
+    )
+    return tensors, model.proj.weight.data.clone(), {**section, "quant_method": "compressed-tensors"}
+
+
+def bitsandbytes_4_bits(kind: str, nested: bool) -> Golden:
+    """Return a layer of nf4 or fp4; ``nested`` if its factors are quantized as well."""
+    from bitsandbytes import functional
+
+    weight = layer().weight.data
+    packed, state = functional.quantize_4bit(
+        weight, quant_type=kind, compress_statistics=nested, blocksize=64
+    )
+    tensors = {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
+    expected = functional.dequantize_4bit(packed, state)
+    return {"weight": packed, **tensors}, expected, {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+def bitsandbytes_int8() -> Golden:
+    """Return a layer of int8 and its weight by the format's definition."""
+    from bitsandbytes import nn as layers
+
+    weight = layer().weight.data.half()
+    own = layers.Linear8bitLt(128, 48, bias=False, has_fp16_weights=False)
+    own.weight = layers.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    tensors = dict(own.to("cpu").state_dict())
+    expected = tensors["weight"].float() * tensors["SCB"][:, None] / 127
+    return tensors, expected, {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+def torchao(name: str) -> Golden:
+    """Return a layer that torchao quantizes."""
+    import torchao.quantization as ao
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    model = nn.Sequential()
+    model.add_module("proj", layer())
+    ao.quantize_(model, getattr(ao, name)(version=2))
+    flat, _ = flatten_tensor_state_dict(model.state_dict())
+    tensors = {key.removeprefix("proj."): tensor for key, tensor in flat.items()}
+    return tensors, model.proj.weight.dequantize(), {"quant_method": "torchao"}
+
+
+def goldens() -> Iterator[tuple[str, Callable[[], Golden]]]:
+    """Yield the names of the files and what makes each."""
+    for name, weights in COMPRESSED.items():
+        yield f"compressed-tensors-{name}", lambda weights=weights: compressed_tensors(weights)
+    for kind in ("nf4", "fp4"):
+        yield f"bitsandbytes-{kind}", lambda kind=kind: bitsandbytes_4_bits(kind, False)
+        yield f"bitsandbytes-nested-{kind}", lambda kind=kind: bitsandbytes_4_bits(kind, True)
+    yield "bitsandbytes-int8", bitsandbytes_int8
+    yield "torchao-int8", lambda: torchao("Int8WeightOnlyConfig")
+    yield "torchao-fp8", lambda: torchao("Float8WeightOnlyConfig")
+
+
+def main() -> None:
+    """Write all files."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, make in goldens():
+        tensors, expected, section = make()
+        stored = {f"{LAYER}.{key}": tensor.contiguous() for key, tensor in tensors.items()}
+        metadata = {"quantization_config": json.dumps(section)}
+        save_file(
+            stored | {"expected": expected.contiguous()}, FOLDER / f"{name}.safetensors", metadata=metadata
+        )
+        print(name, {key: (str(one.dtype), list(one.shape)) for key, one in tensors.items()})
+
+
+if __name__ == "__main__":
+    main()
