@@ -58,7 +58,7 @@ _BESIDE = {
 """Files in which some writers put ``quantization_config``, and the method if the file does not name one."""
 
 
-def _quantization_beside(folder: Path) -> Mapping[str, Any]:
+def _quantization_beside(folder: Path) -> Mapping[str, object]:
     """Return the ``quantization_config`` of a file beside ``config.json``; empty if there is no such file."""
     for name, method in _BESIDE.items():
         if (folder / name).is_file():
