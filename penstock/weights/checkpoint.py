@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from penstock.weights import gguf
 from penstock.weights.formats import FORMATS, CheckpointFormat, Headers, quantization_section
