@@ -1,18 +1,18 @@
 // Causal attention over the paged cache: one pass, blocks read in place, an online softmax in float32.
 //
-// The work is cut into items: a tile of queries of one sequence that share a kv head (some rows, the heads of
-// the group), against all keys that they see. Keys are taken in tiles of TILE, and every CHUNK of keys has a
-// softmax of its own; the chunks are merged from left to right. Tiles and chunks lie on multiples from position
-// 0, so that a query's bits do not depend on its batch, its chunk of the prompt, or the number of threads.
-// Where there are fewer items than the threads want, an item's chunks are separate tasks, merged afterwards.
+// The work is cut into items. An item is a tile of queries of one sequence with the same kv head (some rows, the
+// heads of the group) and all keys that they see. Keys are processed in tiles of TILE. Every CHUNK of keys has a
+// separate softmax, and the chunks are merged from left to right. Tiles and chunks start at multiples of their size,
+// counted from position 0, so that a query's bits do not depend on its batch, its chunk of the prompt, or the number
+// of threads. If there are too few items for the threads, the chunks of an item are separate tasks, merged afterwards.
 //
-// Many queries pack a tile of keys and of values once for all of them; few take them into registers as they come.
-// Both do the same additions in the same order: a query's bits do not depend on which way its item went either.
+// An item with many queries packs each tile of keys and values once for all queries. An item with few queries loads
+// them into registers directly. Both variants do the same additions in the same order and give the same bits.
 
 constexpr int64_t TILE = 64;
 constexpr int64_t CHUNK = 512;
-constexpr int64_t QUERIES = 64;  // of an item, at most
-constexpr int64_t FEW = 8;       // queries up to which keys and values are not worth packing
+constexpr int64_t QUERIES = 64;  // maximum of an item
+constexpr int64_t FEW = 8;       // up to this many queries, keys and values are not packed
 
 struct Attention {
   int64_t type, cache_type;  // cache_type 2: int8
@@ -23,24 +23,24 @@ struct Attention {
   const float* sinks;  // [H] or null
   const float* bias;   // [H, ...] or null: bias[h * bias_head + key - query] is added to a scaled score
   int64_t B, H, N, K, S, D, q_row, q_head, table_stride;
-  int64_t window;     // keys up to the query and the query itself; 0: all
+  int64_t window;     // number of keys up to and including the query; 0: all
   int64_t ahead;      // keys after the query; 0: causal attention
   int64_t bias_head;
-  double scale, cap;  // cap 0: none
+  double scale, cap;  // cap 0: no cap
 };
 
-// How the items are numbered. Derived from the call alone.
+// The numbering of the items. It depends only on the arguments of the call.
 struct Items {
-  int64_t group, heads, head_tiles, rows;  // heads: of an item; rows: of an item, at most
-  int64_t* first;                          // [B + 1] number of each sequence's first item
+  int64_t group, heads, head_tiles, rows;  // heads: per item; rows: maximum per item
+  int64_t* first;                          // [B + 1] number of the first item of each sequence
   int64_t count, max_chunks;
 };
 
 struct Item {
-  int64_t b, kv_head, first_head, heads, row, rows;  // row: of the ragged batch
+  int64_t b, kv_head, first_head, heads, row, rows;  // row: index in the ragged batch
   int64_t position;                                  // of the first row
-  int64_t begin, end;                                // keys that any of the rows sees
-  const Item* next;                                  // that the thread is likely to be given after it, or null
+  int64_t begin, end;                                // keys that at least one row sees
+  const Item* next;                                  // the item that the thread probably gets next, or null
 };
 
 static Items items_of(const Attention& a, int64_t* first) {
@@ -69,7 +69,7 @@ static Item item_of(const Attention& a, const Items& items, int64_t number) {
     int64_t middle = (b + above) / 2;
     (items.first[middle] <= number ? b : above) = middle;
   }
-  int64_t within = items.first[b + 1] - 1 - number;  // backwards: the latest rows see the most keys
+  int64_t within = items.first[b + 1] - 1 - number;  // in reverse order: the last rows see the most keys
   Item item;
   item.b = b;
   item.first_head = within % items.head_tiles * items.heads;
@@ -88,7 +88,7 @@ static Item item_of(const Attention& a, const Items& items, int64_t number) {
 
 #include "attention_tile.inl"
 
-// The softmax of chunk `chunk` alone, into `sums`.
+// Computes the unmerged softmax of chunk `chunk` into `sums`.
 template <class P, class TC>
 static void attend_chunk(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t chunk) {
   const int64_t Dp = padded_width(a.D), M = padded_count(item.rows * item.heads);
@@ -104,7 +104,7 @@ static void merge(Partial& sums, const Partial& next, int64_t M, int64_t Dp) {
   for (int64_t m = 0; m < M; m++) {
     if (next.top[m] == nothing) continue;
     float top = max(sums.top[m], next.top[m]);
-    // A query's first chunk is taken as it is.
+    // The first chunk of a query is copied.
     vf old_share = sums.top[m] == nothing ? vf{} : exp(all(sums.top[m] - top));
     vf new_share = exp(all(next.top[m] - top));
     auto add = [&](float* to, const float* from) { store(to, load(to) * old_share + load(from) * new_share); };
@@ -148,7 +148,7 @@ template <class P, class TQ> static void pack_queries(const Attention& a, const 
 
 template <class P, class TQ, class TC> static void attend(const Attention& a, const Team& team) {
   const int64_t D = a.D, Dp = padded_width(D);
-  const int64_t header = round_up(sizeof(Items) + (a.B + 1) * 8, 64);  // the items, then where each sequence's begin
+  const int64_t header = round_up(sizeof(Items) + (a.B + 1) * 8, 64);  // items, then the first of each sequence
   char* memory = nullptr;
   int64_t chunks = 1;
   auto number = [&] { *(Items*)memory = items_of(a, (int64_t*)(memory + sizeof(Items))); };
@@ -162,7 +162,7 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   const bool split = team.size > 1 && items.count < 4 * team.size && items.max_chunks > 2;
   if (split) {
     chunks = items.max_chunks;
-    team.barrier();  // all have read them
+    team.barrier();  // all threads have read the items
     if (team.rank == 0) {  // the memory may move: number the items again
       memory = (char*)penstock_scratch(SHARED, header + items.count * chunks * partial * 4);
       number();
@@ -218,7 +218,7 @@ static int64_t work(const Attention& a) {
     int64_t rows = a.row_offsets[b + 1] - a.row_offsets[b];
     total += rows * (a.window ? min<int64_t>(a.lengths[b], a.window + rows + a.ahead) : a.lengths[b]) * a.H * a.D;
   }
-  return 2 * total;  // with the keys, and with the values
+  return 2 * total;  // products with the keys and with the values
 }
 static void run(const Attention& a, const Team& team) {
 #if PENSTOCK_DOT

@@ -1,12 +1,12 @@
 // A tile of keys against the queries of an item: scores, their softmax, and the weighted sum of the values.
 
-// A row of D values, filled up to pairs of vectors; D units of queries, up to vectors; few queries, to a power of 2.
+// Padding: a row of D values to pairs of vectors, D units of queries to vectors, few queries to a power of 2.
 INLINE int64_t padded_width(int64_t D) { return round_up(D, 2 * W); }
 template <class P> INLINE int64_t padded_units(int64_t D) { return round_up(ceil_div(D, P::TERMS), W); }
 INLINE int64_t padded_count(int64_t M) { return M > FEW || M < 3 ? M : M > 4 ? 8 : 4; }
 
-// The keys (side 0) or values (side 1) of an item's sequence and kv head, by position. W of them from a multiple
-// of W on lie together in one block.
+// The keys (side 0) or values (side 1) of the sequence and kv head of an item, by position. W of them, starting at a
+// multiple of W, are contiguous in one block.
 template <class TC> struct Rows {
   const TC* base;
   const float* scales;
@@ -21,12 +21,12 @@ template <class TC> struct Rows {
   INLINE_MEMBER void prefetch(int64_t key, int64_t end) const {
     if (key >= end) return;
     const char* from = (const char*)(*this)[key];
-    // To L2, which waits for more lines at once than L1: twice as fast as to L1 on keys from memory.
+    // To L2, which has more outstanding misses than L1: twice as fast as to L1 for keys in memory.
     for (int64_t i = 0; i < W * D * (int64_t)sizeof(TC); i += 64) __builtin_prefetch(from + i, 0, 2);
   }
 };
 
-// The tile of keys that a thread will want next, to be fetched meanwhile: of its item, or of the next one.
+// The next tile of keys of a thread, of this item or the next one. It is prefetched during this tile.
 template <class TC> struct Coming {
   Rows<TC> keys;
   int64_t tile, end;
@@ -35,7 +35,7 @@ template <class TC> struct Coming {
     const bool is_last = tile + TILE >= item.end;
     Coming coming(a, is_last && item.next ? *item.next : item);
     if (!is_last) coming.tile = tile + TILE;
-    else if (!item.next) coming.end = 0;  // nothing
+    else if (!item.next) coming.end = 0;  // nothing to prefetch
     return coming;
   }
   INLINE_MEMBER void prefetch(int64_t i) const { keys.prefetch(tile + i, end); }
@@ -44,26 +44,26 @@ template <class TC> struct Coming {
   }
 };
 
-// An unfinished softmax of each query m over some keys.
+// A partial softmax of each query m over some keys.
 struct Partial {
-  float* out;    // [M, Dp]: sum of exp(score - top) * value, as `put_in_order` finds it
-  float* total;  // [M, W]: sum of exp(score - top), each lane of its own keys
+  float* out;    // [M, Dp]: sum of exp(score - top) * value, in the order that `put_in_order` expects
+  float* total;  // [M, W]: sum of exp(score - top); each lane sums different keys
   float* top;    // [M] largest score so far
   static int64_t floats(int64_t M, int64_t Dp) { return round_up(M * (Dp + W + 1), 16); }
   Partial(float* memory, int64_t M, int64_t Dp)
       : out(memory), total(memory + M * Dp), top(memory + M * (Dp + W)) {}
 };
 
-// A thread's operands, as the products take them.
+// The operands of a thread in the layout of the products.
 template <class P> struct Packed {
   typedef typename P::Unit Unit;
   Unit* q;          // [M, padded units]
   Unit* keys;       // [units, TILE]
   Unit* values;     // [TILE / TERMS, Dp]
-  float* scores;    // [M, TILE]: sums of P, integers as they are
+  float* scores;    // [M, TILE]: sums of P; integers are not converted
   Unit* weights;    // [M, TILE / TERMS]
-  float* q_scales;  // [M]: what an integer score is to be multiplied by
-  float* factors;   // [M]: what an integer sum of values is
+  float* q_scales;  // [M]: factor of an integer score
+  float* factors;   // [M]: factor of an integer sum of values
   float *key_scales, *value_scales;  // [TILE]
   static int64_t floats(int64_t M, int64_t D, int64_t Dp) {
     return round_up(M * (padded_units<P>(D) + 2 * TILE + 2) + TILE * (D + Dp + 2), 16);
@@ -81,7 +81,7 @@ template <class P> struct Packed {
   }
 };
 
-// ---- queries: units with zeros behind them; returns what an integer stands for ----
+// ---- queries: units padded with zeros; returns the scale of an integer ----
 
 template <class T> INLINE float pack_query(const T* q, float* units, int64_t D, Floats) {
   store(units + padded_units<Floats>(D) - W, vf{});
@@ -99,8 +99,8 @@ INLINE void store_shorts(uint32_t* units, int64_t i, vf x) {
   _mm256_storeu_si256((__m256i*)((int16_t*)units + i), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
 }
 
-// To 15 bits: that loses less than bfloat16 lost already, and no sum of up to 1024 products with a byte is too
-// large for 32. A query with a NaN or an infinity has a NaN for its scale.
+// Quantises to 15 bits: the error is below that of bfloat16, and a sum of up to 1024 products with a byte fits in 32
+// bits. The scale of a query with a NaN or an infinity is NaN.
 INLINE float pack_query(const bf16* q, uint32_t* units, int64_t D, Shorts) {
   constexpr float LIMIT = 16383;
   vf tops = {}, odd = {};
@@ -116,9 +116,9 @@ INLINE float pack_query(const bf16* q, uint32_t* units, int64_t D, Shorts) {
 }
 #endif
 
-// ---- keys: squares of W keys and W units, turned ----
+// ---- keys: squares of W keys and W units, transposed ----
 
-// Units u:u + n of a row, the others 0.
+// Loads units u:u + n of a row; the other lanes are 0.
 template <class TC, class Lanes> INLINE vu load_units(const TC* row, int64_t u, Lanes lanes, Floats) {
   return (vu)load(row + u, lanes);
 }
@@ -151,7 +151,7 @@ template <class P, class TC> INLINE void pack_keys(const TC* rows, typename P::U
   });
 }
 
-// The scores of W keys with ROWS queries, straight from the rows.
+// Computes the scores of W keys with ROWS queries from unpacked rows.
 template <class P, int ROWS, class TC>
 INLINE void score_keys(const TC* rows, const typename P::Unit* q, float* scores, int64_t D) {
   typename P::Sums sums[ROWS] = {};
@@ -169,8 +169,8 @@ INLINE void score_keys(const TC* rows, const typename P::Unit* q, float* scores,
 
 // ---- values ----
 
-// Two vectors of units of the values at `d` of the keys j to j + TERMS, of which the first lies at `row`. Those
-// outside begin:end are 0: what lies there may be stale, a NaN even, and a weight of 0 would not silence it.
+// Loads two vectors of units of the values at `d` of the keys j to j + TERMS; the first key is at `row`. Values outside
+// begin:end become 0, because the memory may hold stale NaNs, which a weight of 0 does not remove.
 template <class TC>
 INLINE void load_values(vf (&units)[2], const TC* row, int64_t D, int64_t d, bool first, bool, Floats) {
   for (int v = 0; v < 2; v++) {
@@ -195,7 +195,7 @@ INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t D, int64_t d,
 }
 #endif
 
-// The pairs of `interleave` stand in the order of 128-bit lanes; puts 2 W sums into that of the values.
+// Reorders 2 W sums from the order of `interleave` (by 128-bit lanes) to that of the values.
 template <class P> INLINE void put_in_order(float* sums) {
   if (P::TERMS == 1) return;
   vf low = load(sums), high = load(sums + W);
@@ -208,7 +208,7 @@ template <class P> INLINE void put_in_order(float* sums) {
   store(sums + W, shuffled(low, high, from_high));
 }
 
-// Values begin:end of a tile, of the W from `i` on that lie at `rows`.
+// Packs values begin:end of a tile from the W values that start at `i` and are stored at `rows`.
 template <class P, class TC>
 INLINE void pack_values(typename P::Unit* packed, int64_t D, int64_t begin, int64_t end, int64_t i, const TC* rows) {
   const int64_t Dp = padded_width(D);
@@ -221,9 +221,9 @@ INLINE void pack_values(typename P::Unit* packed, int64_t D, int64_t begin, int6
     }
 }
 
-// Adds the weighted sum of the values begin:end of a tile for ROWS queries, straight from the rows; 2 W * CHUNKS
-// columns from `d` on. On its way over the first columns it asks for the keys that come next: all at once, they would
-// make the values wait.
+// Adds the weighted sum of the values begin:end of a tile for ROWS queries from unpacked rows, in 2 W * CHUNKS columns
+// from `d` on. The pass over the first columns also prefetches the next keys, a few at a time: prefetching all at once
+// would delay the values.
 template <class P, int ROWS, int CHUNKS, class TC>
 INLINE void add_values(const Rows<TC>& values, const Coming<TC>& coming, int64_t tile, int64_t begin, int64_t end,
                        int64_t d, const Packed<P>& packed, float* out, int64_t D) {
@@ -263,7 +263,7 @@ INLINE void store_weights(float* weights, const vf (&own)[TILE / W], const vf (&
 #if PENSTOCK_DOT
 INLINE vf as_score(const float* sums, Pairs) { return load(sums); }
 INLINE vf as_score(const float* sums, Shorts) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(sums)); }
-// Summed as rounded: then the weights of a query add up to its total exactly as they are used.
+// Sums the rounded weights, so that the total is the sum of the weights that are used.
 INLINE void store_weights(uint32_t* weights, const vf (&)[TILE / W], const vf (&weighted)[TILE / W], vf& total,
                           float&, Pairs) {
   for (int i = 0; i < TILE / W; i++) {
@@ -274,22 +274,22 @@ INLINE void store_weights(uint32_t* weights, const vf (&)[TILE / W], const vf (&
 }
 INLINE void store_weights(uint32_t* weights, const vf (&own)[TILE / W], const vf (&weighted)[TILE / W], vf& total,
                           float& factor, Shorts) {
-  constexpr float LIMIT = 32767;  // 64 products of this and a byte have room in 32 bits
+  constexpr float LIMIT = 32767;  // 64 products of this and a byte fit in 32 bits
   vf tops = vmax(vmax(weighted[0], weighted[1]), vmax(weighted[2], weighted[3]));
   const float top = largest(tops), inverse = top > 0 ? LIMIT / top : 0;
   factor = top / LIMIT;
   for (int i = 0; i < TILE / W; i++) {
     store_shorts(weights, i * W, weighted[i] * inverse);
-    total = fma(weighted[i], vf{}, total + own[i]);  // a scale that is no number leaves no integer to show it
+    total = fma(weighted[i], vf{}, total + own[i]);  // a NaN scale is not visible in an integer
   }
 }
 #endif
 
-// One query's softmax over a tile of which it sees the keys begin:end. SCALED: keys and values have scales.
+// Computes the softmax of one query over the keys begin:end of a tile. SCALED: keys and values have scales.
 template <class P, bool SCALED>
 INLINE void soften(const Attention& a, Packed<P>& packed, Partial& sums, int64_t m, int64_t Dp, int64_t begin,
                    int64_t end, const float* bias) {
-  constexpr int COUNT = TILE / W, TERMS = P::INTEGER ? 4 : P::TERMS == 2 ? 3 : 5;  // what its weights have bits for
+  constexpr int COUNT = TILE / W, TERMS = P::INTEGER ? 4 : P::TERMS == 2 ? 3 : 5;  // for the bits of the weights
   const vf nothing = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
   const bool whole = begin == 0 && end == TILE;
@@ -323,7 +323,7 @@ INLINE void soften(const Attention& a, Packed<P>& packed, Partial& sums, int64_t
     weighted[i] = own[i] = exp_below<TERMS>(scores[i] - top);
     if (SCALED) {
       weighted[i] *= load(packed.value_scales + i * W);
-      if (!whole) weighted[i] = scores[i] == nothing ? vf{} : weighted[i];  // a scale may be stale, a NaN even
+      if (!whole) weighted[i] = scores[i] == nothing ? vf{} : weighted[i];  // a stale scale may be NaN
     }
   }
   store_weights(packed.weights + m * (TILE / P::TERMS), own, weighted, total, packed.factors[m], P{});
@@ -342,7 +342,7 @@ static void soften_all(const Attention& a, const Item& item, Packed<P>& packed, 
         const int64_t number = item.kv_head * (a.H / a.K) + item.first_head + head;
         const float* bias = a.bias ? a.bias + number * a.bias_head - position : nullptr;
         soften<P, SCALED>(a, packed, sums, m, Dp, first, last + 1, bias);
-      } else {  // sees nothing of this tile
+      } else {  // sees no key of this tile
         __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);
         packed.factors[m] = 0;
       }

@@ -1,4 +1,4 @@
-// Operations a row at a time: norms, rotary embedding, activations, sums, row lookups, routing.
+// Operations on single rows: norms, rotary embedding, activations, sums, row lookups, routing.
 
 template <class T, class TW>
 INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps) {
@@ -9,7 +9,7 @@ INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps)
   });
   vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
   for_vectors(E, EACH_VECTOR {
-    // Rounded before the weight is applied, as checkpoints were trained; not beside a weight in float32.
+    // Rounds before the weight is applied, as in training, unless the weight is float32.
     vf normed = load(x + i, lanes) * factor;
     if (sizeof(T) == sizeof(TW)) normed = rounded_to(x, normed);
     store(out + i, normed * load(weight + i, lanes), lanes);
@@ -149,7 +149,7 @@ struct TakeRows {  // out [n, bytes] = table [rows, bytes], rows strided (in byt
 };
 
 static int64_t work(const TakeRows& a) { return ELEMENT * a.n * a.bytes; }
-// Fails with the place of an index outside 0:rows, whose row becomes zeros.
+// Fails with the position of an index outside 0:rows; its row becomes zeros.
 static void run(const TakeRows& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
@@ -173,7 +173,7 @@ struct PutRows {  // out [n, bytes] = x with values [count, bytes] at rows indic
 };
 
 static int64_t work(const PutRows& a) { return ELEMENT * a.n * a.bytes; }
-// Fails with the place of an index outside 0:n, whose values go nowhere.
+// Fails with the position of an index outside 0:n; its values are not stored.
 static void run(const PutRows& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) __builtin_memcpy(a.out + i * a.bytes, a.x + i * a.x_stride, a.bytes);
@@ -341,7 +341,7 @@ struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
   int64_t n, N, top, stride;
 };
 
-// The smallest number that is not among these: where no logit is a number, any will do, but each once.
+// Returns the smallest index that is not among these. If all logits are NaN, any distinct indices are valid.
 INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
   for (int64_t number = 0;; number++) {
     bool found = false;

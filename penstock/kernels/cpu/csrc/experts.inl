@@ -1,11 +1,11 @@
 // Experts: out [rows, E] = the weighted sum over each row's top-k experts of down(gate(gate_up(x))).
 //
-// A place is one row's visit to one expert. Places are sorted by expert, so that the rows of an expert lie together
-// and its weights are read once for them; the products are those of linear.inl and quantized.inl, panel by panel, and
-// the gates those of elementwise.inl. The outputs of a row are added in the order of its experts' numbers: its bits
-// depend on no other row.
+// A place is a pair of a row and one of its experts. Places are sorted by expert, so that the weights of an expert are
+// read once for all of its rows. The products are those of linear.inl and quantized.inl, panel by panel, and the
+// activations those of elementwise.inl. The outputs of a row are added in the order of the expert numbers, so that a
+// row's bits do not depend on other rows.
 
-struct ExpertWeights {  // one row of the table: null for what an encoding, or a layer, has not
+struct ExpertWeights {  // one row of the table; null: the encoding or layer has no such tensor
   const void* panels;
   const float* scales;
   const void* bias;
@@ -25,28 +25,28 @@ struct Experts {  // rows of x, topk_ids and topk_weights strided; out contiguou
   double alpha, limit;
 };
 
-constexpr int64_t JOB_ROWS = 240;                // whose sums stay in the core's cache
-constexpr int64_t ROUND_BYTES = 16 << 20;        // of what places hold between the layers
-constexpr int64_t FEWEST_PLACES = 256;           // of a round, where they hold more: no fewer than JOB_ROWS
-constexpr int64_t RUNS_A_THREAD = 8, LONGEST_RUN = 4;  // panels are handed out some at once, see linear.inl
+constexpr int64_t JOB_ROWS = 240;                // rows whose sums fit in the core's cache
+constexpr int64_t ROUND_BYTES = 16 << 20;        // memory of the places between the layers
+constexpr int64_t FEWEST_PLACES = 256;           // minimum of a round if places need more memory; at least JOB_ROWS
+constexpr int64_t RUNS_A_THREAD = 8, LONGEST_RUN = 4;  // several panels are assigned at once, see linear.inl
 
 // Some places of one expert, in sorted order.
 struct Job {
   int64_t expert, begin, rows;
 };
 
-// Bytes that rows take as the input of a linear layer: in 8 bits for the encodings that want it so.
+// Bytes of rows as the input of a linear layer: 8-bit for the encodings with quantised inputs.
 INLINE int64_t input_bytes(int64_t encoding, int64_t element, int64_t rows, int64_t K) {
   return round_up(!is_quantized(encoding) ? rows * K * element : QuantizedRows::bytes(rows, K, groups_of(encoding, K)), LINE);
 }
 
-// What threads share. The layout of its memory is worked out by each of them alike.
+// Memory that the threads share. Each thread computes the same layout.
 struct ExpertsMemory {
   // Of all places:
   int64_t *ends, *order, *sorted, *filled;  // [count + 1], [places], [rows, top], [rows]
   Job* jobs;                                // [<= places]
   int64_t* num_jobs;
-  float* totals;                            // [rows, E], where there is more than one round
+  float* totals;                            // [rows, E], if there are several rounds
   // Of the places of a round:
   int64_t most;
   char *x, *gates, *inner, *quantized, *y;
@@ -78,7 +78,7 @@ struct ExpertsMemory {
   }
 };
 
-// Sorts the places by expert. Fails with the number of a place whose expert there is not.
+// Sorts the places by expert. Fails with the number of a place whose expert does not exist.
 static void sort_places(const Experts& a, const ExpertsMemory& memory, const Team& team) {
   const int64_t places = a.rows * a.top;
   int64_t* ends = memory.ends;
@@ -108,7 +108,7 @@ static void sort_places(const Experts& a, const ExpertsMemory& memory, const Tea
   *memory.num_jobs = jobs;
 }
 
-// Some panels of a layer for some rows of its input, which are in `x` where the encoding wants them in 8 bits.
+// Computes some panels of a layer for some rows of its input. `x` has the 8-bit rows if the encoding needs them.
 static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t first,
                          int64_t last, void* sums) {
   const int64_t bytes = a.encoding == 7   ? ceil_div(a.K, FP8_GROUP) * FP8_BYTES
@@ -128,7 +128,7 @@ static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin,
   }
 }
 
-// One layer of every expert of a round, on that expert's rows. `layer` has all but the weights.
+// Computes one layer of all experts of a round on their rows. `layer` has all fields except the weights.
 static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t most, const Job* jobs, int64_t count,
                           const Team& team) {
   const QuantizedRows x((char*)layer.x, most, layer.K, groups_of(layer.encoding, layer.K));

@@ -1,4 +1,4 @@
-// What does not depend on the instruction set: what this CPU can do, and the threads' scratch memory.
+// Code independent of the instruction set: features of this CPU, and the scratch memory of threads.
 
 #include <stdlib.h>
 
@@ -6,11 +6,11 @@
 
 #define VISIBLE __attribute__((visibility("default")))
 
-// Counts the layouts that the arguments of the kernels have had: library.py refuses a library of another.
+// Version of the argument layout of the kernels; library.py refuses a library with another version.
 extern "C" VISIBLE int penstock_abi() { return 13; }
 
-// The best kernels that this CPU runs: 0 generic, 1 avx2, 2 avx512_vnni, 3 avx512. The compiler's own run-time also asks
-// the operating system, which may not save the wide registers.
+// Returns the best kernels for this CPU: 0 generic, 1 avx2, 2 avx512_vnni, 3 avx512. The compiler's run-time also checks
+// that the operating system saves the wide registers.
 extern "C" VISIBLE int penstock_best_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -24,7 +24,7 @@ extern "C" VISIBLE int penstock_best_isa() {
 #endif
 }
 
-// Those of the features our kernels can use that this CPU has, separated by spaces.
+// Returns the features of this CPU that the kernels can use, separated by spaces.
 extern "C" VISIBLE const char* penstock_cpu_features() {
 #if defined(__x86_64__)
   static char names[128];
@@ -50,7 +50,7 @@ extern "C" VISIBLE const char* penstock_cpu_features() {
 static int64_t progress;
 int64_t* penstock_progress = &progress;  // C linkage, as declared
 
-// The counter must outlive all calls of kernels. To be called while none runs.
+// The counter must outlive all kernel calls. Call this while no kernel runs.
 extern "C" VISIBLE void penstock_count_progress_in(int64_t* counter) { penstock_progress = counter; }
 
 extern "C" void* penstock_scratch(enum Scratch which, size_t bytes) {
@@ -60,7 +60,7 @@ extern "C" void* penstock_scratch(enum Scratch which, size_t bytes) {
     free(blocks[which]);
     size_t rounded = (bytes + 4095) & ~(size_t)4095;
     blocks[which] = aligned_alloc(64, rounded);
-    if (!blocks[which]) abort();  // a few megabytes: there is nothing left to work with
+    if (!blocks[which]) abort();  // not even a few megabytes are available
     sizes[which] = rounded;
   }
   return blocks[which];

@@ -1,12 +1,12 @@
 // y [rows, N] = x [rows, K] w^T + bias, the weights packed in panels of 64 outputs (kernels/panels.py), for any
 // number of rows.
 //
-// A tile is a few rows of x by a panel: their sums stay in registers while the panel is read once, in order. It is
-// read from memory for the first tile only, and from the core's own cache for the others, as K is taken in blocks;
-// they fetch the next block meanwhile, so that memory does not wait for them. Each output is one chain of additions
-// in the order of k, whatever the rows, the tiles and the blocks: a row's bits depend on no other row.
+// A tile is a few rows of x times a panel. Its sums stay in registers while the panel is read once, in order. K is
+// divided into blocks: the first tile reads a block of the panel from memory, and the following tiles read it from the
+// core's cache and prefetch the next block, so that memory is never idle. Each output is one chain of additions in the
+// order of k for all rows, tiles and blocks, so that a row's bits do not depend on other rows.
 
-struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales: of encodings that have them apart
+struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales: of encodings that store them separately
   // 0 float32, 1 bfloat16 (then x is of that type), 2 int8, 3 int4, 4 int5 (quantized.inl), 5 uint4, 6 uint8
   // (codes.inl), 7 8-bit floats (fp8.inl, then x is bfloat16).
   int64_t encoding, type;
@@ -19,21 +19,22 @@ struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales:
   int64_t y_stride, rows, N, K;
 };
 
-constexpr int64_t PANEL = 64;                 // outputs of a panel
-constexpr int TILE_ROWS = W == 4 ? 4 : 6;     // of x, at most
-constexpr int64_t STEP_BYTES = 4 * PANEL;     // of a panel: a float, or two bfloat16, of each output
-constexpr int64_t BLOCK_STEPS = 512;          // of a panel that stay in a core's cache, with as many that are fetched
-constexpr int64_t STRIP_STEPS = 64;           // of a block, for which x is widened at a time
-constexpr int64_t CACHED_BYTES = 8 << 20;     // of x, that stay in the last cache while all weights pass
-constexpr int64_t CHUNK_ROWS = 252;           // of x, so that their sums stay there too
+constexpr int64_t PANEL = 64;                 // outputs per panel
+constexpr int TILE_ROWS = W == 4 ? 4 : 6;     // maximum rows of x
+constexpr int64_t STEP_BYTES = 4 * PANEL;     // bytes of a panel per step: a float or two bfloat16 of each output
+constexpr int64_t BLOCK_STEPS = 512;          // steps per block: two blocks (used, prefetched) fit in the cache
+constexpr int64_t STRIP_STEPS = 64;           // steps of a block whose x is widened at once
+constexpr int64_t CACHED_BYTES = 8 << 20;     // bytes of x that stay in the last-level cache while all weights are read
+constexpr int64_t CHUNK_ROWS = 252;           // rows of x whose sums stay in that cache, too
 constexpr int64_t LINE = 64;                  // bytes
-constexpr int64_t FEW_ROWS = 8;               // for so many a thread takes most of its panels at once
-constexpr int64_t FETCHED_BYTES = 256 << 10;  // of the next layer's, that a waiting thread puts into its cache
+constexpr int64_t FEW_ROWS = 8;               // up to this many rows, a thread gets most of its panels at once
+constexpr int64_t FETCHED_BYTES = 256 << 10;  // bytes of the next layer that a waiting thread prefetches
 
-// What a pass over a panel fetches with each of its steps, of `lines`: FETCHED of them one after the other, of what
-// comes next; or STREAM, two of the step that lies a fixed distance ahead of what the pass itself reads. The core's own
-// prefetchers, which stop at the end of a page, bring those between. With them memory gives a tenth more than without
-// where it is fast; every line of a step, or the first ones of the next page, made it slower than nothing.
+// The cache lines that a pass over a panel prefetches at each step.
+// - FETCHED: consecutive lines of the next data.
+// - STREAM: two lines of the step that is a fixed distance ahead of the pass. The hardware prefetchers, which stop at
+//   the end of a page, load the lines in between. On fast memory this gives 10 % more bandwidth than no prefetching.
+//   Prefetching every line of a step, or the first lines of the next page, was slower than no prefetching.
 constexpr int STREAM = -1;
 constexpr int64_t STREAM_AHEAD = 4096;  // bytes
 template <int FETCHED> INLINE void fetch(const char* ahead, int64_t lines, int64_t part, int64_t parts) {
@@ -41,16 +42,16 @@ template <int FETCHED> INLINE void fetch(const char* ahead, int64_t lines, int64
 #pragma GCC unroll 8
   for (int64_t line = part; line < count; line += parts) __builtin_prefetch(ahead + line * apart * LINE, 0, 2);
 }
-// How far each step takes `fetch` on, in bytes.
+// Bytes by which each step advances `fetch`.
 template <int FETCHED> constexpr int64_t fetched_by(int64_t lines) {
   return (FETCHED == STREAM ? lines : FETCHED) * LINE;
 }
 
-// Vectors of a panel that a tile of so many rows takes at a time: as many sums as the registers hold, with what is
-// multiplied. Of 32 registers all of a panel.
+// Vectors of a panel that a tile with this number of rows processes at once: the registers hold the sums and the
+// factors. With 32 registers: the whole panel.
 constexpr int vectors_of(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
 
-// How a step of a panel is multiplied: `terms` numbers of each row of x, as X, with those of VECTORS * W outputs.
+// The product of a step of a panel: `terms` numbers of each row of x, as X, times those of VECTORS * W outputs.
 struct FloatSteps {
   typedef float T, X;
   static constexpr int TERMS = 1;
@@ -74,7 +75,7 @@ struct PairSteps {
     vu weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = load((const uint32_t*)(w + 2 * v * W));
     for (int r = 0; r < ROWS; r++) {
-      uint32_t pair = 0;  // of the last one of an odd number, which ends the row, only the first is read
+      uint32_t pair = 0;  // for the last number of an odd row, only the first half is read
       __builtin_memcpy(&pair, x + r * x_stride, 2 * terms);
       __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
       for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], a, (__m512bh)weights[v]);
@@ -89,7 +90,7 @@ struct PairSteps {
   template <int terms, int ROWS, int VECTORS>
   INLINE void add(vf (&sums)[ROWS][VECTORS], const float* x, int64_t x_stride, const bf16* w) {
     const vu high = 0xffff0000u - vu{};
-    for (int term = 0; term < terms; term++) {  // one and then the other, for registers
+    for (int term = 0; term < terms; term++) {  // one after the other, to save registers
       vf weights[VECTORS];
       for (int v = 0; v < VECTORS; v++) {
         vu pairs = load((const uint32_t*)(w + 2 * v * W));
@@ -104,7 +105,7 @@ struct PairSteps {
 };
 #endif
 
-// A tile's rows of x for some steps, as S reads them: where they lie, or widened.
+// The rows of x of a tile for some steps, in place or widened, as S reads them.
 template <class S, class X, int ROWS> struct StripRows {
   X widened[ROWS * STRIP_STEPS * S::TERMS];
   static constexpr bool WHOLE = false;
@@ -123,17 +124,17 @@ template <class S, int ROWS> struct StripRows<S, typename S::T, ROWS> {
   INLINE_MEMBER int64_t stride(int64_t x_stride) const { return x_stride; }
 };
 
-// A block of a panel, and what is multiplied with it.
+// A block of a panel and the rows to multiply with it.
 template <class S> struct Block {
   typedef typename S::T T;
   const T *x, *w;
-  int64_t x_stride, terms;  // of K, that are in the block
-  const char* ahead;        // what is fetched meanwhile; null: nothing
-  float* sums;              // [rows, PANEL], of the blocks before and for those to come
-  bool first, last;         // of the panel's blocks
+  int64_t x_stride, terms;  // terms: numbers of K in the block
+  const char* ahead;        // data to prefetch; null: nothing
+  float* sums;              // [rows, PANEL]: sums of the previous blocks, and the result for the next block
+  bool first, last;         // whether it is the first or last block of the panel
   const T* bias;
   T* y;
-  int64_t y_stride, outputs;  // that the panel has
+  int64_t y_stride, outputs;  // outputs: number in the panel
 
   INLINE_MEMBER Block below(int64_t rows) const {
     Block block = *this;
@@ -144,7 +145,7 @@ template <class S> struct Block {
   }
 };
 
-// The tile's sums of some outputs, to y.
+// Stores the sums of a tile for some outputs to y.
 template <class S, int ROWS, int VECTORS>
 INLINE void finish_tile(const Block<S>& block, const vf (&sums)[ROWS][VECTORS], int64_t column) {
   for (int v = 0; v < VECTORS; v++) {
@@ -159,7 +160,7 @@ INLINE void finish_tile(const Block<S>& block, const vf (&sums)[ROWS][VECTORS], 
   }
 }
 
-// Goes over the block for some of its outputs after the other, and each time fetches another part of what is ahead.
+// Processes the block in groups of outputs; each pass prefetches a different part of `ahead`.
 template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<S>& block) {
   constexpr int VECTORS = vectors_of(ROWS);
   constexpr int64_t LINES = STEP_BYTES / LINE;
@@ -206,8 +207,8 @@ template <class S, int FETCHED> static void multiply_tile(const Block<S>& block,
   }
 }
 
-// All rows with a block, tile by tile: of about equal height, as 8 rows are 4 + 4 faster than 6 + 2. The first tiles
-// fetch, of each step, some of the lines of what comes next.
+// Multiplies all rows with a block, in tiles of about equal height, because 4 + 4 rows are faster than 6 + 2. In each
+// step, the first tiles prefetch some lines of the next data.
 template <class S> static void multiply_block(const Block<S>& block, int64_t rows) {
   constexpr int64_t LINES = STEP_BYTES / LINE;
   const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = block.terms / S::TERMS;
@@ -232,7 +233,7 @@ template <class S> static void multiply_block(const Block<S>& block, int64_t row
   }
 }
 
-// The outputs of a panel. `next` is the one that this thread is likely to be given after it.
+// Computes the outputs of a panel. `next` is the panel that this thread probably gets next.
 template <class S>
 static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const char* panel, const char* next,
                            int64_t column, float* sums) {
@@ -260,10 +261,11 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
   }
 }
 
-// Panels times chunks of rows, as they are handed out to threads when they ask for them: one that has to wait for its
-// core takes fewer. Of few rows most at once, an equal run for each thread, as memory is read fastest in long ones, and
-// what is left one by one; of many a panel is work enough, and with more at a time one thread would wait long for the
-// other. Of very many rows all panels take `width` chunks first, that stay in the last cache, and then the next.
+// Pairs of a panel and a chunk of rows, assigned to threads on request: a thread whose core is busy gets fewer.
+// - Few rows: each thread gets an equal run of consecutive panels, because long runs read memory fastest. The remaining
+//   panels are assigned one by one.
+// - Many rows: one panel at a time. Longer runs would let threads wait for the last one.
+// - Very many rows: all panels process `width` chunks, which stay in the last-level cache, then the next chunks.
 struct Pieces {
   int64_t rows, panels, chunks, width, run, runs;
 
@@ -273,7 +275,7 @@ struct Pieces {
   INLINE_MEMBER int64_t count() const { return runs + (panels - runs * run) * chunks; }
 
   // Calls body(panel, next, begin, end) for each panel of a piece, with a range of rows. `next` is the panel that the
-  // thread is likely to be given after it, or -1.
+  // thread probably gets next, or -1.
   template <class Body> INLINE_MEMBER void each(const Team& team, int64_t piece, Body body) const {
     const bool is_run = piece < runs;
     const int64_t round = is_run ? 0 : (piece - runs) / (panels * width), begun = round * width;
@@ -306,7 +308,7 @@ template <class S> static void multiply(const Linear& a, const Team& team) {
   });
 }
 
-// The first panels that a thread is given where rows are few, of `bytes` each: see `over_pieces`.
+// The first panels of a thread with few rows, of `bytes` each: see `over_pieces`.
 INLINE Ahead first_panels(const Linear& a, const Team& team, int64_t bytes) {
   const Pieces pieces(a, team, a.rows, 1, 1);
   const int64_t panel = pieces.first_of(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);

@@ -1,20 +1,20 @@
 // y [T, N] += (x A^T) B of each row's adapter, for the rows that have one: A [adapters, R, n], B [adapters, R, N].
-// All adapted slices of a fused layer at once, each with an A and a B of its own.
+// Computes all adapted slices of a fused layer at once; each slice has separate matrices A and B.
 //
-// Rows are taken a few at a time, those of one adapter together, so that its matrices are read once for them.
-// Each product is summed in the order of n, then of R, in floats, and added to y once: a row's bits depend on
-// nothing beside it.
+// Rows are sorted by adapter and processed a few at a time, so that the matrices of an adapter are read once for them.
+// Each product is summed in float32 in the order of n, then of R, and added to y once, so that a row's bits do not
+// depend on other rows.
 
-constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // taken together
-constexpr int RANKS = W == 16 ? 4 : 2;         // of A: with ADAPTED_ROWS sums each, what the registers hold
-constexpr int FETCHING_ROWS = 4;               // of a tile, up to which it waits for memory: rows of A and B are short
-constexpr int64_t TILES_A_THREAD = 4;          // from which on threads share tiles, not ranks and outputs
-constexpr int64_t LEAST_OUTPUTS = 64;          // of one thread: lines of y are its own
+constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // rows per tile
+constexpr int RANKS = W == 16 ? 4 : 2;         // rows of A per tile: ADAPTED_ROWS sums for each fit in the registers
+constexpr int FETCHING_ROWS = 4;               // up to this many rows, memory bounds a tile: rows of A and B are short
+constexpr int64_t TILES_A_THREAD = 4;          // from this many on, threads divide tiles, not ranks and outputs
+constexpr int64_t LEAST_OUTPUTS = 64;          // per thread, so that threads do not share cache lines of y
 
 // An adapted slice of the outputs.
 struct LoraPart {
   const void *a, *b;
-  const int64_t* ranks;  // [adapters]: how many of the R it uses; null for all
+  const int64_t* ranks;  // [adapters]: used ranks of R; null: all
   int64_t R, start, N;
 
   INLINE_MEMBER int64_t rank_of(int64_t adapter) const { return ranks ? ranks[adapter] : R; }
@@ -26,22 +26,22 @@ struct Lora {
   int64_t x_stride;
   void* y;
   int64_t y_stride;
-  const int64_t* rows;  // [count]: each row's adapter, -1 for none
+  const int64_t* rows;  // [count]: adapter of each row; -1: none
   const LoraPart* parts;
   int64_t count, num_parts, adapters, n;
 };
 
-// Places begin:end of the order are the rows of an adapter.
+// Entries begin:end of the order are the rows of an adapter.
 struct Segment {
   int64_t adapter, begin, end;
   INLINE_MEMBER int64_t tiles() const { return ceil_div(end - begin, ADAPTED_ROWS); }
-  INLINE_MEMBER Segment tile(int64_t number) const {  // of about equal height
+  INLINE_MEMBER Segment tile(int64_t number) const {  // tiles have about equal numbers of rows
     const int64_t height = end - begin, count = tiles();
     return {adapter, begin + height * number / count, begin + height * (number + 1) / count};
   }
 };
 
-// The rows that have an adapter, those of one together. Each thread sorts them for itself.
+// The rows with an adapter, sorted by adapter. Each thread computes the same order.
 struct Adapted {
   int64_t* order;
   Segment* segments;
@@ -107,7 +107,7 @@ INLINE void add_outputs(const float* h, int64_t h_stride, const T* b, int64_t ra
     }
 }
 
-// One tile, XS rows of one adapter, and a slice. h [XS, ..] are their places of what is between A and B.
+// Computes one tile (XS rows of one adapter) of a slice. h [XS, ..] has the intermediate values between A and B.
 template <class T, int XS> struct Tile {
   const T* x[XS];
   T* y[XS];
@@ -138,7 +138,7 @@ template <class T, int XS> struct Tile {
   }
 };
 
-// Ranks of A, outputs of B, that are to be multiplied.
+// Ranks of A and outputs of B to multiply.
 struct Extent {
   int64_t first_rank, last_rank, first_output, last_output;
 };
@@ -166,7 +166,7 @@ static void multiply_lora(const Lora& a, const LoraPart& part, const int64_t* or
   }
 }
 
-// Many rows: a tile is one thread's, from x to y.
+// Many rows: one thread computes a tile from x to y.
 template <class T> static void multiply_tiles(const Lora& a, const Team& team, const Adapted& adapted, float* h) {
   over_pieces(team, adapted.tiles, [&](int64_t number) {
     const Segment* segment = adapted.segments;
@@ -220,7 +220,7 @@ template <class T> static void lora(const Lora& a, const Team& team) {
   else if (adapted.count) multiply_shares<T>(a, team, adapted);
 }
 
-// As if every row had the adapter of the largest rank: which it has, an operation before may be about to say.
+// An upper bound with the largest rank for every row: an earlier operation of the step may still set the adapters.
 static int64_t work(const Lora& a) {
   int64_t total = 0;
   for (int64_t p = 0; p < a.num_parts; p++) {

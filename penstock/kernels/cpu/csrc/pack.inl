@@ -1,15 +1,15 @@
-// Weights from rows, as checkpoints have them, to panels (kernels/panels.py), quantised on the way where the encoding
-// says so: kernels/quantized.py is the definition, to the bit.
+// Packs rows of weights, the layout of checkpoints, into panels (kernels/panels.py), and quantises them if the encoding
+// requires it. The result is bit-equal to that of kernels/quantized.py.
 
 struct Pack {  // rows [N, K] -> panels
   int64_t encoding;     // as in Linear
-  int64_t source_type;  // 0 float32, 1 bfloat16, 2 float16, 3 integers that are quantised already
+  int64_t source_type;  // 0 float32, 1 bfloat16, 2 float16, 3 quantised integers
   const void* source;
   int64_t stride;
-  const uint16_t* source_scales;  // float16 [N, ceil(K / GROUP)], of integers in groups; else null
+  const uint16_t* source_scales;  // float16 [N, ceil(K / GROUP)] of integers with groups; else null
   void* panels;
-  float* scales;            // [N], of int8 from floats; else null
-  const float* importance;  // [round_up(K, GROUP)] of the inputs, for groups of floats; null: all count alike
+  float* scales;            // [N], if floats are packed as int8; else null
+  const float* importance;  // [round_up(K, GROUP)]: weights of the inputs for groups of floats; null: all equal
   int64_t N, K;
 };
 
@@ -23,14 +23,14 @@ INLINE vf load(const half* p, int64_t n) {
   return load_half(lanes);
 }
 
-// Rounded to nearest even; |x| <= 65504.
+// Rounds to nearest even; |x| <= 65504.
 INLINE vu narrow_half(vf x) {
 #if PENSTOCK_LANES == 16
   return __builtin_convertvector((vh)_mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), vu);
 #else
   vu bits = as_bits(x), magnitude = bits & 0x7fffffff;
   vu normal = ((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13) - (112 << 10);
-  vu subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000;  // 2^-24 is the last place of either
+  vu subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000;  // both have a resolution of 2^-24
   return (magnitude < 0x38800000 ? subnormal : normal) | (bits >> 16 & 0x8000);
 #endif
 }
@@ -72,7 +72,7 @@ struct ByteUnits {
   }
 };
 
-// `count` rows to columns of a panel [units, PANEL].
+// Writes `count` rows to columns of a panel [units, PANEL].
 template <class U, class T>
 static void turn_rows(const T* rows, int64_t stride, int64_t count, int64_t K, uint32_t* panel) {
   for (int64_t first = 0; first < PANEL; first += W) {
@@ -97,7 +97,7 @@ static void turn_rows(const T* rows, int64_t stride, int64_t count, int64_t K, u
 
 constexpr float LARGEST_HALF = 65504;
 constexpr int DIVISORS = 7;
-constexpr float LEAST_WEIGHT = 1e-30f;  // a largest weight below counts as 0
+constexpr float LEAST_WEIGHT = 1e-30f;  // a group with a smaller maximum is treated as 0
 
 INLINE vf vmin(vf a, vf b) {
 #if PENSTOCK_LANES == 16
@@ -126,7 +126,7 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
     largest = magnitude > top ? weight : largest;
     top = magnitude > top ? magnitude : top;
   }
-  vf best = all(-1), scale = all(__builtin_nanf(""));  // NaN, where no scale is any good
+  vf best = all(-1), scale = all(__builtin_nanf(""));  // NaN if no scale is valid
   for (int i = 0; i < DIVISORS; i++) {
     const vf divisor = all(-(7 + i / 3.0) * (1 << (BITS - 4))), inverse = top < LEAST_WEIGHT ? vf{} : divisor / largest;
     vf product = {}, square = {};
@@ -154,7 +154,7 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
   __builtin_memcpy(scales, &halves, sizeof halves);
 }
 
-// Integers [GROUP, W] to a column, W wide, of a record: a unit of Groups<BITS>.
+// Writes integers [GROUP, W] to W columns of a record, the unit of Groups<BITS>.
 template <int BITS> INLINE void store_group(const int32_t* integers, char* record, int64_t column) {
   vu fifth = {};
   for (int step = 0; step < 4; step++) {
@@ -219,7 +219,7 @@ static void copy_groups(Groups<BITS>, const int8_t* rows, int64_t stride, const 
 
 // ---- the kernel ----
 
-// Runs what depends on the form of the groups that an encoding has.
+// Runs the code for the groups of an encoding.
 template <class F> INLINE void with_groups(int64_t encoding, F run) {
   if (encoding == 3) run(Groups<4>{});
   if (encoding == 4) run(Groups<5>{});

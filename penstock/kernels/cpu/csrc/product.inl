@@ -1,8 +1,8 @@
 // Small matrix products C [M, N] (+)= A [M, n] B [n, N] on packed operands, the inner loops of attention.
 //
-// A unit is what one multiplication reads of each operand: a float, or a pair of bfloat16 that the dot product
-// instruction multiplies and adds into one float. Each C[m][j] is one chain of additions in the order of n,
-// whatever the sizes and the register tile: so a query's bits do not depend on the queries beside it.
+// A unit is the part of an operand that one multiplication reads: a float, or a pair of bfloat16 that the dot product
+// instruction multiplies and adds into one float. Each C[m][j] is one chain of additions in the order of n for all sizes
+// and register tiles, so that a query's bits do not depend on other queries.
 
 struct Floats {
   typedef float Unit;
@@ -25,7 +25,7 @@ struct Pairs {  // of bfloat16
   }
 };
 
-struct Shorts {  // pairs of 16-bit integers, of which one is a widened byte: their sums are exact
+struct Shorts {  // pairs of 16-bit integers; one factor is a widened byte, so that sums are exact
   typedef uint32_t Unit;
   static constexpr int TERMS = 2;
   static constexpr bool INTEGER = true;
@@ -37,8 +37,8 @@ struct Shorts {  // pairs of 16-bit integers, of which one is a widened byte: th
 };
 #endif
 
-// A sum replaces what lies at `c`, or is added to it. One of integers replaces it as integers; to floats it is
-// added times `factor`.
+// Stores a sum at `c` or adds it. Integer sums are stored as integers; they are multiplied by `factor` when they are
+// added to floats.
 INLINE void begin_sum(vf& sum, const float* c, bool add) { sum = add ? load(c) : vf{}; }
 INLINE void begin_sum(vi& sum, const float*, bool) { sum = vi{}; }
 INLINE void end_sum(vf sum, float* c, bool, float) { store(c, sum); }
@@ -76,8 +76,8 @@ INLINE void product_columns(const typename P::Unit* a, int64_t lda, const typena
     product_tile<P, 1, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add, factors + m);
 }
 
-// N is a multiple of W. Four vectors of sums for four rows want 16 registers of the 32 that AVX-512 has; the
-// others have 16 in all. `factors` [M]: of sums of integers.
+// N is a multiple of W. Four vectors of sums for four rows need 16 registers. AVX-512 has 32 registers, the other
+// instruction sets 16. `factors` [M]: factors of integer sums.
 template <class P>
 static void product(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
                     int64_t ldc, int64_t M, int64_t N, int64_t n, bool add, const float* factors) {
@@ -88,9 +88,9 @@ static void product(const typename P::Unit* a, int64_t lda, const typename P::Un
   for (; j < N; j += W) product_columns<P, 1>(a, lda, b + j, ldb, c + j, ldc, M, n, add, factors);
 }
 
-// ---- turning W rows of W units: lane j of row i becomes lane i of row j ----
+// ---- transposing W rows of W units: lane j of row i becomes lane i of row j ----
 
-// At distance H (1, 2, 4 ...), exchanges the H-wide squares beside the diagonal.
+// Exchanges the off-diagonal squares of width H (1, 2, 4 ...).
 template <int H> INLINE void exchange(vu* rows) {
   vi low, high;
   for (int j = 0; j < W; j++) {
@@ -107,7 +107,7 @@ template <int H> INLINE void exchange(vu* rows) {
 }
 
 #if PENSTOCK_LANES == 16
-// Squares of 4 within 128 bits, then squares of these: shuffles that need no table of indices.
+// Squares of 4 within 128 bits, then squares of these. These shuffles need no table of indices.
 INLINE void transpose(vu* rows) {
   __m512i pairs[W], fours[W];
 #pragma GCC unroll 8

@@ -1,20 +1,20 @@
 // Linear layers in 8, 5 and 4 bits (kernels/quantized.py): int8 weights with a scale for each output, int5 and int4
-// weights with a float16 scale for each GROUP of inputs. Rows of x are quantised first, to 8 bits, by a scale for each
-// row or group. Integers are added exactly, so that their order is free; what is float keeps the order of the groups:
-// a row's bits depend on no other row.
+// weights with a float16 scale for each GROUP of inputs. Rows of x are quantised to 8 bits first, with a scale for each
+// row or group. Integer sums are exact in any order. Float sums are added in the order of the groups. A row's bits
+// therefore do not depend on other rows.
 //
-// Weights are the unsigned operand of the byte products, as w + 128, w + 16 or w + 8; sums start at -128, -16 or -8
-// times the sum of x, which takes that back. A row in int8 may have a few numbers beyond 127: what they have more is
-// multiplied as further bytes.
+// Weights are the unsigned operand of the byte products, stored as w + 128, w + 16 or w + 8. Sums start at -128, -16 or
+// -8 times the sum of x to compensate. An int8 row may have a few numbers beyond 127; the excess is multiplied as
+// additional bytes.
 
 constexpr int64_t GROUP = 32;
-constexpr int64_t CHUNK_BYTES = 8 << 20;  // of quantised x, that stay in the last cache while all weights pass
+constexpr int64_t CHUNK_BYTES = 8 << 20;  // quantised x that stays in the last-level cache while all weights are read
 
 // ---- rows in 8 bits ----
 
-// What a row's integers have beyond -127 and 127: bytes that meet the weights of a unit, four inputs, once more.
+// The excess of a row's integers beyond -127 and 127: bytes multiplied with the weights of a unit (four inputs) again.
 constexpr int64_t MOST_EXTRAS = 15, INPUTS_AN_EXTRA = 32;
-constexpr float REACHES[] = {1.5, 2, 3, 4, 6, 8, 12, 16};  // times 127: what the largest number may become
+constexpr float REACHES[] = {1.5, 2, 3, 4, 6, 8, 12, 16};  // candidates of the largest magnitude, in units of 127
 struct Extras {
   struct Bytes {
     int32_t unit;
@@ -24,8 +24,8 @@ struct Extras {
   Bytes of[MOST_EXTRAS];
 };
 
-// Rows as integers [rows, stride] with, for each row and group, a scale and what its sums start at, [rows, groups].
-// In int8 all inputs are one group, and a row has extras.
+// Rows as integers [rows, stride]; each row and group has a scale and a start value of its sums, [rows, groups].
+// In int8 all inputs are one group, and rows have extras.
 struct QuantizedRows {
   int8_t* integers;
   Extras* extras;
@@ -33,7 +33,7 @@ struct QuantizedRows {
   int32_t* starts;
   int64_t stride, groups;
 
-  // A line apart from a power of two, at which rows would fall on each other in the cache.
+  // Not a power of two: rows would map to the same cache sets. One more line avoids this.
   static int64_t stride_of(int64_t K) { return round_up(K, 64) + 64; }
   static int64_t bytes(int64_t rows, int64_t K, int64_t groups) {
     return rows * (stride_of(K) + (int64_t)sizeof(Extras) + round_up(groups, 16) * 8);
@@ -61,17 +61,17 @@ INLINE int32_t sum(vi x) {
   return x[0];
 }
 
-// The largest magnitude of n numbers; above all numbers where one is infinite or none.
+// Returns the largest magnitude of n numbers, or infinity if one is infinite or NaN.
 template <class T> INLINE float largest_magnitude(const T* x, int64_t n) {
   vu tops = {};
   for_vectors(n, EACH_VECTOR { tops = umax(tops, as_bits(load(x + i, lanes)) & 0x7fffffff); });
-  const uint32_t bits = largest(tops);  // of an infinity above all numbers, of a NaN above that
+  const uint32_t bits = largest(tops);  // the bits of infinity are above those of numbers, those of NaN above infinity
   float top;
   __builtin_memcpy(&top, &bits, 4);
   return bits >= 0x7f800000 ? __builtin_inff() : top;
 }
 
-// Integers of n numbers where there is nothing to scale: whether there is not.
+// Handles n numbers that are all 0 or not finite. Returns whether this is the case.
 INLINE bool is_degenerate(float top, int64_t n, int8_t* integers, float* scale) {
   if (top >= 1e-30f && top < __builtin_inff()) return false;
   *scale = top < 1e-30f ? 0 : __builtin_nanf("");
@@ -79,7 +79,7 @@ INLINE bool is_degenerate(float top, int64_t n, int8_t* integers, float* scale) 
   return true;
 }
 
-// n numbers times `inverse` as integers, and their sum.
+// Converts n numbers times `inverse` to integers and returns their sum.
 template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float inverse, int8_t* integers) {
   vi total = {};
   for_vectors(n, EACH_VECTOR {
@@ -90,7 +90,7 @@ template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float in
   return sum(total);
 }
 
-// Integers -127..127 of n numbers, their scale, and their sum.
+// Quantises n numbers to -127..127, with their scale and sum.
 template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
   const float top = largest_magnitude(x, n);
   if (is_degenerate(top, n, integers, scale)) return 0;
@@ -98,18 +98,18 @@ template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* intege
   return store_integers(x, n, 127 / top, integers);
 }
 
-// How many extras n numbers take, times `inverse`.
+// Returns the number of extras of n numbers times `inverse`.
 template <class T> static int64_t count_extras(const T* x, int64_t n, float inverse) {
   vi count = {};
   for_vectors(n, EACH_VECTOR {
     const vi whole = rounded_to_integers(load(x + i, lanes) * inverse), magnitude = whole < 0 ? -whole : whole;
-    // Of half an integer less, which no rounding takes over a multiple of 127.
+    // Subtracts 0.5, so that rounding never crosses a multiple of 127.
     count += __builtin_convertvector((__builtin_convertvector(magnitude, vf) - 0.5f) * (1.0f / 127), vi);
   });
   return sum(count);
 }
 
-// An integer beyond 127 as a byte in its place and extras.
+// Stores an integer beyond 127 as a byte at its position and extras.
 INLINE void split_integer(int64_t i, int32_t integer, int8_t* integers, Extras* extras) {
   auto byte_of = [](int32_t rest) { return (int8_t)max(min(rest, 127), -127); };
   integers[i] = byte_of(integer);
@@ -120,7 +120,7 @@ INLINE void split_integer(int64_t i, int32_t integer, int8_t* integers, Extras* 
   }
 }
 
-// As `quantize`, but with as small a scale as a few extras allow: a large number takes no digits from the others.
+// Like `quantize`, with the smallest scale that a few extras allow, so that outliers do not reduce the precision.
 template <class T>
 static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
   const float top = largest_magnitude(x, n);
@@ -144,9 +144,9 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   return total;
 }
 
-// Whether an encoding takes rows of integers. The others take rows of floats.
+// Whether the inputs of an encoding are quantised rows. Other encodings read floats.
 INLINE bool is_quantized(int64_t encoding) { return encoding >= 2 && encoding != 7; }
-// What the sum of a group's integers is multiplied by to give what its products start at.
+// Factor between the sum of a group's integers and the start value of its products.
 INLINE int32_t start_factor(int64_t encoding) { return encoding == 3 ? -8 : encoding == 4 ? -16 : -1; }
 INLINE int64_t groups_of(int64_t encoding, int64_t K) { return encoding == 2 ? 1 : ceil_div(K, GROUP); }
 
@@ -165,7 +165,7 @@ template <class T> static void quantize_row(const T* x, int64_t K, int64_t encod
   __builtin_memset(to.integers + K, 0, to.stride - K);
 }
 
-// ---- products of bytes: four of each lane, unsigned by signed, added to a sum ----
+// ---- products of bytes: adds four products of unsigned and signed bytes per lane ----
 
 constexpr int BYTE_ROWS = W == 16 ? 6 : 2, BYTE_VECTORS = 4, GROUP_ROWS = W == 16 ? 6 : 2, GROUP_VECTORS = 2;
 
@@ -178,7 +178,7 @@ INLINE vi add_pairs(vu a, vs b) { return (vi)_mm256_madd_epi16((__m256i)a, (__m2
 #else
 INLINE vi add_pairs(vu a, vs b) { return (vi)_mm_madd_epi16((__m128i)a, (__m128i)b); }
 #endif
-// In 16 bits, the even bytes and the odd: products of unsigned by signed bytes in pairs could overflow 16 bits.
+// Multiplies even and odd bytes separately in 16 bits, because a sum of two products could overflow 16 bits.
 INLINE vi add_bytes(vi sum, vu w, vu x) {
   return sum + (add_pairs(w & 0x00ff00ff, (vs)x << 8 >> 8) + add_pairs(w >> 8 & 0x00ff00ff, (vs)x >> 8));
 }
@@ -189,10 +189,10 @@ INLINE vi add_bytes(vi sum, vu w, vu x) {
 }
 #endif
 
-// A group's sum, of bytes of 4 or 5 bits.
+// The sum of a group of 4-bit or 5-bit numbers.
 template <int BITS> struct GroupSum {
 #if PENSTOCK_LANES == 8
-  // Of pairs in 16 bits: 16 products of 15 * 127 fit, or 8 of 31 * 127.
+  // Sums of 16 bits hold 16 products of 15 * 127 or 8 products of 31 * 127.
   static constexpr bool HALVES = BITS > 4;
   vi pairs, half;
   INLINE_MEMBER void start(int32_t) { pairs = half = vi{}; }
@@ -213,7 +213,7 @@ template <int BITS> struct GroupSum {
 #endif
 };
 
-// Of bytes of 8 bits: in 32 bits, which cannot overflow.
+// The sum of 8-bit numbers in 32 bits, which cannot overflow.
 template <> struct GroupSum<8> {
   vi sum;
   INLINE_MEMBER void start(int32_t start) { sum = start - vi{}; }
@@ -245,15 +245,15 @@ INLINE vf load_half(const uint16_t* p) {
 
 // ---- a block of a panel by some rows ----
 
-// A part of a panel along K, that stays in the core's cache while all rows pass over it.
+// A part of a panel along K. It stays in the core's cache while all rows are multiplied with it.
 struct ByteBlock {
-  QuantizedRows x;     // from the block's first input on
+  QuantizedRows x;     // starts at the first input of the block
   const char* w;
-  int64_t units;       // of the block: 4 inputs in int8, else a group
-  const char* ahead;   // what is fetched meanwhile; null: nothing
-  uint32_t* sums;      // [rows, PANEL], of the blocks before and for those to come: integers in int8, else floats
+  int64_t units;       // units of the block: 4 inputs in int8, else a group
+  const char* ahead;   // data to prefetch; null: nothing
+  uint32_t* sums;      // [rows, PANEL]: sums of the previous blocks; integers in int8, else floats
   bool first, last;
-  const char* panel;   // whose block it is
+  const char* panel;   // the panel of the block
 
   INLINE_MEMBER ByteBlock below(int64_t rows) const {
     ByteBlock block = *this;
@@ -266,7 +266,7 @@ struct ByteBlock {
 struct Bytes {
   static constexpr int64_t INPUTS = 4, UNIT_BYTES = 4 * PANEL, LINES = UNIT_BYTES / 64, ROWS_AT_ONCE = BYTE_ROWS;
   static constexpr int64_t BLOCK_UNITS = 256;
-  static constexpr int vectors(int64_t) { return BYTE_VECTORS; }  // of a panel, that some rows take at a time
+  static constexpr int vectors(int64_t) { return BYTE_VECTORS; }  // vectors of a panel processed at once
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS);
@@ -311,15 +311,15 @@ struct Bytes {
   INLINE vf result(vu sums, vf scale_x, vf scale_w) { return __builtin_convertvector((vi)sums, vf) * (scale_x * scale_w); }
 };
 
-// The low four bits of a group's integers, their fifth bits if they have any, and its scales, of all outputs.
+// The low four bits of a group's integers, the fifth bits of int5, and the scales of all outputs.
 template <int BITS> struct Groups {
   static constexpr int64_t FIFTH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * BITS / 8;
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = SCALES + PANEL * 2, LINES = UNIT_BYTES / 64;
   static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48;
-  // All of a panel where 32 registers hold the sums of so few rows beside what is unpacked.
+  // The whole panel if 32 registers hold the sums of these rows and the unpacked weights.
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (BITS > 4 ? 1 : 3) ? 4 : GROUP_VECTORS; }
 
-  // The bits at `place` of the four bytes, as the fifth of each.
+  // Moves bit `place` of the four bytes to the fifth bit of each.
   INLINE vu fifth_bits(vu bits, int place) {
     return (place < 4 ? bits << (4 - place) : bits >> (place - 4)) & 0x10101010;
   }
@@ -399,8 +399,8 @@ template <class S, int FETCHED> static void multiply_rows(const ByteBlock& block
   }
 }
 
-// All rows with a block, some at a time, about equally many. Meanwhile the lines that are wanted next are fetched, a
-// few with each unit of a pass: all at once they would fill the buffers that misses wait in.
+// Multiplies all rows with a block in tiles of about equal height. Each unit of a pass prefetches a few of the next
+// lines; prefetching all lines at once would fill the miss buffers.
 template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t rows) {
   constexpr int ALL = S::LINES, HALF = (ALL + 1) / 2, FOURTH = (ALL + 3) / 4, SIXTH = (ALL + 5) / 6;
   const int64_t tiles = ceil_div(rows, S::ROWS_AT_ONCE), passes = tiles * (PANEL / W / S::vectors(rows / tiles));
@@ -421,13 +421,13 @@ template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t
   }
 }
 
-// The outputs of a panel for `rows` rows, from `begin` on, which are quantised in `x`.
+// Computes the outputs of a panel for `rows` rows from `begin` on; `x` has the quantised rows.
 template <class S>
 static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t panel,
                            int64_t next, uint32_t* sums) {
   const int64_t units = ceil_div(a.K, S::INPUTS), column = panel * PANEL;
   const char* w = (const char*)a.panels + panel * units * S::UNIT_BYTES;
-  // A single pass: nothing is to stay in the cache.
+  // A single pass: nothing needs to stay in the cache.
   const bool once = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
   const int64_t blocks = once ? 1 : ceil_div(units, S::BLOCK_UNITS);
   for (int64_t number = 0; number < blocks; number++) {
@@ -459,7 +459,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
   const int64_t groups = groups_of(a.encoding, a.K);
   const int64_t row_bytes = QuantizedRows::bytes(1, a.K, groups);
   const int64_t most = min(a.rows, max<int64_t>(CHUNK_BYTES / row_bytes, 256)), tall = min<int64_t>(most, 240);
-  const bool redundant = team.size == 1 || a.rows <= 3;  // cheaper than a barrier
+  const bool redundant = team.size == 1 || a.rows <= 3;  // all threads quantise: faster than a barrier
   const int64_t bytes = round_up(QuantizedRows::bytes(most, a.K, groups), 64);
   char* own = (char*)penstock_scratch(OWN, tall * PANEL * 4 + (redundant ? bytes : 0));
   char* memory = own + tall * PANEL * 4;
@@ -467,7 +467,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
   const QuantizedRows x(memory, most, a.K, groups);
   for (int64_t first = 0; first < a.rows; first += most) {
     const int64_t rows = min(most, a.rows - first), chunks = ceil_div(rows, tall);
-    if (first) team.barrier();  // the last rows are still being read
+    if (first) team.barrier();  // other threads may still read the previous rows
     auto quantize_rows = [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
         WITH_TYPE(a.type, T, quantize_row((const T*)a.x + (first + row) * a.x_stride, a.K, a.encoding, x.below(row)));

@@ -1,8 +1,8 @@
-// One token a row of logits, by the rule of Ops.sample, without sorting the vocabulary.
+// Samples one token per row of logits by the rule of Ops.sample, without sorting the vocabulary.
 //
-// top_k and top_p both keep the tokens before which, in descending order (equal ones by id), less than some
-// amount lies: k tokens, or top_p of the mass. A bound on the score that the cut cannot lie below leaves few
-// candidates; among these the cut is found by partition.
+// In descending order (ties by id), top_k and top_p keep a token if the amount before it is below a target: k tokens,
+// or top_p of the probability mass. A lower bound of the cut score leaves few candidates. Partitioning finds the cut
+// among them.
 
 typedef double vd __attribute__((vector_size(W * 4)));
 typedef int64_t vl __attribute__((vector_size(W * 4)));
@@ -16,7 +16,7 @@ INLINE vd load(const double* p) {
 }
 INLINE void store(double* p, vd x) { __builtin_memcpy(p, &x, sizeof x); }
 
-// e^x for x <= 0 to 2 ulp, 0 below -708. As the float one, with a longer sum.
+// e^x for x <= 0 to 2 ulp, 0 below -708. Like the float version, with a longer sum.
 INLINE vd exp(vd x) {
   const double shift = 6755399441055744.0;  // 1.5 * 2^52
   vd shifted = x * 1.4426950408889634 + shift;
@@ -40,7 +40,7 @@ struct Candidates {
   float top;
 };
 
-// What is kept: scores above `score`, and the first `ties` of those equal to it.
+// The kept tokens: scores above `score`, and the first `ties` scores equal to it.
 struct Cut {
   float score;
   int64_t ties;
@@ -51,13 +51,13 @@ struct Ranked {
   double amount;
 };
 
-// The cut in an unordered list, `before` being the amount that ranks before all of it.
+// Finds the cut in an unordered list; `before` is the amount that ranks before the whole list.
 static Cut cut_in(Ranked* list, int64_t n, double before, double target) {
   for (;;) {
     float pivot = list[n / 2].score;
     int64_t above = 0, equal = 0;
     double above_amount = 0, equal_amount = 0;
-    for (int64_t i = 0; i < n; i++) {  // the higher ones to the front
+    for (int64_t i = 0; i < n; i++) {  // moves higher scores to the front
       Ranked r = list[i];
       if (r.score > pivot) {
         list[i] = list[above];
@@ -65,7 +65,7 @@ static Cut cut_in(Ranked* list, int64_t n, double before, double target) {
         above_amount += r.amount;
       } else if (r.score == pivot) {
         equal++;
-        equal_amount = r.amount;  // of each: equal scores have equal amounts
+        equal_amount = r.amount;  // amount of each: equal scores have equal amounts
       }
     }
     if (above && before + above_amount >= target) {
@@ -83,13 +83,13 @@ static Cut cut_in(Ranked* list, int64_t n, double before, double target) {
   }
 }
 
-// The cut before which less than `target` lies: of the weights, or of candidates where there are none yet.
+// Finds the cut at the amount `target`. The amount is a sum of weights, or the number of candidates without weights.
 static Cut find_cut(const Candidates& c, double target, Ranked* list) {
   for (int64_t i = 0; i < c.n; i++) list[i] = {c.scores[i], c.weights ? c.weights[i] : 1};
   return cut_in(list, c.n, 0, target);
 }
 
-// The k-th largest score is not below this: the k-th largest of the spans' largest.
+// A lower bound of the k-th largest score: the k-th largest of the maxima of the spans.
 static float bound_of_top_k(const Candidates& c, int64_t k, Ranked* list) {
   constexpr int64_t SPAN = 4 * W;
   const int64_t spans = c.n / SPAN;
@@ -102,15 +102,15 @@ static float bound_of_top_k(const Candidates& c, int64_t k, Ranked* list) {
   return cut_in(list, spans, 0, (double)k).score;
 }
 
-// Tokens that hold less than an n-th of 1 - top_p each hold less than that together, so all of them lie behind
-// the cut. As a score, and a little lower: it needs not be sharp.
+// A lower bound of the score of the top_p cut. n tokens with less than (1 - top_p) / n each have less than 1 - top_p
+// together, so that all of them rank after the cut. The bound is slightly lower than exact.
 static float bound_of_top_p(const Candidates& c, double top_p, double total, float temperature) {
   double lightest = (1 - top_p) * total / (double)c.n;
   double distance = temperature * (__builtin_log(lightest) - 0.001);
   return (float)(c.top + distance - 1e-6 * __builtin_fabs(c.top));
 }
 
-// Drops the candidates that `kept(i)` denies, the order kept. W at a time where all are below `bound`.
+// Removes candidates for which `kept(i)` is false, in order. Skips W candidates at once if all are below `bound`.
 template <class Kept> INLINE void keep(Candidates& c, int32_t* ids, float bound, Kept kept) {
   int64_t n = 0;
   for (int64_t begin = 0; begin < c.n; begin += W) {
@@ -126,7 +126,7 @@ template <class Kept> INLINE void keep(Candidates& c, int32_t* ids, float bound,
   c.n = n;
 }
 
-// Keeps what ranks before the cut at `target`, which does not lie below `bound`.
+// Keeps the candidates before the cut at `target`. The cut is not below `bound`.
 static void cut_off(Candidates& c, int32_t* ids, float bound, double target, Ranked* list) {
   keep(c, ids, bound, [&](int64_t i) { return c.scores[i] >= bound; });
   Cut cut = find_cut(c, target, list);
@@ -139,14 +139,14 @@ static void cut_off(Candidates& c, int32_t* ids, float bound, double target, Ran
 static void fill_weights(Candidates& c, double* weights, float temperature) {
   const double inverse = 1 / (double)temperature, top = c.top;
   c.weights = weights;
-  for (int64_t i = 0; i < c.n; i += WD) {  // the memory goes on for a vector
+  for (int64_t i = 0; i < c.n; i += WD) {  // the memory is padded by one vector
     vf_half scores;
     __builtin_memcpy(&scores, c.scores + i, sizeof scores);
     store(weights + i, exp((__builtin_convertvector(scores, vd) - top) * inverse));
   }
 }
 
-// In several chains: one would wait for each addition.
+// Uses several chains, because each addition of a chain waits for the previous one.
 static double sum_of(const double* weights, int64_t n) {
   constexpr int CHAINS = 4;
   vd sums[CHAINS] = {};
@@ -160,8 +160,7 @@ static double sum_of(const double* weights, int64_t n) {
   return sum;
 }
 
-// The first candidate up to which the weights add up to more than u of their total. `sums` has room for one of
-// each span.
+// Returns the first candidate whose cumulative weight exceeds u times the total. `sums` has one element per span.
 static int64_t draw(const Candidates& c, double u, double* sums) {
   constexpr int64_t SPAN = 256;
   const int64_t spans = ceil_div(c.n, SPAN);
@@ -175,12 +174,12 @@ static int64_t draw(const Candidates& c, double u, double* sums) {
         if ((mass += c.weights[i]) > target) return i;
     mass = with_span;
   }
-  int64_t last = c.n - 1;  // u * total was rounded up to the total: the last one that can be drawn
+  int64_t last = c.n - 1;  // u * total was rounded up to the total: use the last candidate with a weight
   while (last > 0 && c.weights[last] == 0) last--;
   return last;
 }
 
-// Scores as floats, forbidden ones -inf; returns the largest, NaN where a logit is not below +inf.
+// Converts scores to floats; masked scores become -inf. Returns the maximum, or NaN if a logit is NaN or +inf.
 template <class T> static float fill_scores(const T* logits, const uint32_t* bitmask, float* scores, int64_t n) {
   const vf nothing = all(-__builtin_inff());
   vf tops = nothing;
@@ -198,7 +197,7 @@ template <class T> static float fill_scores(const T* logits, const uint32_t* bit
   return largest(as_float((vu)unsound & 0x3f800000)) > 0 ? __builtin_nanf("") : largest(tops);
 }
 
-// The first of the scores that is this one, which is there.
+// Returns the index of the first score equal to a score that exists.
 static int64_t index_of(float score, const float* scores, int64_t n) {
   constexpr int64_t SPAN = 8 * W;
   int64_t i = 0;
@@ -232,7 +231,7 @@ static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, c
   fill_weights(c, weights, rule.temperature);
   if (rule.top_p < 1) {
     const double total = sum_of(c.weights, c.n);
-    // The first of all stays, also at top_p 0.
+    // The first token is always kept, even with top_p 0.
     double target = max((double)rule.top_p * total, 1e-300);
     cut_off(c, ids, bound_of_top_p(c, rule.top_p, total, rule.temperature), target, list);
   }
@@ -243,7 +242,7 @@ static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, c
   return c.ids ? c.ids[drawn] : drawn;
 }
 
-struct Sample {  // logits [R, V], rows strided; bitmask [R, words] or null; the others [R]
+struct Sample {  // logits [R, V], rows strided; bitmask [R, words] or null; other tensors [R]
   int64_t type;
   const void* logits;
   int64_t stride, R, V;

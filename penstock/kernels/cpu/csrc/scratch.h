@@ -1,14 +1,14 @@
-// What kernels share that does not depend on the instruction set.
+// Declarations that the kernels of all instruction sets share.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
-// Memory that a thread keeps from call to call, so that kernels allocate nothing once they are warm.
+// Memory that a thread keeps between calls, so that warm kernels do not allocate.
 
-enum Scratch { OWN, SHARED, SCRATCHES };  // for the thread's own work; for what it shares with its team
+enum Scratch { OWN, SHARED, SCRATCHES };  // private to the thread; shared with its team
 
-// At least `bytes` bytes, aligned to 64; what was there before may be gone.
+// Returns at least `bytes` bytes, aligned to 64. Previous contents may be lost.
 extern "C" void* penstock_scratch(enum Scratch which, size_t bytes);
 
-// Counts the pieces of work that are done, where another process may look whether this one still works.
+// Counts completed pieces of work. Another process reads the counter to detect hangs.
 extern "C" int64_t* penstock_progress;

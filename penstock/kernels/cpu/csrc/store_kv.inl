@@ -1,4 +1,4 @@
-// New keys and values to their places in the paged cache.
+// Stores new keys and values in the paged cache.
 
 struct StoreKV {  // k, v [n, K, D] with strides, to slots [n] = block * S + offset of cache [2, N, K, S, D]
   int64_t type, cache_type;  // cache_type 2: int8
@@ -12,7 +12,7 @@ struct StoreKV {  // k, v [n, K, D] with strides, to slots [n] = block * S + off
 template <class T, class TC> INLINE void store_head(const T* x, TC* row, float*, int64_t D) {
   for_vectors(D, EACH_VECTOR { store(row + i, load(x + i, lanes), lanes); });
 }
-// Bytes of which the largest is 127, and what one of them stands for; NaN where x is not all numbers.
+// Quantises x to bytes with a maximum of 127 and returns the scale, or NaN if a number is not finite.
 template <class T> INLINE void store_head(const T* x, int8_t* row, float* scale, int64_t D) {
   vf tops = {}, odd = {};
   for_vectors(D, EACH_VECTOR {

@@ -1,8 +1,8 @@
-// One vector of floats, as wide as the instruction set of this file: 16, 8 or 4 lanes.
+// A vector of floats of the width of the instruction set: 16, 8 or 4 lanes.
 //
-// Included inside the namespace of one instruction set. Everything here has internal linkage: an inline
-// function of the standard library, compiled with AVX-512 flags in one file, could be the copy that the
-// linker keeps for all, and crash where there is no AVX-512. So nothing of it is used.
+// Included inside the namespace of one instruction set. Everything here has internal linkage, and the standard library
+// is not used: the linker keeps one copy of its inline functions, which may be compiled with AVX-512 flags and crash on
+// other CPUs.
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
@@ -41,8 +41,8 @@ INLINE vf vmax(vf a, vf b) {
 #endif
 }
 
-// a * b + c: one rounding where the instruction set has it, always or never, so that bits do not depend
-// on how the compiler arranged a loop.
+// a * b + c with one rounding if the instruction set has it. The choice is fixed, so that bits do not depend on how the
+// compiler arranges a loop.
 INLINE vf fma(vf a, vf b, vf c) {
 #if PENSTOCK_LANES == 16
   return _mm512_fmadd_ps(a, b, c);
@@ -53,7 +53,7 @@ INLINE vf fma(vf a, vf b, vf c) {
 #endif
 }
 
-// ---- loading and storing: float as it is, bfloat16 widened or rounded to nearest even ----
+// ---- loading and storing: float unchanged, bfloat16 widened or rounded to nearest even ----
 
 INLINE float widen(float x) { return x; }
 INLINE float widen(bf16 x) {
@@ -76,8 +76,8 @@ INLINE vh narrow(vf x) {
 #endif
 }
 
-// To the nearest integer, to even ones in the middle. |x| < 2^22.
-constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: a sum with it has no place for a fraction
+// Rounds to the nearest integer, ties to even. |x| < 2^22.
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction bits
 INLINE vf rounded(vf x) { return (x + ROUNDER) - ROUNDER; }
 INLINE vi rounded_to_integers(vf x) { return (vi)as_bits(x + ROUNDER) - 0x4b400000; }
 
@@ -112,7 +112,7 @@ INLINE void store(bf16* p, vf x) {
   __builtin_memcpy(p, &rounded, sizeof rounded);
 }
 
-// The first n < W lanes; the others are 0, and are not written.
+// The first n < W lanes. Other lanes load as 0 and are not stored.
 #if PENSTOCK_LANES == 16
 INLINE __mmask16 first(int64_t n) { return (__mmask16)((1u << n) - 1); }
 INLINE vf load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
@@ -143,12 +143,11 @@ template <class T> INLINE void store(T* p, vf x, int64_t n) {
 INLINE void put(float* p, float x) { *p = x; }
 INLINE void put(bf16* p, float x) { store(p, all(x), 1); }
 
-// x as it would come back from memory in type T.
+// Returns x after a round trip through type T.
 INLINE vf rounded_to(const float*, vf x) { return x; }
 INLINE vf rounded_to(const bf16*, vf x) { return widen(narrow(x)); }
 
-// Runs body(i, lanes) for each vector of a row of n. Whole is a type, so that no vector but the last pays
-// for the question.
+// Runs body(i, lanes) for each vector of a row of n. `Whole` is a type, so that only the last vector needs a test.
 struct Whole {};
 struct Some {
   int64_t n;
@@ -168,7 +167,7 @@ INLINE void store(uint32_t* p, vu x, Some some) { store(p, x, some.n); }
 #endif
 template <class T> INLINE void store(T* p, vf x, Whole) { store(p, x); }
 template <class T> INLINE void store(T* p, vf x, Some some) { store(p, x, some.n); }
-// x where the row goes on, elsewhere `filler`.
+// Returns x in lanes inside the row and `filler` in other lanes.
 INLINE vf filled(vf x, float, Whole) { return x; }
 INLINE vf filled(vf x, float filler, Some some) { return lane_index() < (int32_t)some.n ? x : all(filler); }
 template <class L> INLINE vf visible_lanes(vf x, L lanes) { return filled(x, -__builtin_inff(), lanes); }
@@ -176,7 +175,7 @@ template <class L> INLINE vf visible_lanes(vf x, L lanes) { return filled(x, -__
 
 // ---- across lanes ----
 
-// Lane i is lane from[i] of a, or of a and b behind it.
+// Lane i of the result is lane from[i] of a, or of the concatenation of a and b.
 template <class V> INLINE V shuffled(V a, vi from) {
 #ifdef __clang__
   V y;
@@ -196,7 +195,7 @@ template <class V> INLINE V shuffled(V a, V b, vi from) {
 #endif
 }
 
-// A bit for each lane of a comparison that holds.
+// Returns one bit per lane: the result of a comparison.
 INLINE uint32_t lanes_that_hold(vi holds) {
 #if PENSTOCK_LANES == 16
   return _mm512_test_epi32_mask((__m512i)holds, (__m512i)holds);
@@ -217,13 +216,13 @@ INLINE float sum(vf x) {
   return x[0];
 }
 
-// Where bit DISTANCE of a lane is 0: a, else b, each with its lane at that distance added.
+// Lanes whose index has bit DISTANCE clear come from a, others from b; each is added to its lane at that distance.
 template <int DISTANCE> INLINE vf halves(vf a, vf b) {
   const vi lane = lane_index(), low = (lane & DISTANCE) != 0 ? lane + (W - DISTANCE) : lane;
   return shuffled(a, b, low) + shuffled(a, b, low + DISTANCE);
 }
 
-// sum(x[i]) in lane i, to the bit, for the vectors there are: one, two or four.
+// Returns sum(x[i]) in lane i, bit-equal to sum(), for one, two or four vectors.
 INLINE vf sum_each(vf (&x)[1]) { return all(sum(x[0])); }
 INLINE vf sum_each(vf (&x)[2]) {
   vf y = halves<W / 2>(x[0], x[1]);
@@ -238,7 +237,7 @@ INLINE vf sum_each(vf (&x)[4]) {
   return shuffled(y, lane_index() * (W / 4) & (W - 1));
 }
 
-// The largest lane, in all lanes.
+// Returns the maximum of all lanes in every lane.
 INLINE vf largest_everywhere(vf x) {
 #pragma GCC unroll 4
   for (int distance = W / 2; distance; distance /= 2) x = vmax(x, exchanged(x, distance));
@@ -249,7 +248,7 @@ INLINE float largest(vf x) { return largest_everywhere(x)[0]; }
 // ---- functions ----
 
 // e^x to 2 ulp; 0 below -87.3 (so -inf gives 0), about 3e38 above 88.3.
-// x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, so that n ln 2 loses nothing; a Taylor sum in r.
+// x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, so that n ln 2 is exact; a Taylor sum in r.
 INLINE vf exp(vf x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   vf clamped = x < 88.3f ? x : all(88.3f);
@@ -269,8 +268,8 @@ INLINE vf exp(vf x) {
   return x > -87.3f ? y : (x == x ? vf{} : x);
 }
 
-// e^x for x <= 0, with as many terms as its use asks for; 0 below -87.3, NaN for NaN. Relative errors, of sums
-// fitted for the largest one to be least: 1e-4 (3 terms), 3e-6 (4), 1e-7 (5).
+// e^x for x <= 0 with a given number of terms; 0 below -87.3, NaN for NaN. The coefficients minimise the largest
+// relative error: 1e-4 (3 terms), 3e-6 (4), 1e-7 (5).
 template <int TERMS> INLINE vf exp_below(vf x) {
   const float shift = 12582912.0f;
   vf shifted = fma(x, all(1.44269504f), all(shift)), n = shifted - shift;
@@ -294,7 +293,7 @@ INLINE vf tanh(vf x) {
   vf magnitude = as_float(as_bits(x) & 0x7fffffff);
   vf e = exp(-2 * magnitude);
   vf y = (1 - e) / (1 + e);
-  // 1 - e cancels near 0, where the series has no such trouble.
+  // 1 - e loses precision near 0; the series does not.
   vf square = x * x;
   vf small = fma(fma(fma(square, all(-17.0f / 315), all(2.0f / 15)), square, all(-1.0f / 3)), square, all(1.0f));
   y = magnitude < 0.1f ? magnitude * small : y;
