@@ -28,6 +28,7 @@ from penstock.serve.api import (
 )
 from penstock.serve.api.messages import message_routes
 from penstock.serve.api.responses import response_routes
+from penstock.serve.batches import batch_routes
 from penstock.serve.http import problems
 from penstock.serve.http.middleware import AdmissionMiddleware, ObservabilityMiddleware
 from penstock.serve.http.origins import OriginMiddleware
@@ -66,13 +67,16 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     app.include_router(completions.router, dependencies=text)  # POST /v1/completions
     app.include_router(response_routes.router, dependencies=text)  # POST, GET, DELETE /v1/responses
     app.include_router(message_routes.router, dependencies=text)  # POST /v1/messages, .../count_tokens
-    if services.config.state_dir is not None:
+    if services.config.state_dir is not None and services.task is PipelineTask.TEXT_GENERATION:
         response_routes.open_state(services)
     embedder = [_needs(PipelineTask.EMBEDDINGS_GENERATION)]
     app.include_router(embeddings.router, dependencies=embedder)  # POST /v1/embeddings, /pooling
     app.include_router(rerank.router, dependencies=embedder)  # POST /v1/rerank, /v2/rerank, /rerank
     app.include_router(scores.router, dependencies=embedder)  # POST /v1/score, /score
     app.include_router(classification.router, dependencies=embedder)  # POST /v1/classify, /classify
+    app.include_router(batch_routes.router)  # /v1/files, /v1/batches
+    if services.config.state_dir is not None:
+        batch_routes.open_manager(services, app)
     app.include_router(models.router)  # GET  /v1/models, /v1/models/{id}
     app.include_router(adapters.router)  # POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     app.include_router(tokenization.router)  # POST /tokenize, /detokenize

@@ -143,7 +143,10 @@ class ServeConfig:
         "Treatment of hosted tools, such as web_search, in the tools of a request; the server has none.",
     )
     state_dir: str | None = setting(
-        None, TEXT, "Folder for state that survives a restart: stored responses. Default: memory."
+        None, TEXT, "Folder for state that survives a restart: stored responses, files and batches."
+    )
+    max_file_size: int = setting(
+        512 * 2**20, NUM_BYTES, "Maximum size of an uploaded file of a batch, in bytes."
     )
     response_store_size: int = setting(
         256 * 2**20, NUM_BYTES, "Maximum total size of stored responses; the oldest are dropped."

@@ -87,6 +87,11 @@ class RouteStates:
         state: State = self._states[kind]
         return state
 
+    def of(self, kind: type[State]) -> State:
+        """Return the state of this type, which exists."""
+        state: State = self._states[kind]
+        return state
+
     def close(self) -> None:
         """Close all states."""
         while self._states:

@@ -164,6 +164,10 @@ class Server:
         gc.collect()
         gc.freeze()  # collections skip objects that live as long as the server
         services.gate.open()
+        if self._config.state_dir is not None:
+            from penstock.serve.batches.batch_manager import BatchManager
+
+            services.states.of(BatchManager).start()
         services.metrics.describe_build(model=services.model_name, isa=info.isa)
         services.metrics.report_startup((one.name, one.seconds) for one in self._startup.phases)
         url = url_of(listener)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from hashlib import sha256
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
 from penstock.serve.api.generation import in_pool
+from penstock.serve.api.owners import owner_of
 from penstock.serve.api.responses.background import BackgroundRun, ResponseState
 from penstock.serve.api.responses.response_builder import ResponseBuilder
 from penstock.serve.api.responses.response_request import PreparedResponse
@@ -35,7 +35,7 @@ router = APIRouter(route_class=JsonRoute, tags=["responses"])
 async def create_response(request: Request) -> Response:
     """Generate a response to a list of items."""
     services, record = Services.of(request), RequestRecord.of(request)
-    state, owner = open_state(services), _owner(request)
+    state, owner = open_state(services), owner_of(request)
     prepared = await _prepared(request, state, owner)
     services.warn_once(prepared.warnings)
     job = prepared.conversation.job(services)
@@ -68,7 +68,7 @@ async def create_response(request: Request) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """Return the number of input tokens of a response, without generating it."""
     services = Services.of(request)
-    prepared = await _prepared(request, open_state(services), _owner(request))
+    prepared = await _prepared(request, open_state(services), owner_of(request))
     count = len(prepared.conversation.context.prompt_tokens)
     return _json(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": count}))
 
@@ -82,7 +82,7 @@ async def retrieve_response(
 ) -> Response:
     """Return a stored response; with `stream`, the events of a background response."""
     services = Services.of(request)
-    state, owner = open_state(services), _owner(request)
+    state, owner = open_state(services), owner_of(request)
     run = _run_of(state, owner, response_id)
     if not stream:
         if run is not None:
@@ -101,7 +101,7 @@ async def retrieve_response(
 @router.delete("/v1/responses/{response_id}", response_class=Response, responses=responses(401, 404, 503))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Delete a stored response. A background response that runs is cancelled."""
-    state, owner = open_state(Services.of(request)), _owner(request)
+    state, owner = open_state(Services.of(request)), owner_of(request)
     run = _run_of(state, owner, response_id)
     if run is not None:
         await run.cancel()
@@ -116,7 +116,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 )
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancel a background response. A response that has ended stays as it is."""
-    state, owner = open_state(Services.of(request)), _owner(request)
+    state, owner = open_state(Services.of(request)), owner_of(request)
     run = _run_of(state, owner, response_id)
     if run is not None:
         return _json(msgspec.json.encode(await run.cancel()))
@@ -140,7 +140,7 @@ async def list_input_items(
 ) -> Response:
     """Return the input items of a stored response, including those of the previous responses."""
     services = Services.of(request)
-    stored = await _stored(open_state(services), _owner(request), response_id)
+    stored = await _stored(open_state(services), owner_of(request), response_id)
 
     def page() -> bytes:
         items: list[dict[str, Any]] = msgspec.json.decode(stored.input)
@@ -220,15 +220,6 @@ def open_state(services: Services) -> ResponseState:
     return services.states.get_or_make(
         ResponseState, lambda: ResponseState(config.state_dir, config.response_store_size)
     )
-
-
-def _owner(request: Request) -> str:
-    """Return what separates the stored responses of clients: the API key, if there are several."""
-    services = Services.of(request)
-    if len(services.config.api_key) < 2:
-        return ""
-    given = request.headers.get("authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")
-    return sha256(given.strip().encode()).hexdigest()
 
 
 def _run_of(state: ResponseState, owner: str, response_id: str) -> BackgroundRun | None:

@@ -1,0 +1,17 @@
+"""Who owns stored responses, files and batches."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from fastapi import Request
+
+from penstock.serve.services import Services
+
+
+def owner_of(request: Request) -> str:
+    """Return what separates the stored objects of clients: the API key, if there are several; else ""."""
+    if len(Services.of(request).config.api_key) < 2:
+        return ""
+    given = request.headers.get("authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")
+    return sha256(given.strip().encode()).hexdigest()

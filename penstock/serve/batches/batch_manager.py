@@ -1,0 +1,173 @@
+"""Run the batches of a server, one after another, and continue them after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from penstock.errors import InputError
+from penstock.serve.batches.batch_dispatch import BatchRunner, StoppedError
+from penstock.serve.batches.batch_lines import (
+    BadLine,
+    BatchRequest,
+    check_unique,
+    finished_ids,
+    read_lines,
+    remaining,
+)
+from penstock.serve.batches.batch_store import ObjectStore, file_object
+from penstock.serve.services import Services
+
+ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
+_SAVE_INTERVAL = 1.0
+"""Seconds between two updates of the counts on disk."""
+
+
+class BatchManager:
+    """The files and batches of a server.
+
+    Args:
+        services: the objects that routes use.
+        app: the application that runs the lines.
+        state_dir: the folder.
+    """
+
+    def __init__(self, services: Services, app: ASGIApp, state_dir: str) -> None:
+        folder = Path(state_dir).expanduser()
+        self.files = ObjectStore(folder / "files", "file-")
+        self.batches = ObjectStore(folder / "batches", "batch_")
+        self._services = services
+        self._app = app
+        self._task: asyncio.Task[None] | None = None
+        self._new = asyncio.Event()
+        self._current: dict[str, Any] | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Run batches in a task, unless one runs. Unfinished batches of an earlier process continue."""
+        self._new.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._run())
+
+    def close(self) -> None:
+        """Forget the task. The batches continue at the next start."""
+        if self._task is not None and not self._task.get_loop().is_closed():
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    def state_of(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the newest state of a batch."""
+        current = self._current
+        return current if current is not None and current["id"] == batch["id"] else batch
+
+    async def cancel(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Cancel a batch. Its results so far become its files. Does nothing if it has ended."""
+        batch = self.state_of(batch)
+        if batch["status"] not in ACTIVE:
+            return batch
+        batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
+        await asyncio.to_thread(self.batches.put, batch)
+        if self._running is not None and self._current is batch:
+            self._running.cancel()
+        self.start()
+        return batch
+
+    async def _run(self) -> None:
+        """Run batches until the server stops."""
+        while not self._services.gate.reason:
+            self._new.clear()
+            waiting = [one for one in await asyncio.to_thread(self.batches.all) if one["status"] in ACTIVE]
+            if not waiting:
+                await self._new.wait()
+                continue
+            batch = self._current = waiting[-1]
+            self._running = asyncio.ensure_future(self._run_one(batch))
+            try:
+                await asyncio.wait((self._running,))
+                if self._running.cancelled() or self._running.exception() is None:
+                    if batch["status"] in ACTIVE:
+                        await asyncio.to_thread(self._finish, batch, "cancelled")
+                elif isinstance(self._running.exception(), StoppedError):
+                    await asyncio.to_thread(self.batches.put, batch)
+                    return
+                else:
+                    error = self._running.exception()
+                    self._services.log.error("the batch %s failed", batch["id"], exc_info=error)
+                    await asyncio.to_thread(self._fail, batch, "internal_error", "see the server's log")
+            finally:
+                self._running.cancel()
+                self._current = self._running = None
+
+    async def _run_one(self, batch: dict[str, Any]) -> None:
+        if batch["status"] == "cancelling":
+            return
+        services, counts = self._services, batch["request_counts"]
+        results, failures = self.files.content(batch["results"]), self.files.content(batch["failures"])
+        try:
+            done = await asyncio.to_thread(finished_ids, results)
+            failed = await asyncio.to_thread(finished_ids, failures)
+            counts["total"] = await asyncio.to_thread(lambda: check_unique(self._lines(batch)))
+        except InputError as error:
+            await asyncio.to_thread(self._fail, batch, "invalid_input_file", str(error))
+            return
+        counts |= {"completed": len(done), "failed": len(failed)}
+        batch |= {"status": "in_progress", "in_progress_at": batch["in_progress_at"] or int(time.time())}
+        await asyncio.to_thread(self.batches.put, batch)
+        saved = time.monotonic()
+        with results.open("ab") as good, failures.open("ab") as bad:
+
+            def keep(line: bytes, is_good: bool, num_tokens: int) -> None:
+                nonlocal saved
+                file = good if is_good else bad
+                file.write(line + b"\n")
+                file.flush()
+                counts["completed" if is_good else "failed"] += 1
+                if time.monotonic() - saved > _SAVE_INTERVAL:
+                    saved = time.monotonic()
+                    self.batches.put(batch)
+
+            runner = BatchRunner(
+                self._app,
+                services.worker.info.max_batch_size,
+                is_stopping=lambda: bool(services.gate.reason),
+                on_result=keep,
+            )
+            await runner.run(remaining(self._lines(batch), done | failed))
+        await asyncio.to_thread(self._finish, batch, "completed")
+
+    def _lines(self, batch: dict[str, Any]) -> Iterator[BatchRequest | BadLine]:
+        """Yield the lines of a batch; a request to another route than the batch's is an error."""
+        path = self.files.content(batch["input_file_id"])
+        for line in read_lines(path, *self._services.json_limits):
+            if isinstance(line, BatchRequest) and line.url != batch["endpoint"]:
+                message = f"url is {line.url!r}, and the endpoint of the batch is {batch['endpoint']!r}"
+                yield BadLine(line.custom_id, "mismatched_url", message)
+            else:
+                yield line
+
+    def _finish(self, batch: dict[str, Any], status: str) -> None:
+        """Make the results of a batch files, and end it."""
+        for member, name, title in (
+            ("output_file_id", batch["results"], "output"),
+            ("error_file_id", batch["failures"], "error"),
+        ):
+            path = self.files.content(name)
+            size = path.stat().st_size if path.exists() else 0
+            if size:
+                file_name = f"{batch['id']}_{title}.jsonl"
+                self.files.put(file_object(name, batch["owner"], file_name, "batch_output", size))
+                batch[member] = name
+            else:
+                path.unlink(missing_ok=True)
+        batch |= {"status": status, f"{status}_at": int(time.time())}
+        self.batches.put(batch)
+
+    def _fail(self, batch: dict[str, Any], code: str, message: str) -> None:
+        data = [{"code": code, "message": message, "param": None, "line": None}]
+        batch |= {"status": "failed", "failed_at": int(time.time())}
+        batch["errors"] = {"object": "list", "data": data}
+        self.batches.put(batch)

@@ -1,0 +1,212 @@
+"""``/v1/files`` and ``/v1/batches``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import Field
+from starlette.responses import FileResponse
+
+from penstock.serve.api.owners import owner_of
+from penstock.serve.api.schemas import MAX_METADATA, Label, RequestBody
+from penstock.serve.api.text_generation import checked_body
+from penstock.serve.batches.batch_lines import ENDPOINTS
+from penstock.serve.batches.batch_manager import BatchManager
+from penstock.serve.batches.batch_store import ObjectStore, file_object, shown
+from penstock.serve.batches.multipart import read_form
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import body_of, generated, responses
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.services import Services
+
+router = APIRouter(route_class=JsonRoute, tags=["batches"])
+
+PageSize = Annotated[int, Query(ge=1, le=10_000)]
+
+
+class BatchBody(RequestBody):
+    """``POST /v1/batches``."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"]
+    """Has no effect: a batch runs until it has ended."""
+    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
+
+
+@router.post("/v1/files", response_class=Response, responses=responses(400, 401, 408, 413, 415, 503))
+async def upload_file(request: Request) -> Response:
+    """Store a file of requests, sent as a form with the fields `file` and `purpose`."""
+    services, manager = Services.of(request), _manager(request)
+    name = manager.files.new_id()
+    path = manager.files.content(name)
+    config = services.config
+    try:
+        form = await read_form(request, path, max_bytes=config.max_file_size, timeout=config.body_timeout)
+        if unknown := sorted(form.fields.keys() - {"purpose"}):
+            raise RequestProblem(400, f"unknown field {unknown[0][:100]!r}", param=unknown[0][:100])
+        if form.fields.get("purpose") != "batch":
+            raise RequestProblem(400, "purpose must be batch", param="purpose")
+        made = file_object(name, owner_of(request), form.file_name, "batch", form.size)
+        await asyncio.to_thread(manager.files.put, made)
+    except BaseException:
+        await asyncio.to_thread(path.unlink, missing_ok=True)
+        raise
+    return _json(shown(made))
+
+
+@router.get("/v1/files", response_class=Response, responses=responses(401, 503))
+async def list_files(
+    request: Request, purpose: str | None = None, limit: PageSize = 10_000, after: str | None = None
+) -> Response:
+    """List the stored files, the newest first."""
+    files = await asyncio.to_thread(_manager(request).files.all, owner_of(request))
+    chosen = [one for one in files if purpose is None or one["purpose"] == purpose]
+    return _page(chosen, limit, after)
+
+
+@router.get("/v1/files/{file_id}", response_class=Response, responses=responses(401, 404, 503))
+async def retrieve_file(request: Request, file_id: str) -> Response:
+    """Return the description of a file."""
+    return _json(shown(await _found(request, _manager(request).files, file_id)))
+
+
+@router.get("/v1/files/{file_id}/content", response_class=Response, responses=responses(401, 404, 503))
+async def file_content(request: Request, file_id: str) -> Response:
+    """Return the content of a file."""
+    files = _manager(request).files
+    found = await _found(request, files, file_id)
+    return FileResponse(files.content(found["id"]), media_type="application/jsonl")
+
+
+@router.delete("/v1/files/{file_id}", response_class=Response, responses=responses(401, 404, 503))
+async def delete_file(request: Request, file_id: str) -> Response:
+    """Delete a file."""
+    files = _manager(request).files
+    found = await _found(request, files, file_id)
+    await asyncio.to_thread(files.delete, found["id"])
+    return _json({"id": file_id, "object": "file", "deleted": True})
+
+
+@router.post(
+    "/v1/batches",
+    response_class=Response,
+    openapi_extra=body_of(BatchBody),
+    responses=generated("The batch.", streams=False),
+)
+async def create_batch(request: Request) -> Response:
+    """Run the requests of a file with lower priority than other requests."""
+    services = Services.of(request)
+    raw = await request.json()
+    manager, owner = _manager(request), owner_of(request)
+    body = checked_body(services, BatchBody, raw)
+    if body.endpoint not in ENDPOINTS:
+        raise RequestProblem(400, f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
+    source = await asyncio.to_thread(manager.files.get, body.input_file_id, owner)
+    if source is None or source["purpose"] != "batch":
+        raise RequestProblem(
+            400, f"there is no file {body.input_file_id[:100]!r} of requests", param="input_file_id"
+        )
+    times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    now = int(time.time())
+    batch: dict[str, Any] = {
+        "id": manager.batches.new_id(),
+        "object": "batch",
+        "endpoint": body.endpoint,
+        "errors": None,
+        "input_file_id": body.input_file_id,
+        "completion_window": body.completion_window,
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now,
+        "expires_at": None,
+        **{f"{one}_at": None for one in times},
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": body.metadata,
+        "owner": owner,
+        "results": manager.files.new_id(),
+        "failures": manager.files.new_id(),
+    }
+    await asyncio.to_thread(manager.batches.put, batch)
+    manager.start()
+    return _json(shown(batch))
+
+
+@router.get("/v1/batches", response_class=Response, responses=responses(401, 503))
+async def list_batches(request: Request, limit: PageSize = 20, after: str | None = None) -> Response:
+    """List the batches, the newest first."""
+    manager = _manager(request)
+    batches = await asyncio.to_thread(manager.batches.all, owner_of(request))
+    return _page([manager.state_of(one) for one in batches], limit, after)
+
+
+@router.get("/v1/batches/{batch_id}", response_class=Response, responses=responses(401, 404, 503))
+async def retrieve_batch(request: Request, batch_id: str) -> Response:
+    """Return the state of a batch."""
+    manager = _manager(request)
+    return _json(shown(manager.state_of(await _found(request, manager.batches, batch_id))))
+
+
+@router.post("/v1/batches/{batch_id}/cancel", response_class=Response, responses=responses(401, 404, 503))
+async def cancel_batch(request: Request, batch_id: str) -> Response:
+    """Cancel a batch. The results so far become its files."""
+    manager = _manager(request)
+    return _json(shown(await manager.cancel(await _found(request, manager.batches, batch_id))))
+
+
+def _manager(request: Request) -> BatchManager:
+    """Return the manager.
+
+    Raises:
+        RequestProblem: 400, the server has no ``--state-dir``.
+    """
+    services = Services.of(request)
+    folder = services.config.state_dir
+    if folder is None:
+        raise RequestProblem(
+            400, "files and batches need a server with --state-dir", code="unsupported_parameter"
+        )
+    return open_manager(services, request.app)
+
+
+def open_manager(services: Services, app: Any) -> BatchManager:
+    """Return the manager of a server with ``--state-dir``. The first call creates it.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    folder = services.config.state_dir
+    assert folder is not None
+    return services.states.get_or_make(BatchManager, lambda: BatchManager(services, app, folder))
+
+
+async def _found(request: Request, store: ObjectStore, name: str) -> dict[str, Any]:
+    found = await asyncio.to_thread(store.get, name, owner_of(request))
+    if found is None:
+        raise RequestProblem(404, f"there is no {name[:100]!r}")
+    return found
+
+
+def _page(objects: list[dict[str, Any]], limit: int, after: str | None) -> Response:
+    names = [one["id"] for one in objects]
+    if after is not None and after not in names:
+        raise RequestProblem(400, f"after is {after[:100]!r}, which is not in the list", param="after")
+    start = 0 if after is None else names.index(after) + 1
+    data = [shown(one) for one in objects[start : start + limit]]
+    listed = {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": start + limit < len(objects),
+    }
+    return _json(listed)
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

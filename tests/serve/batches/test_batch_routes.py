@@ -1,0 +1,173 @@
+"""``/v1/files`` and ``/v1/batches`` with OpenAI's official client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from support.chatting import Chatting, chatting
+
+from penstock.serve.batches.batch_manager import BatchManager
+from penstock.testing import FakePipeline
+
+
+def lines(count: int, **more: Any) -> bytes:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **more}
+    return b"".join(
+        json.dumps(
+            {"custom_id": f"n{i}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        ).encode()
+        + b"\n"
+        for i in range(count)
+    )
+
+
+async def started(server: Chatting, data: bytes, endpoint: Any = "/v1/chat/completions") -> Any:
+    file = await server.openai.files.create(file=("in.jsonl", data), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose) == (len(data), "in.jsonl", "batch")
+    return await server.openai.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
+    )
+
+
+async def ended(server: Chatting, name: str) -> Any:
+    async with asyncio.timeout(30):
+        while (batch := await server.openai.batches.retrieve(name)).status in (
+            "validating",
+            "in_progress",
+            "cancelling",
+        ):
+            await asyncio.sleep(0.02)
+    return batch
+
+
+async def results(server: Chatting, file_id: str | None) -> dict[str, Any]:
+    assert file_id is not None
+    content = await server.openai.files.content(file_id)
+    return {one["custom_id"]: one for one in map(json.loads, content.text.splitlines())}
+
+
+async def test_a_batch(tmp_path: Path) -> None:
+    async with chatting(state_dir=str(tmp_path)) as server:
+        client = server.openai
+        data = lines(3) + lines(1, colour=1).replace(b'"n0"', b'"bad"') + b"{}\n"
+        made = await started(server, data)
+        assert (made.status, made.metadata) == ("validating", {"a": "b"})
+        batch = await ended(server, made.id)
+        assert (batch.status, batch.request_counts.to_dict()) == (
+            "completed",
+            {"total": 5, "completed": 3, "failed": 2},
+        )
+        good, bad = await results(server, batch.output_file_id), await results(server, batch.error_file_id)
+        assert sorted(good) == ["n0", "n1", "n2"]
+        assert good["n1"]["response"]["body"]["choices"][0]["message"]["content"] == "Hello!"
+        assert bad["bad"]["response"]["body"]["error"]["param"] == "colour"
+        assert bad["line-5"]["error"]["code"] == "invalid_request"
+        assert [one.id async for one in client.batches.list()] == [batch.id]
+        files = [one async for one in client.files.list()]
+        assert {one.id for one in files} == {
+            batch.input_file_id,
+            batch.output_file_id,
+            batch.error_file_id,
+        }
+        assert [one.id async for one in client.files.list(purpose="batch")] == [batch.input_file_id]
+        assert (await client.files.delete(batch.input_file_id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await client.files.retrieve(batch.input_file_id)
+        assert (await client.batches.cancel(batch.id)).status == "completed"
+
+
+async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
+    slow = FakePipeline.answering(lambda prompt: "x" * 2000)
+    async with chatting(slow, max_batch_size=2, state_dir=str(tmp_path)) as server:
+        made = await started(server, lines(9, max_tokens=60))
+        async with asyncio.timeout(30):
+            while (
+                server.services.states.of(BatchManager)
+                .state_of({"id": made.id})
+                .get("request_counts", {})
+                .get("completed", 0)
+                < 3
+            ):
+                await asyncio.sleep(0.005)
+        server.services.gate.close()
+        await asyncio.sleep(0.1)
+    written = list((tmp_path / "files").glob("*.jsonl"))
+    num_first = sum(path.read_text().count('"batch_req_') for path in written)
+    assert 3 <= num_first < 9
+    async with chatting(state_dir=str(tmp_path)) as server:
+        server.services.states.of(BatchManager).start()  # as the server does
+        batch = await ended(server, made.id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 9)
+        found = await results(server, batch.output_file_id)
+        texts = [one["response"]["body"]["choices"][0]["message"]["content"] for one in found.values()]
+        assert (texts.count("x" * 60), texts.count("Hello!")) == (num_first, 9 - num_first)
+
+
+async def test_cancel(tmp_path: Path) -> None:
+    async with chatting(FakePipeline.saying("x" * 100_000), state_dir=str(tmp_path)) as server:
+        first, second = await started(server, lines(2)), await started(server, lines(1))
+        for made in (second, first):
+            cancelled = await server.openai.batches.cancel(made.id)
+            assert cancelled.status == "cancelling"
+        for made in (first, second):
+            batch = await ended(server, made.id)
+            assert (batch.status, batch.output_file_id) == ("cancelled", None)
+        assert server.services.worker.num_outstanding == 0
+
+
+async def test_refusals(tmp_path: Path) -> None:
+    async with chatting(state_dir=str(tmp_path), max_file_size=3000, api_key=("one", "two")) as server:
+        one = server.openai.with_options(api_key="one")
+        with pytest.raises(openai.BadRequestError, match="purpose must be batch"):
+            await one.files.create(file=b"x", purpose="vision")
+        with pytest.raises(openai.APIStatusError) as long:
+            await one.files.create(file=b"x" * 4000, purpose="batch")
+        assert long.value.status_code == 413
+        headers = {"authorization": "Bearer one"}
+        for data, kind, status in (
+            (b"", "multipart/form-data; boundary=x", 400),
+            (b"--x\r\n", "multipart/form-data; boundary=x", 400),
+            (
+                b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--',
+                "multipart/form-data; boundary=x",
+                400,
+            ),
+            (b"{}", "application/json", 415),
+        ):
+            refused = await server.http.post(
+                "/v1/files", content=data, headers={**headers, "content-type": kind}
+            )
+            assert refused.status_code == status, data
+        file = await one.files.create(file=lines(1) + lines(1), purpose="batch")
+        given: Any = {"completion_window": "24h"}
+        with pytest.raises(openai.BadRequestError, match="there is no file"):
+            await one.batches.create(input_file_id="file-../x", endpoint="/v1/responses", **given)
+        with pytest.raises(openai.BadRequestError, match="endpoint must be one of"):
+            await one.batches.create(input_file_id=file.id, endpoint="/v1/x", **given)  # type: ignore[arg-type]
+        two = server.openai.with_options(api_key="two")
+        with pytest.raises(openai.NotFoundError):
+            await two.files.retrieve(file.id)
+        made = await one.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", **given)
+        async with asyncio.timeout(30):
+            while (batch := await one.batches.retrieve(made.id)).status != "failed":
+                await asyncio.sleep(0.02)
+        assert batch.errors is not None
+        assert "two lines have the custom_id 'n0'" in str(batch.errors.data)
+        assert {path.suffix for path in tmp_path.rglob("*.*")} >= {".json", ".jsonl"}
+        assert not list(tmp_path.rglob("*.form"))
+    async with chatting() as server:
+        with pytest.raises(openai.BadRequestError, match="--state-dir"):
+            await server.openai.files.list()
+
+
+async def test_another_endpoint_than_that_of_the_batch(tmp_path: Path) -> None:
+    async with chatting(state_dir=str(tmp_path)) as server:
+        made = await started(server, lines(1), "/v1/responses")
+        batch = await ended(server, made.id)
+        assert batch.request_counts.failed == 1
+        assert (await results(server, batch.error_file_id))["n0"]["error"]["code"] == "mismatched_url"
