@@ -114,7 +114,7 @@ class ChatTemplate:
             part["type"] == "image"
             for message, parts in zip(messages, has_parts, strict=True)
             if parts
-            for part in message["content"]
+            for part in cast(Sequence[Mapping[str, object]], message["content"])
         )
         if self.needs_parts:
             messages = [
