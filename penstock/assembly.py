@@ -293,7 +293,8 @@ def _as_work(
         voices=list(pipeline.voices.values()),
     )
 
-    def add_draft_counts(stats: WorkerStats) -> None:
+    def add_counts(stats: WorkerStats) -> None:
+        stats.num_encoded_images, stats.num_cached_images = pipeline.image_counts
         if drafts is not None:
             stats.num_draft_tokens = drafts.num_proposed
             stats.num_accepted_draft_tokens = drafts.num_accepted
@@ -305,6 +306,6 @@ def _as_work(
         load_adapter=adapters.load if adapters is not None else None,
         unload_adapter=adapters.unload if adapters is not None else None,
         num_steps=lambda: pipeline.num_steps_for(STREAMING_LATENCY_BUDGET),
-        add_counts=add_draft_counts,
+        add_counts=add_counts,
         pack_pending=pipeline.pack_pending,
     )

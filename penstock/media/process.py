@@ -17,6 +17,7 @@ import numpy as np
 from penstock.errors import CheckpointError, InputError, MissingDependencyError
 from penstock.media.processor import (
     ArrayHeader,
+    ImageProcessor,
     LocalProcessor,
     ProcessorReply,
     ProcessorRequest,
@@ -30,20 +31,24 @@ _NICENESS = 10
 
 
 def main() -> None:
+    """Serve requests for the checkpoint of the first argument."""
+    serve(LocalProcessor(Path(sys.argv[1])))
+
+
+def serve(processor: ImageProcessor) -> None:
     """Serve requests until standard input ends."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries that print must not write into the replies
     os.nice(_NICENESS)
-    processor = LocalProcessor(Path(sys.argv[1]))
     with suppress(Exception):  # the first image reports why it cannot be loaded
         processor.start()
     with suppress(EOFError, BrokenPipeError):
         while True:
-            _serve(processor, requests, replies)
+            _answer(processor, requests, replies)
 
 
-def _serve(processor: LocalProcessor, requests: BinaryIO, replies: BinaryIO) -> None:
+def _answer(processor: ImageProcessor, requests: BinaryIO, replies: BinaryIO) -> None:
     request = msgspec.msgpack.decode(read_frame(requests), type=ProcessorRequest)
     data = bytearray(request.num_bytes)
     read_into(requests, memoryview(data))

@@ -154,12 +154,15 @@ class ProcessorPool:
         checkpoint: the folder of the checkpoint.
         num_processes: the number of processes. They start when they are needed, or by `start`.
         timeout: seconds for one image, waiting for a process included.
+        module: the module whose main function serves images.
     """
 
-    def __init__(self, checkpoint: Path, num_processes: int, timeout: float) -> None:
+    def __init__(
+        self, checkpoint: Path, num_processes: int, timeout: float, module: str = "penstock.media.process"
+    ) -> None:
         self._timeout = timeout
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
-        self._all = [_Process(checkpoint) for _ in range(num_processes)]
+        self._all = [_Process([module, str(checkpoint)]) for _ in range(num_processes)]
         for one in self._all:
             self._idle.put(one)
 
@@ -190,8 +193,8 @@ class ProcessorPool:
 class _Process:
     """One process that runs the image processor. One thread at a time uses it."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
 
@@ -202,7 +205,7 @@ class _Process:
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.media.process", str(self._checkpoint)],
+            [sys.executable, "-m", *self._command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -219,18 +222,23 @@ class _Process:
     ) -> tuple[Arrays, tuple[int, int]]:
         """Process one image within ``timeout`` seconds; see `ImageProcessor.process`."""
         self.start()
-        timer = threading.Timer(timeout, self._kill)
+        late: list[bool] = []
+
+        def end() -> None:
+            late.append(True)
+            self._kill()
+
+        timer = threading.Timer(timeout, end)
         timer.start()
         try:
             reply = self._exchange(ProcessorRequest(len(data), max_pixels, dict(options)), data)
         except PenstockError:
             raise
         except (OSError, EOFError, ValueError, AssertionError) as error:
-            is_late = not timer.is_alive()
             self._kill()
-            if is_late:
+            if late:
                 raise RequestFailedError(
-                    f"the image was not prepared within {timeout:.0f} s (--image-timeout)"
+                    "the image was not prepared within the time limit (--image-timeout)"
                 ) from None
             _LOG.error("a process that prepares images has ended: %s", error)
             raise RequestFailedError("the process that prepared the image has ended") from None

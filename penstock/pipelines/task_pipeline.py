@@ -112,6 +112,11 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         return {}
 
     @property
+    def image_counts(self) -> tuple[int, int]:
+        """The numbers of encoded images and of hits in the cache of their rows."""
+        return 0, 0
+
+    @property
     def lora_manager(self) -> LoRAManager | None:
         """The LoRA adapters; None if they are not enabled."""
         return None

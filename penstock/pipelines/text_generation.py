@@ -247,6 +247,12 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         return self.model.lora_manager
 
     @property
+    def image_counts(self) -> tuple[int, int]:
+        """The numbers of encoded images and of hits in the cache of their rows."""
+        images = self.runner.images
+        return (0, 0) if images is None else (images.cache.num_encoded, images.cache.num_hits)
+
+    @property
     def supports_grammars(self) -> bool:
         """Whether grammars are enabled and a library that compiles them is installed."""
         return self.grammars is not None and self.grammars.is_available

@@ -151,6 +151,12 @@ class ServeConfig:
     response_store_size: int = setting(
         256 * 2**20, NUM_BYTES, "Maximum total size of stored responses; the oldest are dropped."
     )
+    allow_image_urls: bool = setting(
+        False, FLAG, "Fetch images that requests name by http(s) URLs from hosts on the public internet."
+    )
+    image_dir: str | None = setting(
+        None, TEXT, "Folder of image files that requests may name by file: URLs. Default: none."
+    )
     playground: bool = setting(True, FLAG, "Serve a page at / to try the model.")
     access_log: bool = setting(True, FLAG, "Log a line at the end of each request.")
     log_format: str = setting("logfmt", one_of("logfmt", "json"), "Format of the log lines.")

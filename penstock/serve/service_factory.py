@@ -51,6 +51,9 @@ def build_services(
 
 async def close_services(services: Services) -> None:
     """Close thread pools, processes and files. The worker must have stopped."""
+    if services.tokenizer.reads_images:
+        services.images.close()
+    await asyncio.to_thread(services.tokenizer.close)
     await asyncio.to_thread(services.states.close)
     for pool in (services.pool, services.large_body_pool):
         pool.shutdown(wait=False, cancel_futures=True)

@@ -14,6 +14,7 @@ from fastapi import Request
 from penstock.config import PipelineConfig
 from penstock.errors import OverloadedError
 from penstock.pipelines.core import PipelineTask
+from penstock.serve.api.images import ImageRequests
 from penstock.serve.api.json_parts import Turns
 from penstock.serve.api.token_fragments import TokenFragments
 from penstock.serve.config import ServeConfig
@@ -179,6 +180,11 @@ class Services:
         services = request.app.state.services
         assert isinstance(services, cls)
         return services
+
+    @cached_property
+    def images(self) -> ImageRequests:
+        """Reads the images of requests."""
+        return ImageRequests(self.config, self.pipeline_config.vision, self.metrics)
 
     @property
     def model_name(self) -> str:

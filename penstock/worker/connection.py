@@ -173,7 +173,7 @@ class WorkerConnection:
 
     def send(self, command: Command) -> None:
         """Send a command. Never blocks. The worker must have sent `Started`."""
-        self._commands.send(self._encode(command), zmq.NOBLOCK)
+        self._commands.send_multipart(self._encode(command), zmq.NOBLOCK)
 
     def drain(self) -> None:
         """Process all reports that have arrived."""

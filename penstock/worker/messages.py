@@ -10,7 +10,7 @@ results of a step for all requests. Frequent messages are encoded as arrays, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -29,6 +29,7 @@ from penstock.pipelines.core import (
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
 )
+from penstock.pipelines.core.serialization import frames_decoder, frames_encoder
 from penstock.scheduler.isolation import FAULT
 
 # -- Both directions -------------------------------------------------------------------------------------
@@ -186,6 +187,9 @@ class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
     num_accepted_draft_tokens: int = 0
     num_verified_steps: int = 0
     """Verifications of drafts, counted per request and forward."""
+    num_encoded_images: int = 0
+    num_cached_images: int = 0
+    """Images whose rows were in the encoder cache, counted per step."""
 
 
 class Started(msgspec.Struct, array_like=True, tag=True):
@@ -320,14 +324,17 @@ WorkerMessage: TypeAlias = Started | StartFailed | StepResults | CallResult | Po
 # -- Encoding --------------------------------------------------------------------------------------------
 
 
-def command_encoder() -> Callable[[Command], bytes]:
-    """Return the server's encoder. Each thread needs its own encoders and decoders."""
-    return msgpack_numpy_encoder()
+def command_encoder() -> Callable[[Command], list[Any]]:
+    """Return the server's encoder: a command becomes a msgpack body and a frame for each large array.
+
+    Each thread needs its own encoders and decoders.
+    """
+    return frames_encoder()
 
 
-def command_decoder() -> Callable[[bytes], Command]:
-    """Return the worker's decoder."""
-    return msgpack_numpy_decoder(Command)
+def command_decoder() -> Callable[[Sequence[bytes]], Command]:
+    """Return the worker's decoder of the frames of a command."""
+    return frames_decoder(Command)
 
 
 def report_encoder() -> Callable[[WorkerMessage], bytes]:

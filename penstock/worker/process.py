@@ -171,10 +171,10 @@ class _Loop:
             self._commands.poll(_READY_POLL_MS if has_work else None)
         while True:
             try:
-                frame = self._commands.recv(zmq.NOBLOCK)
+                frames = self._commands.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(self._decode(frame))
+            self._handle(self._decode(frames))
 
     def _handle(self, command: Command) -> None:
         match command:

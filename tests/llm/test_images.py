@@ -15,7 +15,8 @@ from support.checkpoints import oracle
 from support.vision_checkpoint import chat_with, file_of, picture, write_llava
 
 from penstock import LLM
-from penstock.errors import InputError, PromptTooLongError, UnsupportedFeatureError
+from penstock.errors import CheckpointError, InputError, PromptTooLongError, UnsupportedFeatureError
+from penstock.media.processor import LocalProcessor
 from penstock.pipelines.core import SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=12, top_k=1, ignore_eos=True)
@@ -182,3 +183,8 @@ def test_a_text_model_refuses_images() -> None:
         pytest.raises(UnsupportedFeatureError, match="images is not supported: this model reads text only"),
     ):
         demo.generate("<image>", GREEDY, use_tqdm=False, images=file_of(Image.new("RGB", (4, 4))))
+
+
+def test_a_checkpoint_without_a_processor(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no image processor that can be loaded"):
+        LocalProcessor(tmp_path).process(file_of(picture()), {}, 10_000)

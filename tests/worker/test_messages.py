@@ -12,7 +12,13 @@ from support.paged import text_context
 
 from penstock import errors
 from penstock.errors import PenstockError, RequestFailedError
-from penstock.pipelines.core import EmbeddingsResponse, LogProbabilities, TextGenerationStatus
+from penstock.pipelines.core import (
+    EmbeddingsResponse,
+    ImageMetadata,
+    LogProbabilities,
+    TextAndVisionContext,
+    TextGenerationStatus,
+)
 from penstock.pipelines.core.context_types import CONTEXT_TYPES
 from penstock.worker import messages
 from penstock.worker.messages import (
@@ -132,6 +138,24 @@ def test_commands_cross(command: messages.Command) -> None:
     assert again == command
     if isinstance(command, Submit):
         assert type(again.context) is type(command.context)
+
+
+def test_large_arrays_cross_once_outside_the_body() -> None:
+    pixels = np.random.default_rng(0).normal(size=(3, 200, 100)).astype(np.float32)
+    images = [ImageMetadata(start_idx=start, end_idx=start + 2, pixel_values=pixels) for start in (0, 2)]
+    context = TextAndVisionContext(
+        prompt="", max_length=9, tokens=np.array([5] * 4), images=images, vision_token_ids=[5]
+    )
+    frames = messages.command_encoder()(Submit(context))
+    assert len(frames) == 2
+    assert len(frames[0]) < 2000
+    assert bytes(frames[1]) == pixels.tobytes()
+    decode = messages.command_decoder()
+    again = decode([bytes(frame) for frame in frames])
+    assert again.context == context
+    assert again.context.images[0].pixel_values is again.context.pixel_values[1]
+    assert again.context.images[0].pixel_values.flags.writeable
+    assert isinstance(decode([bytes(messages.command_encoder()(Ping())[0])]), Ping)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """msgpack with numpy arrays, the format of contexts and responses between processes.
 
     >>> import numpy as np
+import numpy.typing as npt
     >>> encode, decode = msgpack_numpy_encoder(), msgpack_numpy_decoder(np.ndarray)
     >>> decode(encode(np.arange(3))).tolist()
     [0, 1, 2]
@@ -11,12 +12,13 @@ to an array if the target type is ``ndarray``. Other types that msgpack does not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_origin
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 
 def msgpack_numpy_encoder() -> Callable[[object], bytes]:
@@ -31,6 +33,65 @@ def msgpack_numpy_decoder(type_: Any, copy: bool = True) -> Callable[[bytes], An
     bytes, except the ``tokens`` of a context, which are always writable.
     """
     return msgspec.msgpack.Decoder(type_, dec_hook=partial(_decode_array, copy=copy)).decode
+
+
+MIN_FRAME_BYTES = 64 * 1024
+"""Arrays of at least this size are frames of their own, see `frames_encoder`."""
+
+
+def frames_encoder() -> Callable[[Any], list[Any]]:
+    """Return a function that encodes objects to frames: the msgpack body, then the bytes of large arrays.
+
+    An array that occurs several times is one frame. The function is not thread-safe.
+    """
+    frames: list[Any] = []
+    indices: dict[int, int] = {}
+
+    def encode_array(value: object) -> dict[str, object]:
+        if not isinstance(value, np.ndarray) or value.nbytes < MIN_FRAME_BYTES:
+            return _encode_array(value)
+        index = indices.get(id(value))
+        if index is None:
+            index = indices[id(value)] = len(frames)
+            frames.append(_encode_array(value)["data"])
+        return {"__np__": True, "frame": index, "shape": value.shape, "dtype": str(value.dtype)}
+
+    encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
+
+    def encode(value: Any) -> list[Any]:
+        frames.clear()
+        indices.clear()
+        body = encoder.encode(value)
+        return [body, *frames]
+
+    return encode
+
+
+def frames_decoder(type_: Any) -> Callable[[Sequence[bytes]], Any]:
+    """Return a function that decodes the frames of `frames_encoder` into ``type_``, with writable arrays."""
+    arrays: dict[int, npt.NDArray[Any]] = {}
+    frames: list[bytes] = []
+
+    def decode_array(type_: Any, value: Any) -> Any:
+        if not isinstance(value, dict) or "frame" not in value:
+            return _decode_array(type_, value, copy=True)
+        index = value["frame"]
+        if index not in arrays:
+            flat = np.frombuffer(frames[index], dtype=np.dtype(value["dtype"]))
+            arrays[index] = flat.reshape(value["shape"]).copy()
+        return arrays[index]
+
+    decoder = msgspec.msgpack.Decoder(type_, dec_hook=decode_array)
+
+    def decode(parts: Sequence[bytes]) -> Any:
+        body, *frames[:] = parts
+        try:
+            return decoder.decode(body)
+        finally:
+            frames.clear()
+            arrays.clear()
+
+    return decode
 
 
 def _encode_array(value: object) -> dict[str, object]:

@@ -87,7 +87,7 @@ def template_messages(
     """Return the messages in the form that Hugging Face templates expect: no nulls, known roles."""
     knows_developer = tokenizer.template_mentions("developer")
     as_objects = tokenizer.template_takes_argument_objects
-    plain = [_message(message, knows_developer, as_objects) for message in messages]
+    plain = [_message(message, knows_developer, as_objects, tokenizer.reads_images) for message in messages]
     if tokenizer.template_mentions("thinking") and not tokenizer.template_mentions("reasoning_content"):
         for message in plain:  # gpt-oss calls the field "thinking"
             if "reasoning_content" in message:
@@ -148,7 +148,9 @@ def _check_name(name: str, names: Sequence[str], param: str) -> None:
         raise RequestProblem(400, f"{param} is {name!r}, which is not one of the tools: {known}", param=param)
 
 
-def _message(message: Mapping[str, Any], knows_developer: bool, as_objects: bool) -> dict[str, Any]:
+def _message(
+    message: Mapping[str, Any], knows_developer: bool, as_objects: bool, reads_images: bool
+) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if value is not None and key in _KEPT}
     if plain["role"] == "developer" and not knows_developer:
         plain["role"] = "system"
@@ -156,7 +158,7 @@ def _message(message: Mapping[str, Any], knows_developer: bool, as_objects: bool
         plain.setdefault("reasoning_content", message["reasoning"])
     content = plain.get("content")
     if isinstance(content, list):
-        plain["content"] = [_part(part) for part in content] or ""
+        plain["content"] = [_part(part, reads_images) for part in content] or ""
     elif content is None:
         plain["content"] = message.get("refusal") or ""
     if not plain.get("tool_calls"):
@@ -169,7 +171,9 @@ def _message(message: Mapping[str, Any], knows_developer: bool, as_objects: bool
 _KEPT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
-def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+def _part(part: Mapping[str, Any], reads_images: bool) -> dict[str, Any]:
+    if part["type"] == "image_url" and reads_images:
+        return {"type": "image"}
     if part["type"] == "refusal":
         return {"type": "text", "text": part["refusal"]}
     return {key: value for key, value in part.items() if value is not None}

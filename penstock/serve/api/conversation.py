@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,7 @@ class Conversation:
             messages=messages,
             tools=use.tools or None,
             chat_template_options=options,
+            **image_fields(services, raw["messages"]),
         )
         prompt_rows = num_prompt_logprobs(body, [context])
         if top is not None and output_limit(body) is None:
@@ -118,6 +119,18 @@ class Conversation:
             for context in contexts
         ]
         return GenerationJob(contexts, choices, self.body.n or 1)
+
+
+def image_fields(services: Services, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the request fields of the images of messages; empty without images. Blocks.
+
+    Raises:
+        RequestProblem: 400 that names the message of an image that cannot be read.
+    """
+    if not services.tokenizer.reads_images:
+        return {}
+    with map_input_errors("messages"):
+        return services.images.fields(messages)
 
 
 def _prefill(body: ChatBody) -> str:

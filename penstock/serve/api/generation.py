@@ -29,6 +29,9 @@ from penstock.worker.results import Generation, RequestDelta
 
 T = TypeVar("T")
 
+_IMAGE = b'"image'
+"""Part of each body with images, in every API. Other bodies with this text are only run by other threads."""
+
 
 @dataclass(frozen=True)
 class GenerationJob:
@@ -248,8 +251,11 @@ def _joined(parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
 
 async def in_pool(request: Request, function: Callable[[], T]) -> T:
     """Run a function in the thread pool, off the event loop. The body must have been read."""
-    pool = Services.of(request).pool_for(len(await request.body()))
-    return await asyncio.get_running_loop().run_in_executor(pool, function)
+    services, body = Services.of(request), await request.body()
+    if services.tokenizer.reads_images and _IMAGE in body:
+        limits = TimeLimits(services.config, RequestRecord.of(request))
+        return await limits.within(services.images.run(function))
+    return await asyncio.get_running_loop().run_in_executor(services.pool_for(len(body)), function)
 
 
 class Cancellable(Protocol):

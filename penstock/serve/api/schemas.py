@@ -63,17 +63,27 @@ class ToolCall(RequestBody):
     function: FunctionCall
 
 
+class ImageUrl(RequestBody):
+    """An image of a message."""
+
+    url: str
+    """A ``data:`` URL; or ``https:`` and ``file:``, if the server allows them."""
+    detail: str | None = None
+    """The wanted resolution: ``auto``, or another value that the model supports."""
+
+
 class ContentPart(RequestBody):
-    """A part of a message: ``{"type": "text", "text": ...}``, or a ``refusal`` of the assistant."""
+    """A part of a message: ``text``, an image (``image_url``), or a ``refusal`` of the assistant."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | None = None
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether the type is not text: such a part is refused by its type."""
-        return self.type not in ("text", "refusal")
+        """Whether the type is not known: such a part is refused by its type."""
+        return self.type not in ("text", "refusal", "image_url")
 
     @model_validator(mode="after")
     def _has_its_text(self) -> Self:
@@ -81,6 +91,8 @@ class ContentPart(RequestBody):
             raise ValueError("a part of type text needs text")
         if self.type == "refusal" and self.refusal is None:
             raise ValueError("a part of type refusal needs refusal")
+        if self.type == "image_url" and self.image_url is None:
+            raise ValueError("a part of type image_url needs image_url")
         return self
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from penstock.pipelines.core import TokenGeneratorRequest
 from penstock.serve.api.chat_prompt import plain_tool, template_messages, template_options
+from penstock.serve.api.conversation import image_fields
 from penstock.serve.api.generation import in_pool
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.parameters import map_input_errors
@@ -82,6 +83,7 @@ def _tokenize(services: Services, raw: Any) -> TokenizeResponse:
         messages = template_messages(raw["messages"], tokenizer)
         tools = [plain_tool(tool) for tool in raw.get("tools") or ()] or None
         options = template_options(body, tokenizer, can_reason=False)
+        images = image_fields(services, raw["messages"])
         chat = TokenGeneratorRequest(
             "",
             0,
@@ -89,6 +91,7 @@ def _tokenize(services: Services, raw: Any) -> TokenizeResponse:
             messages=messages,  # type: ignore[arg-type]
             tools=tools,  # type: ignore[arg-type]
             chat_template_options=options,
+            **images,
         )
         with map_input_errors("messages"):
             check_roles(messages, tokenizer, tools, options)

@@ -14,6 +14,7 @@ Metrics of requests (probes such as ``/health`` are not counted):
 - ``penstock_inter_token_seconds``: histogram, time between two tokens of one choice
 - ``penstock_prompt_tokens_total``, ``penstock_cached_prompt_tokens_total``,
   ``penstock_completion_tokens_total``: as in ``usage``, counted when a request ends
+- ``penstock_image_preparation_seconds``: histogram, duration of the preparation of a request with images
 - ``penstock_finished_total`` by ``reason``: choices that ended
 
 Metrics of the server: ``penstock_build_info``, ``penstock_startup_seconds`` by ``phase``, ``process_*``.
@@ -80,6 +81,12 @@ class Metrics:
             buckets=_TOKEN_BUCKETS,
             **make,
         )
+        self._image_preparation = Histogram(
+            "penstock_image_preparation_seconds",
+            "Duration of the preparation of a request with images",
+            buckets=_REQUEST_BUCKETS,
+            **make,
+        )
         self._prompt = Counter("penstock_prompt_tokens", "Prompt tokens of requests that ended", **make)
         self._cached = Counter(
             "penstock_cached_prompt_tokens", "Prompt tokens found in the prefix cache", **make
@@ -97,6 +104,10 @@ class Metrics:
     def request_received(self) -> RequestMetrics:
         """Count the arrival of a request. Only the middleware calls this."""
         return RequestMetrics(self)
+
+    def images_prepared(self, seconds: float) -> None:
+        """Count a request whose images are prepared, or could not be."""
+        self._image_preparation.observe(seconds)
 
     def describe_build(self, **more: str) -> None:
         """Set the labels of ``penstock_build_info``: the version and ``more``."""
@@ -194,6 +205,14 @@ ENGINE_METRICS = (
     EngineMetric("penstock_steps_total", "Steps with at least one request", lambda w: w.stats.num_steps),
     EngineMetric(
         "penstock_step_seconds_total", "Total duration of all steps", lambda w: w.stats.step_seconds
+    ),
+    EngineMetric(
+        "penstock_encoded_images_total", "Images that were encoded", lambda w: w.stats.num_encoded_images
+    ),
+    EngineMetric(
+        "penstock_encoder_cache_hits_total",
+        "Images whose rows were in the encoder cache",
+        lambda w: w.stats.num_cached_images,
     ),
     EngineMetric("penstock_preemptions_total", "Requests preempted", lambda w: w.stats.num_preemptions),
     EngineMetric("penstock_kv_blocks", "Blocks of the KV cache", lambda w: w.stats.num_blocks),

@@ -61,7 +61,7 @@ async def test_special_tokens_in_messages(allowed: bool, num_special: int) -> No
         ({"prompt": "a", "tools": []}, "tools"),
         ({"prompt": 5}, "prompt"),
         ({"messages": [user("a")], "add_special_tokens": True}, "add_special_tokens"),
-        ({"messages": [user([{"type": "image_url"}])]}, "messages"),
+        ({"messages": [user([{"type": "image_url", "image_url": {"url": "data:,"}}])]}, "messages"),
         ({"prompt": "a", "text": "b"}, "text"),
     ],
 )

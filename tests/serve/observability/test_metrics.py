@@ -130,6 +130,8 @@ def test_worker_metrics() -> None:
         num_draft_tokens=14,
         num_accepted_draft_tokens=9,
         num_verified_steps=7,
+        num_encoded_images=15,
+        num_cached_images=16,
     )
     metrics, worker = Metrics(with_process=False), FakeEngine(stats=stats, num_outstanding=3, num_restarts=2)
     metrics.watch(worker)
@@ -144,6 +146,8 @@ def test_worker_metrics() -> None:
         "penstock_batch_tokens": 13,
         "penstock_steps_total": 11,
         "penstock_step_seconds_total": 1.5,
+        "penstock_encoded_images_total": 15,
+        "penstock_encoder_cache_hits_total": 16,
         "penstock_preemptions_total": 6,
         "penstock_kv_blocks": 30,
         "penstock_kv_blocks_used": 4,

@@ -1,0 +1,103 @@
+"""Images of requests: their sources, and a thread pool for requests that have some."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.errors import InputError, OverloadedError
+from penstock.media.sources import ImageSources
+
+if TYPE_CHECKING:
+    from penstock.config import VisionConfig
+    from penstock.serve.config import ServeConfig
+    from penstock.serve.observability.metrics import Metrics
+
+T = TypeVar("T")
+
+_NUM_THREADS = 8
+_MAX_ACTIVE = 32
+"""Requests with images that may be prepared at once; each holds its images in memory."""
+
+
+class ImageRequests:
+    """Reads the images of requests and runs the preparation of such requests.
+
+    Their preparation waits for the processes that decode images, and for servers of images. It has threads of
+    its own, so that other requests do not wait for them.
+
+    Args:
+        config: the configuration of the server.
+        vision: the limits of images.
+        metrics: counts the images.
+    """
+
+    def __init__(self, config: ServeConfig, vision: VisionConfig, metrics: Metrics) -> None:
+        self._max_images = vision.max_images
+        self._metrics = metrics
+        self._sources = ImageSources(
+            max_bytes=vision.max_bytes,
+            timeout=vision.timeout,
+            allow_urls=config.allow_image_urls,
+            folder=None if config.image_dir is None else Path(config.image_dir),
+        )
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-images")
+        self._num_active = 0
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Run a function that prepares a request with images.
+
+        Raises:
+            OverloadedError: too many requests with images are being prepared.
+        """
+        if self._num_active >= _MAX_ACTIVE:
+            raise OverloadedError(
+                f"{self._num_active} requests with images are being prepared already: try again later",
+                retry_after=5,
+            )
+        self._num_active += 1
+        begin = time.perf_counter()
+        working = asyncio.get_running_loop().run_in_executor(self._pool, function)
+        working.add_done_callback(lambda ended: self._end(ended, begin))
+        return await asyncio.shield(working)  # a thread cannot be cancelled: it counts until it ends
+
+    def _end(self, ended: asyncio.Future[Any], begin: float) -> None:
+        self._num_active -= 1
+        if not ended.cancelled():
+            ended.exception()  # marks it as read: the request may be gone
+        self._metrics.images_prepared(time.perf_counter() - begin)
+
+    def fields(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the request fields of the images of messages: their files and details. Blocks.
+
+        Raises:
+            InputError: there are too many images, or one cannot be read; names its message.
+        """
+        found = [
+            (f"messages[{i}].content[{j}]", part["image_url"])
+            for i, message in enumerate(messages)
+            if isinstance(message.get("content"), list)
+            for j, part in enumerate(message["content"])
+            if part["type"] == "image_url"
+        ]
+        if len(found) > self._max_images:
+            raise InputError(
+                f"the request has {len(found)} images, but the limit is {self._max_images} "
+                "(--max-images-per-request)"
+            )
+        images = []
+        for place, image in found:
+            try:
+                images.append(self._sources.read(image["url"]))
+            except InputError as error:
+                raise InputError(f"{place}: {error}") from error
+        details = [image.get("detail") or "auto" for _, image in found]
+        return {"images": images, "image_details": details} if images else {}
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,97 @@
+"""Images of every odd kind: decoded as Pillow does, or refused."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from support.vision_checkpoint import file_of, picture
+
+from penstock.errors import InputError
+from penstock.media.decoding import decode_image, encode_image
+
+LIMIT = 10_000
+
+
+def as_pillow(data: bytes) -> np.ndarray:
+    return np.asarray(ImageOps.exif_transpose(Image.open(BytesIO(data))).convert("RGB"))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF"])
+def test_formats(kind: str) -> None:
+    data = file_of(picture(), kind)
+    assert np.array_equal(np.asarray(decode_image(data, LIMIT)), as_pillow(data))
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("P", "PNG"), ("1", "PNG"), ("L", "JPEG"), ("LA", "PNG"), ("RGBA", "WEBP"), ("CMYK", "JPEG")],
+)
+def test_modes(mode: str, kind: str) -> None:
+    data = file_of(picture().convert(mode), kind)
+    decoded = decode_image(data, LIMIT)
+    assert decoded.mode == "RGB"
+    assert np.array_equal(np.asarray(decoded), as_pillow(data))
+
+
+def test_16_bits_are_scaled() -> None:
+    grey = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
+    decoded = np.asarray(decode_image(file_of(Image.fromarray(grey)), LIMIT))
+    assert np.array_equal(decoded[..., 0], grey >> 8)
+
+
+def test_exif_rotation() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = file_of(picture(), "PNG", exif=exif)
+    assert decode_image(data, LIMIT).size == (30, 40)
+    assert np.array_equal(np.asarray(decode_image(data, LIMIT)), as_pillow(data))
+
+
+def test_truncated_damaged_and_empty() -> None:
+    data = file_of(picture(), "PNG")
+    for bad in (data[: len(data) // 2], data[:40], file_of(picture(), "JPEG")[:500]):
+        with pytest.raises(InputError, match=r"the image cannot be decoded|is not an image"):
+            decode_image(bad, LIMIT)
+    for bad in (b"", b"<svg/>", b"%PDF-1.4", b"\x00" * 100):
+        with pytest.raises(InputError, match="not an image in one of the formats PNG"):
+            decode_image(bad, LIMIT)
+
+
+def test_animations_are_refused() -> None:
+    frames = [picture(seed) for seed in range(3)]
+    for kind in ("GIF", "WEBP", "PNG", "TIFF"):
+        data = file_of(frames[0], kind, save_all=True, append_images=frames[1:])
+        with pytest.raises(InputError, match=r"animated or has several pages \(3\)"):
+            decode_image(data, LIMIT)
+
+
+def test_bombs_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", fail)
+    with pytest.raises(InputError, match="has 101 x 100 = 10100 pixels, but the limit is 10000"):
+        decode_image(png_header(101, 100), LIMIT)
+    with pytest.raises(InputError, match="too many pixels"):
+        decode_image(png_header(60_000, 60_000), LIMIT)
+
+
+def png_header(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+def test_encoding_loses_nothing() -> None:
+    pixels = np.asarray(picture())
+    for form in (pixels, picture(), pixels[..., 0]):
+        decoded = np.asarray(decode_image(encode_image(form), LIMIT))
+        expected = pixels if getattr(form, "ndim", 3) == 3 else pixels[..., :1].repeat(3, axis=2)
+        assert np.array_equal(decoded, expected)

@@ -1,0 +1,64 @@
+"""Processes that prepare images: equal results, crashes, time limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.vision_checkpoint import PROCESSOR, file_of, picture
+
+from penstock.errors import InputError, OverloadedError, RequestFailedError
+from penstock.media.processor import LocalProcessor, ProcessorPool
+
+LIMIT = 10_000
+
+
+@pytest.fixture
+def pool() -> Iterator[ProcessorPool]:
+    pool = ProcessorPool(Path("any"), 1, 20, "support.fake_processor")
+    yield pool
+    pool.close()
+
+
+def test_images_and_errors_cross(pool: ProcessorPool) -> None:
+    images = [picture(seed, (30 + seed, 40)) for seed in range(6)]
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda one: pool.process(file_of(one), {}, LIMIT), images))
+    for image, (arrays, size) in zip(images, found, strict=True):
+        assert size == image.size
+        assert np.array_equal(arrays["pixel_values"], np.asarray(image))
+        assert arrays["grid"].tolist() == [40, 1]
+    process = pool._all[0]._process
+    with pytest.raises(InputError, match="is not an image"):
+        pool.process(b"?", {}, LIMIT)
+    with pytest.raises(InputError, match=r"40 x 30 = 1200 pixels, but the limit is 10 "):
+        pool.process(file_of(picture()), {}, 10)
+    assert pool._all[0]._process is process
+
+
+def test_a_crash_fails_one_image(pool: ProcessorPool) -> None:
+    data = file_of(picture())
+    with pytest.raises(RequestFailedError, match="the process that prepared the image has ended"):
+        pool.process(data, {"crash": True}, LIMIT)
+    assert pool.process(data, {}, LIMIT)[1] == (40, 30)
+    pool._timeout = 0.1
+    with pytest.raises(RequestFailedError, match=r"not prepared within the time limit \(--image-timeout\)"):
+        pool.process(data, {"seconds": 10}, LIMIT)
+    pool._idle.get()
+    with pytest.raises(OverloadedError, match=r"no image could be prepared within 0.1 s"):
+        pool.process(data, {}, LIMIT)
+
+
+@pytest.mark.slow
+def test_a_process_returns_what_the_processor_returns(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    data = file_of(picture())
+    expected, _ = LocalProcessor(tmp_path).process(data, {}, LIMIT)
+    pool = ProcessorPool(tmp_path, 1, 60)
+    ours, _ = pool.process(data, {}, LIMIT)
+    pool.close()
+    assert np.array_equal(ours["pixel_values"], expected["pixel_values"])

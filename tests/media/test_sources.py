@@ -1,0 +1,184 @@
+"""Images by URL: data, files below a folder, and http(s) behind the address guard."""
+
+from __future__ import annotations
+
+import base64
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import InputError
+from penstock.media import sources
+from penstock.media.sources import ImageSources, bytes_of_data_url, is_public, public_address
+
+DATA = b"\x89PNG image"
+
+
+def test_data_urls() -> None:
+    encoded = base64.b64encode(DATA).decode()
+    assert bytes_of_data_url(f"data:image/png;base64,{encoded}") == DATA
+    assert bytes_of_data_url(f"data:image/png;name=a;base64,{encoded[:5]}\n{encoded[5:]}") == DATA
+    assert bytes_of_data_url("data:image/png,%41b") == b"Ab"
+    for bad, message in {
+        "data:image/png;base64,A": "base64 of a data: URL is not valid",
+        "data:image/png;base64,äöü=": "base64 of a data: URL is not valid",
+        "data:text/html;base64,QQ==": "must have the form data:image/png",
+        "data:image/png": "must have the form data:image/png",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            bytes_of_data_url(bad)
+    with pytest.raises(InputError, match="has 10 bytes, but the limit is 9"):
+        ImageSources(9, 1).read(f"data:image/png;base64,{encoded}")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://example.org/a.png", "does not fetch images: .*--allow-image-urls"),
+        ("file:///etc/passwd", "reads no image files: .*--image-dir"),
+        ("ftp://example.org/a.png", "must begin with data:"),
+        ("a.png", "must begin with data:"),
+        ("", "must begin with data:"),
+        ("https://" + "a" * 3000, "has 3008 characters"),
+    ],
+)
+def test_sources_that_are_not_allowed(url: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ImageSources(1000, 1).read(url)
+
+
+def test_files_below_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "a b.png").write_bytes(DATA)
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    images = ImageSources(1000, 1, folder=folder)
+    assert images.read("file:///sub/a%20b.png") == DATA
+    assert images.read(f"file://{folder}/sub/a%20b.png") == DATA
+    for bad in (
+        "/../secret.png",
+        "/link.png",
+        "/sub",
+        "/missing.png",
+        f"{tmp_path}/secret.png",
+        "/%2e%2e/secret.png",
+    ):
+        with pytest.raises(InputError, match="is not below --image-dir, or does not exist"):
+            images.read(f"file://{bad}")
+    with pytest.raises(InputError, match="must have the form file:///path"):
+        images.read("file://host/sub/a.png")
+    with pytest.raises(InputError, match="has 10 bytes"):
+        ImageSources(5, 1, folder=folder).read("file:///sub/a%20b.png")
+
+
+@pytest.mark.parametrize(
+    "address",
+    "127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 255.255.255.255 "
+    "::1 :: fe80::1 fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::7f00:1 "
+    "2002:7f00:1:: 192.0.2.1 198.18.0.1 240.0.0.1".split(),
+)
+def test_addresses_that_are_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+def test_public_addresses() -> None:
+    assert is_public("8.8.8.8")
+    assert is_public("2606:4700::1111")
+    assert is_public("64:ff9b::808:808")
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "127.1", "[::1]"],
+)
+def test_spellings_of_private_hosts(host: str) -> None:
+    with pytest.raises(InputError, match="is not on the public internet"):
+        ImageSources(1000, 1, allow_urls=True).read(f"http://{host}:80/a.png")
+
+
+def test_each_address_of_a_host_must_be_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*_: Any, **__: Any) -> list[Any]:
+        return [(0, 0, 0, "", (address, 80)) for address in ("8.8.8.8", "127.0.0.1")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    with pytest.raises(InputError, match="not on the public internet"):
+        public_address("example.org", 80)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        kind, _, rest = self.path.lstrip("/").partition("/")
+        if kind == "to":
+            self.send_response(302)
+            self.send_header("Location", rest)
+            self.end_headers()
+        elif kind == "status":
+            self.send_error(int(rest))
+        elif kind == "endless":
+            self.send_response(200)
+            self.end_headers()
+            for _ in range(1000):
+                self.wfile.write(b"x" * 1000)
+        elif kind == "slow":
+            self.send_response(200)
+            self.end_headers()
+            threading.Event().wait(1)
+        else:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(DATA + self.headers["Host"].encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def fetch(port: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], bytes]:
+    """Fetch a path from a local server, which counts as public under the name ``images.test``."""
+
+    def address(host: str, _: int) -> str:
+        return "127.0.0.1" if host == "images.test" else public_address(host, port)
+
+    monkeypatch.setattr(sources, "public_address", address)
+    images = ImageSources(5000, 0.5, allow_urls=True)
+    return lambda path: images.read(f"http://images.test:{port}/{path}")
+
+
+def test_fetching(fetch: Callable[[str], bytes], port: int) -> None:
+    assert fetch("a.png?x=1") == DATA + f"images.test:{port}".encode()
+    assert fetch("to//a.png").startswith(DATA)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("to/http://127.0.0.1/a.png", "not on the public internet"),
+        ("to/http://[::1]/a.png", "not on the public internet"),
+        ("to/file:///etc/passwd", "must be http"),
+        ("to/http://me:pass@images.test/", "without a user and a password"),
+        ("to//to//to//to//to//a.png", "redirects more than 3 times"),
+        ("status/404", "the server answered 404"),
+        ("endless", "bytes, but the limit is 5000"),
+        ("slow", "not fetched within 0.5 s"),
+    ],
+)
+def test_fetches_that_end(fetch: Callable[[str], bytes], path: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        fetch(path)

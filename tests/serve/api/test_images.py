@@ -1,0 +1,106 @@
+"""Images in chat completions: parts, limits, counts, and the official client."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError
+from support.chatting import Chatting
+from support.embedding_server import embedding_server
+from support.vision_checkpoint import chat_with, file_of, picture, write_llava
+
+from penstock import LLM
+from penstock.pipelines.core import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llava(tmp_path_factory.mktemp("llava"))
+
+
+@asynccontextmanager
+async def vision_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
+    async with embedding_server(folder, kv_cache_block_size=16, max_batch_size=4, **fields) as server:
+        yield server
+        server.services.images.close()
+
+
+def url_of(seed: int) -> str:
+    return "data:image/png;base64," + base64.b64encode(file_of(picture(seed))).decode()
+
+
+def message(text: str, *urls: str, **more: Any) -> dict[str, Any]:
+    images = [{"type": "image_url", "image_url": {"url": url, **more}} for url in urls]
+    return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
+
+
+async def test_images(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(file_of(picture(1)))
+    with LLM(folder, quantization_encoding="float32", max_batch_size=4) as llm:
+        params = SamplingParams(max_new_tokens=8, top_k=1, ignore_eos=True)
+        expected = llm.chat(chat_with("What?", [picture(1), picture(2)]), params, use_tqdm=False)[0]
+    async with vision_server(folder, image_dir=str(tmp_path)) as server:
+        client = AsyncOpenAI(
+            base_url="http://localhost/v1", api_key="none", http_client=server.http, max_retries=0
+        )
+        body: Any = {
+            "model": "tiny",
+            "messages": [message("What?", url_of(1), url_of(2))],
+            "max_tokens": 8,
+            "temperature": 0,
+            "extra_body": {"ignore_eos": True, "return_token_ids": True},
+        }
+        answers = [await client.chat.completions.create(**body) for _ in range(2)]
+        num_prompt = len(expected.prompt_token_ids)
+        for answer in answers:
+            assert answer.choices[0].message.content == expected.text
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens == num_prompt
+        details = answers[1].usage.prompt_tokens_details if answers[1].usage is not None else None
+        assert details is not None
+        assert details.cached_tokens == 48
+        stream = await client.chat.completions.create(**body, stream=True)
+        pieces = [piece.choices[0].delta.content or "" async for piece in stream if piece.choices]
+        assert "".join(pieces) == expected.text
+        body["messages"] = [message("What?", "file:///a.png", url_of(2))]
+        local = await client.chat.completions.create(**body)
+        assert local.choices[0].message.content == expected.text
+        await check_counts(server, expected.prompt_token_ids)
+        await check_refusals(server, client)
+        metrics = (await server.http.get("/metrics")).text
+        assert "penstock_image_preparation_seconds_count" in metrics
+        assert server.services.images._num_active == 0
+
+
+async def check_counts(server: Chatting, ids: list[int]) -> None:
+    """`/tokenize` and render show the tokens of images."""
+    body = {"model": "tiny", "messages": [message("What?", url_of(1), url_of(2))]}
+    tokenized = (await server.http.post("/tokenize", json=body)).json()
+    assert tokenized["tokens"] == ids
+    rendered = (await server.http.post("/v1/chat/completions/render", json=body)).json()
+    assert rendered["prompt_token_ids"] == ids
+    assert rendered["prompt"].count("<image>") == 32
+
+
+async def check_refusals(server: Chatting, client: AsyncOpenAI) -> None:
+    bad = "data:image/png;base64," + base64.b64encode(file_of(picture(1))[:100]).decode()
+    cases: list[tuple[dict[str, Any], str]] = [
+        (message("?", bad), "the image cannot be decoded"),
+        (
+            message("?", "https://example.org/a.png"),
+            r"messages\[0\].content\[0\]: this server does not fetch",
+        ),
+        (message("?", url_of(1), detail="high"), "detail 'high' is not supported"),
+        (message("?", *[url_of(1)] * 16), r"27\d.*256"),
+        (message("?", *["data:,"] * 33), "has 33 images, but the limit is 32"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "needs image_url"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "reads text and images only"),
+    ]
+    for one, text in cases:
+        with pytest.raises(BadRequestError, match=text):
+            await client.chat.completions.create(model="tiny", messages=[one])  # type: ignore[list-item]

@@ -1,0 +1,38 @@
+"""A process that prepares images without transformers, and fails as its options say."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from penstock.media.decoding import decode_image
+from penstock.media.process import serve
+
+
+class FakeProcessor:
+    """Returns the pixels."""
+
+    def process(
+        self, data: bytes, options: Mapping[str, Any], max_pixels: int
+    ) -> tuple[dict[str, np.ndarray], tuple[int, int]]:
+        if options.get("crash"):
+            os._exit(3)
+        time.sleep(options.get("seconds", 0))
+        image = decode_image(data, max_pixels)
+        print("a library prints")
+        pixels = np.asarray(image)
+        return {"pixel_values": pixels, "grid": np.array([pixels.shape[0], 1])}, image.size
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    serve(FakeProcessor())
