@@ -37,7 +37,7 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
     "--image",
     multiple=True,
     metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
     help="An image for a model that reads images; may be repeated. With --chat images come before the text; "
     "otherwise the prompt has the model's placeholder, such as <image>, for each.",
 )

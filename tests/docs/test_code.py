@@ -21,6 +21,7 @@ from support.documents import (
     write_adapter,
 )
 from support.tiny_embedder import write_tiny_embedder
+from support.vision_checkpoint import picture, write_llava
 
 from penstock.cli import cli
 
@@ -43,6 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_adapter(path / "adapters" / "tone")
     write_tiny_embedder(path / "all-MiniLM-L6-v2", settings={"prompts": {"query": "query: "}})
     write_tiny_embedder(path / "ms-marco-MiniLM-L6-v2", labels=1)
+    (path / "llava-1.5-7b-hf").mkdir()
+    write_llava(path / "llava-1.5-7b-hf")
+    picture().save(path / "photo.png")
     return path
 
 
