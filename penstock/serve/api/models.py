@@ -34,6 +34,8 @@ class Model(BaseModel):
     """Maximum number of tokens of prompt and output together."""
     task: str
     """The task that the model is loaded for, such as ``text-generation``."""
+    input_modalities: list[str]
+    """What messages may contain: ``text``, and ``image`` if the model reads images."""
     outputs: list[str]
     """For an embeddings model: the outputs that a request may choose, the default first."""
 
@@ -86,6 +88,7 @@ def _models(services: Services) -> dict[str, Model]:
         "created": _STARTED,
         "max_model_len": services.worker.info.max_length,
         "task": services.task.option,
+        "input_modalities": ["text", "image"] if services.tokenizer.reads_images else ["text"],
         "outputs": services.worker.info.outputs,
     }
     models = {name: Model(id=name, root=services.pipeline_config.model.model_path, **limits)}

@@ -6,6 +6,7 @@ export class Message {
   constructor(role, text = "", more = {}) {
     this.role = role; // user, assistant, tool
     this.text = text;
+    this.images = []; // data: URLs
     this.reasoning = "";
     this.calls = []; // {id, name, arguments}
     this.callId = null; // for the message of a tool: the id of its call
@@ -29,10 +30,17 @@ export class Message {
     this.error = null;
   }
 
+  /** Returns the text, or parts if the message has images. */
+  _content() {
+    if (!this.images.length) return this.text;
+    const images = this.images.map((url) => ({ type: "image_url", image_url: { url } }));
+    return this.text ? [...images, { type: "text", text: this.text }] : images;
+  }
+
   /** Returns the message in the format of requests. */
   toRequest() {
     if (this.role === "tool") return { role: "tool", content: this.text, tool_call_id: this.callId };
-    const message = { role: this.role, content: this.text };
+    const message = { role: this.role, content: this._content() };
     if (this.reasoning) message.reasoning_content = this.reasoning;
     if (this.calls.length) {
       message.tool_calls = this.calls.map((call) => ({

@@ -3,6 +3,7 @@
 import { Message, Receiver } from "./answer.js";
 import { ApiError, getJson, key, postStream, urlOf } from "./api.js";
 import { button, byId, copyText, fitHeight } from "./dom.js";
+import { Attachments } from "./images.js";
 import { MessageView } from "./messages.js";
 import { Panel } from "./panel.js";
 import { Settings, WrongSetting } from "./settings.js";
@@ -24,6 +25,7 @@ class App {
     this._running = null; // the AbortController of a running response
     this._language = "curl";
     this._settings = new Settings({ onshade: (shades) => this._shade(shades) });
+    this._attachments = new Attachments();
     this._listen();
     new SimilarityView({ onerror: (error) => this._onError(error) });
     this._panel = new Panel({ onstate: (state) => this._onState(state) });
@@ -36,10 +38,11 @@ class App {
     if (this._running) return;
     const text = draft.value;
     const last = this._views.at(-1)?.message;
-    if (!text.trim() && (!last || last.role === "assistant")) return;
+    const isNew = text.trim() || this._attachments.urls.length > 0;
+    if (!isNew && (!last || last.role === "assistant")) return;
     if (!this._checked()) return;
-    if (text.trim()) {
-      this._add(new Message("user", text));
+    if (isNew) {
+      this._add(new Message("user", text, { images: this._attachments.take() }));
       draft.value = "";
       fitHeight(draft);
     }
@@ -157,7 +160,10 @@ class App {
   _request(withDraft = false) {
     const messages = this._views.map((view) => view.message).filter((message) => !message.isEmpty);
     const sent = messages.map((message) => message.toRequest());
-    if (withDraft && (draft.value.trim() || !sent.length)) sent.push({ role: "user", content: draft.value || "Hello" });
+    const images = this._attachments.urls;
+    if (withDraft && (draft.value.trim() || images.length || !sent.length)) {
+      sent.push(new Message("user", draft.value || "Hello", { images }).toRequest());
+    }
     return this._settings.request(sent);
   }
 
@@ -239,7 +245,8 @@ class App {
   }
 
   /** Shows the chat, or for an embeddings model the similarity of texts. */
-  _showTask({ task, outputs }) {
+  _showTask({ task, outputs, input_modalities: inputs }) {
+    this._attachments.enable(inputs.includes("image"));
     const isEmbedder = task === "embeddings-generation";
     for (const id of CHAT_ONLY) byId(id).hidden = isEmbedder;
     byId("similarity").hidden = !isEmbedder || !outputs.includes("dense");

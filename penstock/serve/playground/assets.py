@@ -23,6 +23,7 @@ _FILES = (
     "api.js",
     "app.js",
     "dom.js",
+    "images.js",
     "messages.js",
     "panel.js",
     "settings.js",

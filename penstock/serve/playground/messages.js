@@ -1,6 +1,7 @@
 // The conversation on the page: one article per message.
 
 import { button, copyText, fitHeight, make } from "./dom.js";
+import { thumbnails } from "./images.js";
 import { ShadedText } from "./tokens.js";
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
@@ -78,6 +79,7 @@ export class MessageView {
     this._thoughts = new GrowingText({ class: "text" });
     this._reasoningTitle = make("summary", { textContent: "Reasoning" });
     this._reasoning = make("details", { class: "reasoning" }, this._reasoningTitle, this._thoughts.element);
+    this._images = make("div", { class: "images", hidden: !message.images.length }, ...thumbnails(message.images));
     this._plain = new GrowingText({ class: "text" });
     this._tokens = new ShadedText(message.tokens);
     this._calls = make("div", { class: "calls" });
@@ -92,6 +94,7 @@ export class MessageView {
     this._body.append(
       this._waiting,
       this._reasoning,
+      this._images,
       this._plain.element,
       this._tokens.element,
       this._calls,
