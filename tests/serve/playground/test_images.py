@@ -30,7 +30,11 @@ const event = (files) => {
 };
 const file = (name, type = "image/png") => ({ name, type });
 const settle = () => new Promise((resolve) => setTimeout(resolve, 5));
-const send = async (one, id, name) => (byId(id).listeners[name](one), await settle(), [one.isPrevented, images.urls.length]);
+const send = async (one, id, name) => {
+  byId(id).listeners[name](one);
+  await settle();
+  return [one.isPrevented, images.urls.length];
+};
 
 found.push(await send(event([file("a")]), "draft", "paste"));
 images.enable(true);
