@@ -110,12 +110,7 @@ class ChatTemplate:
         """
         _check_messages(messages)
         has_parts = [_has_parts(message, reads_images=self.reads_images) for message in messages]
-        has_images = self.reads_images and any(
-            part["type"] == "image"
-            for message, parts in zip(messages, has_parts, strict=True)
-            if parts
-            for part in cast(Sequence[Mapping[str, object]], message["content"])
-        )
+        has_images = any(map(_has_images, messages))
         if self.needs_parts:
             messages = [
                 message if parts else _with_part(message)
@@ -274,6 +269,11 @@ def _has_parts(message: Message, *, reads_images: bool = False) -> bool:
             f"this model reads {'text and images' if reads_images else 'text'} only",
         )
     return True
+
+
+def _has_images(message: Message) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and any(part["type"] == "image" for part in content)
 
 
 def _with_part(message: Message) -> Message:
