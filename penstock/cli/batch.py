@@ -6,7 +6,7 @@ import asyncio
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -39,7 +39,7 @@ def command() -> None:
 )
 @click.option("--overwrite", is_flag=True, help="Delete the results that the file has already.")
 @config_options
-def run(requests: Path, output: Path, overwrite: bool, print_config: bool, **flags: Any) -> int:
+def run(requests: Path, output: Path, overwrite: bool, print_config: bool, **flags: object) -> int:
     """Run the lines of REQUESTS and write each result as soon as it is known.
 
     A line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}. Results are

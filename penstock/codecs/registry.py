@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.errors import CheckpointError, ConfigError
 from penstock.host.discovery import packages_in
@@ -27,7 +27,7 @@ class SupportedCodec:
 
     name: str
     """Name of the codec and of its folder."""
-    detect: Callable[[Mapping[str, Any]], bool]
+    detect: Callable[[Mapping[str, object]], bool]
     """Return whether a ``config.json`` belongs to this codec."""
     codec: str
     """The `AudioCodec` as ``"module:Class"``, relative to the codec's folder.
@@ -44,7 +44,7 @@ class SupportedCodec:
     def load(
         self,
         folder: Path,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         session: InferenceSession,
         encoding: str | None = None,
     ) -> AudioCodec:
@@ -80,7 +80,7 @@ class CodecRegistry:
         """All records, sorted by name."""
         return tuple(self._found[name] for name in sorted(self._found))
 
-    def detect(self, config: Mapping[str, Any], path: object) -> SupportedCodec:
+    def detect(self, config: Mapping[str, object], path: object) -> SupportedCodec:
         """Return the codec of a checkpoint.
 
         Args:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from penstock.config import HuggingFaceConfig
 from penstock.errors import CheckpointError, UnsupportedFeatureError
@@ -31,7 +30,7 @@ class NeuCodecConfig:
     rms_norm_eps: float
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], folder: Path) -> NeuCodecConfig:
+    def read(cls, config: Mapping[str, object], folder: Path) -> NeuCodecConfig:
         """Read a ``config.json``.
 
         Raises:

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +68,7 @@ class NeuCodec(AudioCodec):
 
     @classmethod
     def load(
-        cls, folder: Path, config: Mapping[str, Any], session: InferenceSession, encoding: str = "float32"
+        cls, folder: Path, config: Mapping[str, object], session: InferenceSession, encoding: str = "float32"
     ) -> NeuCodec:
         """Read a checkpoint folder.
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from penstock.codecs.registry import SupportedCodec
 
 
-def _detect(config: Mapping[str, Any]) -> bool:
+def _detect(config: Mapping[str, object]) -> bool:
     """Published checkpoints have no ``model_type``; only SNAC has strides of its codebooks."""
     return config.get("model_type", "snac") == "snac" and "vq_strides" in config
 

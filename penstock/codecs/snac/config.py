@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from penstock.config import HuggingFaceConfig
 from penstock.errors import CheckpointError, UnsupportedFeatureError
@@ -36,7 +35,7 @@ class SnacConfig:
         return prod(self.decoder_rates)
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], folder: Path) -> SnacConfig:
+    def read(cls, config: Mapping[str, object], folder: Path) -> SnacConfig:
         """Read a ``config.json``.
 
         Raises:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +51,7 @@ class SnacCodec(AudioCodec):
 
     @classmethod
     def load(
-        cls, folder: Path, config: Mapping[str, Any], session: InferenceSession, encoding: str = "float32"
+        cls, folder: Path, config: Mapping[str, object], session: InferenceSession, encoding: str = "float32"
     ) -> SnacCodec:
         """Read a checkpoint folder.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from penstock.serve.api.chat_response import Envelope
 from penstock.serve.api.choice_decoder import ChoiceDecoder, ChoiceDelta, PromptScore, Top
@@ -62,7 +62,7 @@ class CompletionResponse(OpenAIStream):
         self._begun: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Parts:
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, object]) -> Parts:
         """Yield the JSON of a response that is not streamed."""
         choices = (
             with_members(self._choice(index, piece, is_first=True), **self._members(index, piece))
@@ -70,7 +70,9 @@ class CompletionResponse(OpenAIStream):
         )
         return self._envelope.parts(KIND, {"choices": array(choices)}, usage=usage)
 
-    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+    def events(
+        self, index: int, piece: ChoiceDelta, usage: dict[str, object] | None = None
+    ) -> Iterable[bytes]:
         """Return the event of a delta; nothing if the delta is empty.
 
         `usage` is the usage so far, for streams whose chunks all have a usage.
@@ -96,11 +98,11 @@ class CompletionResponse(OpenAIStream):
         """Return the events before the first delta: none."""
         return b""
 
-    def end(self, usage: dict[str, Any]) -> bytes:
+    def end(self, usage: dict[str, object]) -> bytes:
         """Return the last events: the usage of the whole response, if requested, and the end."""
         return (self._usage_event(usage) if self._include_usage else b"") + DONE
 
-    def _usage_event(self, usage: dict[str, Any]) -> bytes:
+    def _usage_event(self, usage: dict[str, object]) -> bytes:
         return event(self._envelope.around(KIND, [], usage=usage))
 
     def _template(self, index: int) -> EventTemplate:
@@ -115,13 +117,13 @@ class CompletionResponse(OpenAIStream):
             self._templates[index] = EventTemplate(chunk)
         return self._templates[index]
 
-    def _usage_field(self, usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _usage_field(self, usage: dict[str, object] | None) -> dict[str, object]:
         return {"usage": usage} if self._include_usage or usage is not None else {}
 
-    def _choice(self, index: int, piece: ChoiceDelta, *, is_first: bool) -> dict[str, Any]:
+    def _choice(self, index: int, piece: ChoiceDelta, *, is_first: bool) -> dict[str, object]:
         """Return a choice without its log probabilities."""
         echo = self._echoes[index] if self._echoes is not None and is_first else None
-        choice: dict[str, Any] = {
+        choice: dict[str, object] = {
             "index": index,
             "text": (echo.text if echo else "") + piece.content,
             "finish_reason": piece.finish_reason,

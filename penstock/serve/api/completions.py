@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -83,7 +82,7 @@ class _Completion:
     echoes: list[Echo] | None
 
     @classmethod
-    def of(cls, services: Services, raw: Any) -> _Completion:
+    def of(cls, services: Services, raw: object) -> _Completion:
         """Validate a body and encode its prompts. Slow: call it in the pool.
 
         Raises:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
+import numpy as np
 import numpy.typing as npt
 from fastapi import Request
 
@@ -188,9 +189,9 @@ def response_id(kind: str) -> str:
     return f"{kind}-{uuid4().hex}"
 
 
-def numbers(array: npt.NDArray[Any]) -> list[Any]:
+def numbers(array: npt.NDArray[np.number]) -> list[object]:
     """Return an array as nested lists of Python numbers."""
-    values: list[Any] = array.tolist()
+    values: list[object] = array.tolist()
     return values
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,7 +104,7 @@ def _sparse(sparse: SparseEmbedding, *, as_base64: bool) -> Parts:
     return with_members(plain, weights=_vector(sparse.weights, as_base64=as_base64))
 
 
-def _vector(vector: npt.NDArray[Any], *, as_base64: bool) -> Parts:
+def _vector(vector: npt.NDArray[np.number], *, as_base64: bool) -> Parts:
     """Yield the JSON of a vector: numbers, or the base64 text of its little-endian float32 bytes."""
     if as_base64:
         yield encode(base64.b64encode(np.ascontiguousarray(vector, "<f4").tobytes()).decode())

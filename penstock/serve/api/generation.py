@@ -160,7 +160,7 @@ class GenerationRun:
                     pieces[item[0]].append(item[1])
         return [_joined(parts) for parts in pieces]
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, object]:
         """Return OpenAI's ``usage`` of the output so far."""
         choices = self.job.choices
         prompt = self._num_prompt_tokens

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -24,7 +23,7 @@ encode = msgspec.json.Encoder().encode
 Parts = Iterator[bytes]
 
 
-def with_members(plain: Mapping[str, Any], **members: Iterable[bytes]) -> Parts:
+def with_members(plain: Mapping[str, object], **members: Iterable[bytes]) -> Parts:
     """Yield the JSON of the non-empty object `plain` with further members, which are given in parts.
 
     >>> b"".join(with_members({"a": 1}, b=[b"[2,", b"3]"], c=[b"null"]))

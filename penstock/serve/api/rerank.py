@@ -91,12 +91,12 @@ def _inputs(services: Services, body: RerankBody, plan: PairScoring) -> list[Mod
     return inputs
 
 
-def _result(index: int, score: float, text: str | None) -> dict[str, Any]:
+def _result(index: int, score: float, text: str | None) -> dict[str, object]:
     result: dict[str, Any] = {"index": index, "relevance_score": score}
     return result if text is None else {**result, "document": {"text": text}}
 
 
-def _envelope(model: str, version: str, encoded: Encoded) -> dict[str, Any]:
+def _envelope(model: str, version: str, encoded: Encoded) -> dict[str, object]:
     return {
         "id": response_id("rerank"),
         "object": "list",

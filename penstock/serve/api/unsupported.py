@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -11,7 +10,7 @@ class Refused:
     """A known field that is not supported, except for values that change nothing."""
 
     reason: str
-    accepted: tuple[Any, ...] = ()
+    accepted: tuple[object, ...] = ()
     """Accepted values. Null, which means absent, is always accepted."""
     accepts_all: bool = False
     """Whether every value is accepted, because the field concerns a feature that the server does not have."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -25,7 +24,7 @@ class BatchRequest:
 
     custom_id: str
     url: str
-    body: dict[str, Any]
+    body: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class BadLine:
     message: str
 
     @property
-    def result(self) -> dict[str, Any]:
+    def result(self) -> dict[str, object]:
         """The line of the result."""
         error = {"code": self.code, "message": self.message}
         return {"id": new_id(), "custom_id": self.custom_id, "response": None, "error": error}

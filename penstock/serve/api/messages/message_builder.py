@@ -74,10 +74,10 @@ class MessageBuilder:
         """Return the event of an error that ends the stream."""
         return named_event(anthropic_error(problem))
 
-    def _message(self, **more: Any) -> dict[str, Any]:
+    def _message(self, **more: object) -> dict[str, object]:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._body.model, **more}
 
-    def _end(self) -> dict[str, Any]:
+    def _end(self) -> dict[str, object]:
         """Return why the message ended."""
         match self._choice.finish_reason:
             case "length":
@@ -141,14 +141,14 @@ class MessageBuilder:
                 block["input"] = _input(text)
         return [*said, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
-    def _delta(self, **delta: Any) -> dict[str, Any]:
+    def _delta(self, **delta: object) -> dict[str, object]:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
 
 _NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+def _usage(usage: dict[str, Any]) -> dict[str, object]:
     """Return the usage; tokens that were read from the cache do not count as input tokens."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
@@ -159,7 +159,7 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _input(arguments: str) -> dict[str, Any]:
+def _input(arguments: str) -> dict[str, object]:
     """Return the input of a tool; an output that was cut within it has an empty input."""
     try:
         value = msgspec.json.decode(arguments or "{}")

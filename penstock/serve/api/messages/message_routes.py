@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -54,7 +53,7 @@ async def create_message(request: Request) -> Response:
 async def count_message_tokens(request: Request) -> Response:
     """Return the number of input tokens of a message, without generating it."""
     services = Services.of(request)
-    raw: Any = await request.json()
+    raw: object = await request.json()
 
     def count() -> int:
         body = checked_body(services, CountTokensBody, raw)

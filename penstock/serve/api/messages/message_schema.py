@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -51,7 +51,7 @@ class MessageBlock(ResultBlock):
 
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: dict[str, object] | None = None
     tool_use_id: str | None = None
     content: str | Annotated[list[ResultBlock], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
@@ -79,7 +79,7 @@ class MessageTool(RequestBody):
     type: str | None = None
     name: str
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: dict[str, object] | None = None
     strict: bool | None = None
 
     @property
@@ -115,7 +115,7 @@ class OutputFormat(RequestBody):
     """The JSON schema of the text."""
 
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, object] = Field(alias="schema")
 
 
 class OutputConfig(RequestBody):
@@ -177,7 +177,7 @@ class MessagesBody(CountTokensBody):
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
 
 
 SAME_NAMES = (

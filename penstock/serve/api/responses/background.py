@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 from penstock.serve.api.generation import GenerationJob, GenerationRun
 from penstock.serve.api.responses.response_builder import ResponseBuilder
@@ -90,7 +89,7 @@ class BackgroundRun:
         result = {**self.builder.result, "output": [*self.builder.result["output"]]}
         await self._state.store.put(self.owner, result, self._items, is_done=self.is_done)
 
-    async def cancel(self) -> dict[str, Any]:
+    async def cancel(self) -> dict[str, object]:
         """Cancel the generation and return the response. Does nothing if it has ended."""
         if not self.is_done:
             self._is_cancelled = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from typing import Any
 from uuid import uuid4
 
 from penstock.serve.api.responses.response_input import CUSTOM_ARGUMENT, encoded_reasoning
@@ -20,20 +19,20 @@ class OutputItems:
     """
 
     def __init__(self, custom_tools: Collection[str] = (), *, encodes_reasoning: bool = False) -> None:
-        self.items: list[dict[str, Any]] = []
+        self.items: list[dict[str, object]] = []
         self._custom_tools = custom_tools
         self._encodes_reasoning = encodes_reasoning
         self._open = ""
         """The type of the last item while it is in progress."""
         self._pieces: list[str] = []
-        self._logprobs: list[Any] = []
+        self._logprobs: list[object] = []
 
-    def add(self, events: Sequence[Event], logprobs: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    def add(self, events: Sequence[Event], logprobs: Sequence[object] = ()) -> list[dict[str, object]]:
         """Add output. Return the events that announce it, without sequence numbers.
 
         `logprobs` are those of the tokens of the text in `events`.
         """
-        said: list[dict[str, Any]] = []
+        said: list[dict[str, object]] = []
         for event in events:
             match event:
                 case Content():
@@ -53,14 +52,14 @@ class OutputItems:
                         said.append(self._event("response.function_call_arguments.delta", delta=event.text))
         return said
 
-    def finish(self, *, is_complete: bool) -> list[dict[str, Any]]:
+    def finish(self, *, is_complete: bool) -> list[dict[str, object]]:
         """End the output. A response without output has an empty message."""
-        said: list[dict[str, Any]] = []
+        said: list[dict[str, object]] = []
         if not self.items:
             self._begin("message", said)
         return said + self.close(is_complete=is_complete)
 
-    def close(self, *, is_complete: bool = True) -> list[dict[str, Any]]:
+    def close(self, *, is_complete: bool = True) -> list[dict[str, object]]:
         """End the item that is in progress, if any."""
         if not self._open:
             return []
@@ -100,14 +99,14 @@ class OutputItems:
         self._open, self._pieces, self._logprobs = "", [], []
         return said
 
-    def _begin(self, kind: str, said: list[dict[str, Any]]) -> None:
+    def _begin(self, kind: str, said: list[dict[str, object]]) -> None:
         """Begin a message or a reasoning item unless one is in progress."""
         if self._open == kind:
             return
         said += self.close()
         self._open = kind
         if kind == "message":
-            item: dict[str, Any] = {"id": new_id("msg"), "type": "message", "role": "assistant"}
+            item: dict[str, object] = {"id": new_id("msg"), "type": "message", "role": "assistant"}
             part = _text_part("")
         else:
             item = {"id": new_id("rs"), "type": "reasoning", "summary": []}
@@ -116,7 +115,7 @@ class OutputItems:
         said.append(self._item_event("response.output_item.added"))
         said.append(self._event("response.content_part.added", content_index=0, part=part))
 
-    def _begin_call(self, call: ToolCallStart, said: list[dict[str, Any]]) -> None:
+    def _begin_call(self, call: ToolCallStart, said: list[dict[str, object]]) -> None:
         if call.name in self._custom_tools:
             self._open = "custom_tool_call"
             item = {"id": new_id("ctc"), "type": self._open, "input": ""}
@@ -126,14 +125,14 @@ class OutputItems:
         self.items.append({**item, "status": "in_progress", "call_id": call.id, "name": call.name})
         said.append(self._item_event("response.output_item.added"))
 
-    def _delta(self, kind: str, text: str, **more: Any) -> dict[str, Any]:
+    def _delta(self, kind: str, text: str, **more: object) -> dict[str, object]:
         self._pieces.append(text)
         return self._event(kind, content_index=0, delta=text, **more)
 
-    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **more: object) -> dict[str, object]:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **more}
 
-    def _item_event(self, kind: str) -> dict[str, Any]:
+    def _item_event(self, kind: str) -> dict[str, object]:
         return {"type": kind, "output_index": len(self.items) - 1, "item": {**self.items[-1]}}
 
 
@@ -142,7 +141,7 @@ def new_id(kind: str) -> str:
     return f"{kind}_{uuid4().hex}"
 
 
-def _text_part(text: str) -> dict[str, Any]:
+def _text_part(text: str) -> dict[str, object]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -95,9 +95,9 @@ class ResponseTool(RequestBody):
     type: str
     name: str | None = None
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
     strict: bool | None = None
-    format: dict[str, Any] | None = None
+    format: dict[str, object] | None = None
     """The format of the input of a custom tool."""
 
     @property
@@ -117,7 +117,7 @@ class ToolSelection(RequestBody):
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, object]] | None = None
 
     @property
     def has_open_fields(self) -> bool:
@@ -131,7 +131,7 @@ class TextFormat(RequestBody):
     type: TextFormatType
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, object] | None = Field(None, alias="schema")
     strict: bool | None = None
     """Has no effect: the output always matches the schema."""
 
@@ -214,7 +214,7 @@ class ResponsesBody(RequestBody):
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
 

@@ -85,7 +85,7 @@ class ResponseStore:
         """Delete a response. Return whether it existed."""
         return await self._run(partial(self._delete, owner, response_id))
 
-    async def item(self, owner: str, item_id: str) -> dict[str, Any] | None:
+    async def item(self, owner: str, item_id: str) -> dict[str, object] | None:
         """Return an output item of a stored response, or None."""
         return await self._run(partial(self._item, owner, item_id))
 
@@ -125,7 +125,7 @@ class ResponseStore:
             query = "DELETE FROM responses WHERE id = ? AND owner = ?"
             return database.execute(query, (response_id, owner)).rowcount > 0
 
-    def _item(self, owner: str, item_id: str) -> dict[str, Any] | None:
+    def _item(self, owner: str, item_id: str) -> dict[str, object] | None:
         query = (
             "SELECT data FROM items JOIN responses ON responses.id = items.response "
             "WHERE items.id = ? AND owner = ?"
