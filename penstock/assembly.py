@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.architectures.network_model import NetworkModel
+    from penstock.kernels import Ops, PackedLinear
     from penstock.pipelines.task_pipeline import TaskPipeline
     from penstock.weights import Weights
     from penstock.worker.process import WorkerRuntime
@@ -176,30 +177,60 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
         ConfigError: its device has no packed form, or the model has no network of layers.
         OSError: the file cannot be written.
     """
-    from penstock.driver import load_devices
-    from penstock.engine import InferenceSession
-    from penstock.nn import Loader
-    from penstock.weights import Weights
     from penstock.weights.packed_weights import write_packed
 
-    model = _load_network(config)
-    devices = load_devices(config.model.devices)
-    ops = InferenceSession(devices, num_threads=config.num_threads, kernels=config.model.kernels).ops
+    ops = _load_ops(config)
     if not ops.packs_weights:
         raise ConfigError("devices", f"nothing is packed for the {ops.name} kernels: leave out --pack")
+    layers, _ = load_packed_layers(config, ops)
+    return write_packed(config.model.packed_key, layers)
+
+
+def load_packed_layers(
+    config: PipelineConfig, ops: Ops | None = None, *, is_uniform: bool = False
+) -> tuple[list[PackedLinear], Weights]:
+    """Read and pack all linear layers of the configured model, with calibration if its encoding needs it.
+
+    Args:
+        config: the configuration.
+        ops: the back end that packs; by default that of the configuration.
+        is_uniform: whether all linear layers have the configured encoding, see `penstock.nn.Loader`.
+
+    Returns:
+        The layers in load order, and the tensors of the checkpoint by the names of the model.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        ConfigError: the model has no network of layers.
+    """
+    from penstock.driver import load_devices
+    from penstock.nn import Loader
+    from penstock.weights import Weights
+
+    model = _load_network(config)
+    ops = ops or _load_ops(config)
     weights = _renamed(Weights.open(config.model.checkpoint), model)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
     loader = Loader(
         weights,
         config.model.encoding,
-        devices[0].torch_device,
+        load_devices(config.model.devices)[0].torch_device,
         ops,
         lazy="calibrated",
-        keep_stored=config.model.keeps_stored_layers,
+        keep_stored=config.model.keeps_stored_layers and not is_uniform,
+        is_uniform=is_uniform,
     )
     network = model.read(weights, loader, config.model.huggingface_config, length)
     model.calibrate(config, network, loader.layers, ops)
-    return write_packed(config.model.packed_key, loader.layers)
+    return loader.layers, weights
+
+
+def _load_ops(config: PipelineConfig) -> Ops:
+    from penstock.driver import load_devices
+    from penstock.engine import InferenceSession
+
+    devices = load_devices(config.model.devices)
+    return InferenceSession(devices, num_threads=config.num_threads, kernels=config.model.kernels).ops
 
 
 def _renamed(weights: Weights, model: type[NetworkModel[Any]]) -> Weights:

@@ -17,7 +17,7 @@ BLOCKS = [
     for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     if URL not in code  # those of a client run in tests/docs/test_code.py
 ]
-NAMES = "generate |serve |bench |list|warm-cache |env"
+NAMES = "generate |serve |bench |list|warm-cache |quantize |env"
 COMMANDS = re.findall(rf"(?:^|\| )\$? ?penstock ((?:{NAMES}).*)$", README, flags=re.MULTILINE)
 
 

@@ -31,6 +31,7 @@ _COMMANDS = {
     "bench": "Benchmark a model or a server.",
     "list": "List architectures, encodings, tasks and formats.",
     "warm-cache": "Download and check a model in advance.",
+    "quantize": "Write a quantized checkpoint.",
     "env": "Show versions, processor, devices and kernels.",
 }
 """Name -> short help; the command is ``command`` in the module of that name, with ``_`` for ``-``."""

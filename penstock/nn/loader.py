@@ -77,6 +77,8 @@ class Loader:
         lazy: layers to pack later, if their weights are mapped; see `penstock.kernels.LazyWeight`.
         keep_stored: whether layers keep the encoding in which the checkpoint stores them, and layers of
             floats stay floats. The output head is the exception: `LinearEncoding.for_layer` decides.
+        is_uniform: whether all linear layers have the encoding of the model. The output head has the type of
+            the activations then.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Loader:
         *,
         lazy: Deferred = "none",
         keep_stored: bool = False,
+        is_uniform: bool = False,
     ) -> None:
         self.source = source
         self.encoding = encoding
@@ -98,6 +101,7 @@ class Loader:
         self._take_packed = take_packed
         self._lazy = lazy
         self._keep_stored = keep_stored
+        self._is_uniform = is_uniform
         self.dtype = self._kind.compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
         self.layers: list[PackedLinear] = []
@@ -156,7 +160,7 @@ class Loader:
         """
         encoding = self._kind.for_layer("values", out_features, in_features)
         return (
-            not self._keep_stored
+            not (self._keep_stored or self._is_uniform)
             and encoding != self.encoding
             and self.source.stored_encoding(f"{name}.weight") != self.encoding
         )
@@ -188,6 +192,8 @@ class Loader:
                 The head is packed as a copy in both cases.
         """
         encoding = self._kind.for_layer("head", vocabulary, hidden)
+        if self._is_uniform:
+            encoding = self._kind.compute_dtype.value
         parts = {name: vocabulary}
         if tied_to is None or f"{name}.weight" in self.source:
             stored = self.source.stored_encoding(f"{name}.weight") if self._keep_stored else None
@@ -215,6 +221,8 @@ class Loader:
         out_features, in_features = weight.shape
         if plain or self._keep_stored:
             encoding = self._kind.compute_dtype.value
+        elif self._is_uniform:
+            encoding = self.encoding
         else:
             encoding = self._kind.for_layer("expert" if is_expert else "linear", out_features, in_features)
         return self._layer(parts, (out_features, in_features), bias, encoding, lambda: [weight])
@@ -234,7 +242,9 @@ class Loader:
         encoding = encoding or self.encoding
         if self._keep_stored:
             encoding = self._common_encoding(parts) or self._kind.compute_dtype.value
-        elif not any(self.source.stored_encoding(f"{name}.weight") == encoding for name in parts):
+        elif not self._is_uniform and not any(
+            self.source.stored_encoding(f"{name}.weight") == encoding for name in parts
+        ):
             role: Literal["expert", "linear"] = "expert" if is_expert else "linear"
             encoding = encoding_named(encoding).for_layer(role, sum(parts.values()), in_features)
         return self._named(parts, in_features, offset, encoding, transposed=transposed)

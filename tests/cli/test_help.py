@@ -9,7 +9,15 @@ from click.testing import CliRunner
 
 from penstock.cli import cli
 
-MODEL_COMMANDS = (["generate"], ["encode"], ["rerank"], ["serve"], ["warm-cache"], ["bench", "run"])
+MODEL_COMMANDS = (
+    ["generate"],
+    ["encode"],
+    ["rerank"],
+    ["serve"],
+    ["warm-cache"],
+    ["quantize"],
+    ["bench", "run"],
+)
 
 
 def printed(*arguments: str) -> str:

@@ -1,0 +1,193 @@
+"""Writing of quantized checkpoints in the format of compressed-tensors, which transformers and vLLM read.
+
+Layers in groups are stored as packed codes (``pack-quantized``), layers with a scale per output as int8
+(``int-quantized``, with activations that are quantized per token). All other tensors are copied.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.host.heartbeat import beat
+from penstock.kernels import PackedLinear, encoding_named
+from penstock.kernels.linear import tensors_in_rows
+from penstock.weights.json_files import read_json_object
+from penstock.weights.safetensors import SHARD_INDEX, SINGLE_FILE
+from penstock.weights.tensors import Weights
+
+SHARD_BYTES = 4 << 30
+"""A file has at most this many bytes of tensors, or a single larger tensor."""
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
+_WORD_BITS = 32
+
+
+def write_compressed(
+    checkpoint: Path, weights: Weights, layers: Iterable[PackedLinear], encoding: str, folder: Path
+) -> list[str]:
+    """Write a checkpoint whose linear layers are quantized.
+
+    Args:
+        checkpoint: the folder of the checkpoint, whose other files are copied.
+        weights: its tensors.
+        layers: the packed layers. Those of other encodings are copied from ``weights``.
+        encoding: the encoding of the quantized layers.
+        folder: where the files are written. It must not exist or be empty.
+
+    Returns:
+        The names of the quantized layers.
+
+    Raises:
+        ConfigError: the checkpoint is a GGUF file or its architecture renames its tensors, the folder is not
+            empty, or no layer has the encoding.
+        OSError: a file cannot be written.
+    """
+    if not checkpoint.is_dir():
+        raise ConfigError("model_path", f"{checkpoint} is a single file: quantize a folder with config.json")
+    if Weights.open(checkpoint, shapes_only=True).names != weights.names:
+        raise ConfigError(
+            "model_path", "the architecture renames the tensors of this checkpoint: use another"
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError("out", f"{folder} is not empty: name a new folder")
+    quantized = dict(_layers_of(layers, encoding, weights))
+    if not quantized:
+        raise ConfigError("encoding", f"the model has no linear layer that can be stored in {encoding}")
+    folder.mkdir(parents=True, exist_ok=True)
+    matrices = [
+        name.removesuffix(".weight")
+        for name in weights.names
+        if name.endswith(".weight") and len(weights.shape(name)) == 2
+    ]
+    ignored = sorted({"lm_head", *(name for name in matrices if name not in quantized)})
+    _write_tensors(folder, _stored(weights, quantized, encoding))
+    for pattern in _COPIED:
+        for file in checkpoint.glob(pattern):
+            if file.name not in ("config.json", SHARD_INDEX):
+                shutil.copyfile(file, folder / file.name)
+    config = read_json_object(checkpoint / "config.json")
+    config["quantization_config"] = _section(encoding, ignored)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return sorted(quantized)
+
+
+def _layers_of(
+    layers: Iterable[PackedLinear], encoding: str, weights: Weights
+) -> Iterator[tuple[str, tuple[PackedLinear, int, int]]]:
+    """Yield the name, the packed layer and the rows of each part that is stored in the encoding."""
+    for packed in layers:
+        group = encoding_named(encoding).group_size or 1
+        if packed.encoding != encoding or packed.in_features % group:
+            continue
+        for part in packed.slices:
+            name, shape = f"{part.name}.weight", (part.stop - part.start, packed.in_features)
+            if name in weights and weights.shape(name) == shape:
+                yield part.name, (packed, part.start, part.stop)
+
+
+def _stored(
+    weights: Weights, quantized: Mapping[str, tuple[PackedLinear, int, int]], encoding: str
+) -> Iterator[tuple[str, Tensor]]:
+    rows: tuple[PackedLinear | None, Mapping[str, Tensor]] = (None, {})
+    order = sorted(weights.names, key=lambda name: _place(name, quantized))
+    for name in order:
+        layer = name.removesuffix(".weight")
+        if layer not in quantized or layer == name:
+            yield name, weights.tensor(name, weights.shape(name)).contiguous()
+            weights.release(name)
+            continue
+        packed, start, stop = quantized[layer]
+        if rows[0] is not packed:  # the parts of a fused layer follow each other
+            rows = (packed, tensors_in_rows(packed))
+            beat()
+        own = {key: tensor[start:stop] for key, tensor in rows[1].items()}
+        for key, tensor in _compressed(own, encoding).items():
+            yield f"{layer}.{key}", tensor.contiguous()
+
+
+def _place(name: str, quantized: Mapping[str, tuple[PackedLinear, int, int]]) -> tuple[str, int]:
+    """Return a sorting key with which the parts of a fused layer follow each other."""
+    found = quantized.get(name.removesuffix(".weight"))
+    return (name, 0) if found is None else (found[0].slices[0].name, found[1])
+
+
+def _compressed(rows: Mapping[str, Tensor], encoding: str) -> dict[str, Tensor]:
+    weight, scales, bits = rows["weight"], rows["scales"], encoding_named(encoding).bits
+    if encoding_named(encoding).group_size is None:
+        return {"weight": weight, "weight_scale": scales[:, None]}
+    codes = weight.int() + (1 << bits - 1)
+    per_word = _WORD_BITS // bits
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word)).view(len(codes), -1, per_word)
+    words = torch.zeros(padded.shape[:2], dtype=torch.int32)
+    for place in range(per_word):
+        words |= padded[..., place] << place * bits
+    return {
+        "weight_packed": words,
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+    }
+
+
+def _section(encoding: str, ignored: list[str]) -> dict[str, Any]:
+    kind = encoding_named(encoding)
+    weights: dict[str, Any] = {"num_bits": kind.bits, "type": "int", "symmetric": True, "dynamic": False}
+    inputs = None
+    if kind.group_size is None:
+        weights |= {"strategy": "channel"}
+        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    else:
+        weights |= {"strategy": "group", "group_size": kind.group_size}
+    layout = "int-quantized" if kind.group_size is None else "pack-quantized"
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+    }
+
+
+def _write_tensors(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write tensors to one file, or to several files and their index."""
+    shards: list[dict[str, Tensor]] = [{}]
+    files: dict[str, int] = {}
+    size = total = 0
+    for name, tensor in tensors:
+        if size and size + tensor.nbytes > SHARD_BYTES:
+            _save(folder, shards[-1], len(shards))
+            shards[-1] = {}
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        files[name] = len(shards)
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    _save(folder, shards[-1], len(shards))
+    if len(shards) == 1:
+        (folder / _shard(1)).rename(folder / SINGLE_FILE)
+        return
+    weight_map = {name: _shard(number) for name, number in files.items()}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / SHARD_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _save(folder: Path, tensors: dict[str, Tensor], number: int) -> None:
+    save_file(tensors, folder / _shard(number), metadata={"format": "pt"})
+    beat()
+
+
+def _shard(number: int) -> str:
+    return f"model-{number:05}.safetensors"
