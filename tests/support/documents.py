@@ -22,6 +22,7 @@ _PAGES_WITH_OWN_TEST = {
     "adding-a-back-end.md",
     "adding-an-encoding.md",
     "adding-a-checkpoint-format.md",
+    "adding-a-codec.md",
 }
 PAGES = sorted(
     page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")] if page.name not in _PAGES_WITH_OWN_TEST

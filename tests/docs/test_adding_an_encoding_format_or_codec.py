@@ -1,4 +1,4 @@
-"""The pages on encodings and checkpoint formats: their files are written and their checks run."""
+"""The pages on encodings, checkpoint formats and codecs: their files are written and their checks run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from penstock.errors import ConfigError
 from penstock.weights.formats import FORMATS, FormatRegistry
 from penstock.weights.formats.plain import PlainFormat
 
-PAGES = {"adding-an-encoding": "10\n", "adding-a-checkpoint-format": "same text\n"}
+PAGES = {
+    "adding-an-encoding": "10\n",
+    "adding-a-checkpoint-format": "same text\n",
+    "adding-a-codec": "wavetable 1000.0 72\n",
+}
 
 
 def write_files(page: str, folder: Path) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     for name, code in re.findall(r"^```python\n# (\S+)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(code)
 
 
@@ -44,6 +48,25 @@ def test_a_format_that_reads_other_numbers_gives_another_text(
     file.write_text(file.read_text().replace('{"weight": codes,', '{"weight": codes.flip(0),'))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AssertionError):
+        run_check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "broken"),
+    [
+        ("left_context = right_context = 1", "left_context = right_context = 0"),
+        ("padding=TAPS // 2", "padding=TAPS // 2 - 1"),
+    ],
+)
+def test_a_codec_that_loses_context_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, broken: str
+) -> None:
+    write_files("adding-a-codec", tmp_path)
+    file = tmp_path / "codecs" / "wavetable" / "model.py"
+    assert code in file.read_text()
+    file.write_text(file.read_text().replace(code, broken))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((AssertionError, RuntimeError)):
         run_check(tmp_path)
 
 
