@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import CheckpointError, ConfigError
 from penstock.host.discovery import packages_in
+from penstock.weights.hub import resolve_codec
 from penstock.weights.json_files import read_json_object
 
 if TYPE_CHECKING:
@@ -120,18 +121,19 @@ def load_codec(
     encoding: str | None = None,
     registry: CodecRegistry = CODECS,
 ) -> AudioCodec:
-    """Load the codec in a checkpoint folder.
+    """Load a codec.
 
     Args:
-        path: a folder with ``config.json`` and weights.
+        path: a folder with ``config.json`` and weights, or a model id on the Hugging Face hub.
         session: its operations compute the codec.
         encoding: encoding of the large layers, one of `SupportedCodec.encodings`; by default the first.
         registry: the codecs to choose from.
 
     Raises:
+        CheckpointNotFoundError: there is no such folder, and no such model on the hub.
         CheckpointError: the folder is not the checkpoint of a known codec, or cannot be read.
         ConfigError: the codec does not support the encoding.
     """
-    folder = Path(path).expanduser()
+    folder = resolve_codec(str(path))
     config = read_json_object(folder / "config.json")
     return registry.detect(config, folder).load(folder, config, session, encoding)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from penstock.errors import WeightsError
 from penstock.weights import Weights
-
-PICKLED_FILE = "pytorch_model.bin"
+from penstock.weights.hub import PICKLED_FILE
 
 
 class PickledWeights:

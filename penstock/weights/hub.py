@@ -15,6 +15,9 @@ from penstock.weights.safetensors import SHARD_INDEX
 DEMO = "demo"
 """The name of the embedded model."""
 
+PICKLED_FILE = "pytorch_model.bin"
+"""The weights of codecs that are not published as safetensors files."""
+
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _DOWNLOADED_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
@@ -42,6 +45,39 @@ def resolve_checkpoint(model_path: str, revision: str = "main", gguf_file: str |
     if _is_local(model_path):
         return _checked(Path(os.path.abspath(os.path.expanduser(model_path))), gguf_file)
     return _checked(_download(model_path, revision, gguf_file), None)
+
+
+def resolve_codec(path: str, revision: str = "main") -> Path:
+    """Return the folder of an audio codec; download it if necessary.
+
+    Codecs are published as safetensors files or as ``pytorch_model.bin``; safetensors files are preferred.
+
+    Args:
+        path: a folder, or a model id on the Hugging Face hub.
+        revision: branch, tag or commit of a hub model.
+
+    Raises:
+        CheckpointNotFoundError: the codec does not exist or cannot be reached.
+        CheckpointError: the folder has no ``config.json`` or no weights.
+    """
+    if _is_local(path):
+        folder = Path(os.path.abspath(os.path.expanduser(path)))
+        if not folder.is_dir():
+            raise CheckpointNotFoundError(folder, "no such folder: give the folder of a codec, or a hub id")
+    else:
+        if not _HUB_ID.fullmatch(path):
+            raise CheckpointNotFoundError(
+                repr(path), "is neither a folder nor a hub id: write ./folder, name or namespace/name"
+            )
+        folder = _snapshot(path, revision, ["config.json", "*.safetensors*"])
+        if not any(folder.glob("*.safetensors")):
+            folder = _snapshot(path, revision, ["config.json", PICKLED_FILE])
+        _check_complete(path, folder)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(path, "is not a codec: it has no config.json")
+    if not any(folder.glob("*.safetensors")) and not (folder / PICKLED_FILE).is_file():
+        raise CheckpointError(path, f"has no weights: neither *.safetensors nor {PICKLED_FILE}")
+    return folder
 
 
 def local_name(model_path: str) -> str:

@@ -43,9 +43,9 @@ def test_decodes_as_its_package(codec: AudioCodec, name: str, frames: Tensor) ->
 
 
 def test_encodes_as_its_package(codec: AudioCodec, name: str) -> None:
-    if not codec.can_encode:
-        pytest.skip("this checkpoint has no encoder")
-    assert torch.equal(codec.encode(expected(name)["samples"]), expected(name)["encoded"])
+    assert codec.can_encode == ("encoded" in expected(name))
+    if codec.can_encode:
+        assert torch.equal(codec.encode(expected(name)["samples"]), expected(name)["encoded"])
 
 
 def test_chunks_of_every_size_equal_the_whole(codec: AudioCodec, frames: Tensor) -> None:

@@ -65,6 +65,7 @@ def registry(tmp_path: Path) -> CodecRegistry:
 
 def checkpoint(tmp_path: Path, **config: object) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "pytorch_model.bin").touch()
     return tmp_path
 
 
