@@ -24,6 +24,7 @@ from penstock.serve.api import (
     operations,
     rerank,
     scores,
+    speech,
     tokenization,
 )
 from penstock.serve.api.messages import message_routes
@@ -77,6 +78,8 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     app.include_router(batch_routes.router)  # /v1/files, /v1/batches
     if services.config.state_dir is not None:
         batch_routes.open_manager(services, app)
+    speaker = [_needs(PipelineTask.AUDIO_GENERATION)]
+    app.include_router(speech.router, dependencies=speaker)  # POST /v1/audio/speech, GET /v1/audio/voices
     app.include_router(models.router)  # GET  /v1/models, /v1/models/{id}
     app.include_router(adapters.router)  # POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     app.include_router(tokenization.router)  # POST /tokenize, /detokenize

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 
+from penstock.errors import RequestFailedError
 from penstock.pipelines.core import (
+    AudioGenerationRequest,
     EmbeddingsGenerationRequest,
     Grammar,
     RequestContext,
@@ -14,6 +17,7 @@ from penstock.pipelines.core import (
     TokenGeneratorRequest,
 )
 from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
+from penstock.text.speech_tokenizer import SpeechTokenizer
 from penstock.text.tokenizer import TextTokenizer
 from penstock.worker.engine_client import EngineClient
 
@@ -61,6 +65,20 @@ async def warm_up_embeddings(worker: EngineClient, tokenizer: EmbeddingsTokenize
     for length in _INPUT_LENGTHS:
         request = EmbeddingsGenerationRequest(id=f"warm-up-{length}", input=[0] * length, truncate=True)
         await _run(worker, tokenizer.build_embeddings_context(request))
+
+
+async def warm_up_speech(worker: EngineClient, tokenizer: SpeechTokenizer) -> None:
+    """Speak a few frames.
+
+    Raises:
+        PenstockError: the request failed. Requests of users would fail too.
+    """
+    form = tokenizer.speech_format
+    frame = form.codes.token_ids([0] * form.codes.codes_per_frame)
+    params = SamplingParams(max_new_tokens=2 * len(frame), ignore_eos=True, allowed_token_ids=frame)
+    request = AudioGenerationRequest("warm-up", 0, "", prompt=frame, sampling_params=params, streaming=True)
+    with suppress(RequestFailedError):  # random weights may write no whole frame
+        await _run(worker, tokenizer.build_speech_context(request))
 
 
 async def warm_up_grammars(worker: EngineClient, tokenizer: TextTokenizer) -> None:

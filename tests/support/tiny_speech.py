@@ -49,7 +49,9 @@ class FakeCodec(AudioCodec):
         """Frames with one of these values as first code make a call fail."""
 
     @classmethod
-    def load(cls, folder: Path, config: Mapping[str, Any], session: InferenceSession) -> FakeCodec:
+    def load(
+        cls, folder: Path, config: Mapping[str, Any], session: InferenceSession, encoding: str
+    ) -> FakeCodec:
         return cls(config["codes_per_frame"])
 
     @property

@@ -152,8 +152,9 @@ class Server:
             stopping.cancel()
 
     async def _open(self, services: Services, listener: socket.socket) -> None:
-        from penstock.serve.warmup import warm_up, warm_up_embeddings
+        from penstock.serve.warmup import warm_up, warm_up_embeddings, warm_up_speech
         from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
+        from penstock.text.speech_tokenizer import SpeechTokenizer
 
         info = self._worker.info
         services.tokenizer.max_length = info.max_length
@@ -164,6 +165,9 @@ class Server:
         elif isinstance(services.tokenizer, EmbeddingsTokenizer):
             with self._startup.phase("warm up"):
                 await warm_up_embeddings(self._worker, services.tokenizer)
+        elif isinstance(services.tokenizer, SpeechTokenizer):
+            with self._startup.phase("warm up"):
+                await warm_up_speech(self._worker, services.tokenizer)
         gc.collect()
         gc.freeze()  # collections skip objects that live as long as the server
         services.gate.open()

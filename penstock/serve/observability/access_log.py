@@ -33,6 +33,9 @@ def log_fields(record: RequestRecord) -> dict[str, object]:
         "metadata": record.metadata,
         **record.details,
     }
+    if record.audio_seconds:
+        line["first_audio_s"] = _rounded(record.seconds_until(record.first_audio_at))
+        line["audio_s"] = _rounded(record.audio_seconds)
     if record.model is not None:
         line["prompt_tokens"] = record.prompt_tokens
         line["cached_tokens"] = record.cached_tokens

@@ -15,6 +15,9 @@ Metrics of requests (probes such as ``/health`` are not counted):
 - ``penstock_prompt_tokens_total``, ``penstock_cached_prompt_tokens_total``,
   ``penstock_completion_tokens_total``: as in ``usage``, counted when a request ends
 - ``penstock_image_preparation_seconds``: histogram, duration of the preparation of a request with images
+- ``penstock_time_to_first_audio_seconds``: histogram, from arrival to the first audio
+- ``penstock_real_time_factor``: histogram, seconds from arrival to the last audio, per second of audio
+- ``penstock_audio_seconds_total``: duration of the generated audio
 - ``penstock_finished_total`` by ``reason``: choices that ended
 
 Metrics of the server: ``penstock_build_info``, ``penstock_startup_seconds`` by ``phase``, ``process_*``.
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
+
+_FACTOR_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 50)
 
 
 class Metrics:
@@ -94,6 +99,19 @@ class Metrics:
         self._completion = Counter(
             "penstock_completion_tokens", "Generated tokens of requests that ended", **make
         )
+        self._first_audio = Histogram(
+            "penstock_time_to_first_audio_seconds",
+            "From arrival to the first audio",
+            buckets=_REQUEST_BUCKETS,
+            **make,
+        )
+        self._real_time = Histogram(
+            "penstock_real_time_factor",
+            "Seconds from arrival to the last audio, per second of audio",
+            buckets=_FACTOR_BUCKETS,
+            **make,
+        )
+        self._audio = Counter("penstock_audio_seconds", "Duration of the generated audio", **make)
         self._finished = Counter("penstock_finished", "Choices that ended, by reason", ["reason"], **make)
         self._build = Info("penstock_build", "Version, model and kernels", **make)
         self._startup = Gauge("penstock_startup_seconds", "Seconds of a start-up phase", ["phase"], **make)
@@ -161,6 +179,12 @@ class RequestMetrics:
         metrics._prompt.inc(record.prompt_tokens)
         metrics._cached.inc(record.cached_tokens)
         metrics._completion.inc(record.completion_tokens)
+        if record.audio_seconds:
+            assert record.first_audio_at is not None
+            assert record.last_audio_at is not None
+            metrics._first_audio.observe(record.first_audio_at - record.received)
+            metrics._real_time.observe((record.last_audio_at - record.received) / record.audio_seconds)
+            metrics._audio.inc(record.audio_seconds)
         for reason in record.finish_reasons:
             metrics._finished.labels(reason).inc()
 

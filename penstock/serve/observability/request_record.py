@@ -62,6 +62,10 @@ class RequestRecord:
     admitted_at: float | None = None
     first_token_at: float | None = None
     ended_at: float | None = None
+    first_audio_at: float | None = None
+    last_audio_at: float | None = None
+    audio_seconds: float = 0.0
+    """The duration of the generated audio."""
     observers: list[RecordObserver] = field(default_factory=list)
     _last_token_at: dict[int, float] = field(default_factory=dict)
 
@@ -90,6 +94,13 @@ class RequestRecord:
         self._last_token_at[choice] = now
         for observer in self.observers:
             observer.tokens(self, count, None if before is None else now - before)
+
+    def audio(self, seconds: float) -> None:
+        """Record new audio of a duration."""
+        self.last_audio_at = time.perf_counter()
+        if self.first_audio_at is None:
+            self.first_audio_at = self.last_audio_at
+        self.audio_seconds += seconds
 
     def failed(self, code: str | None, status: int) -> None:
         """Record the error that ended the request, also after the start of a stream."""

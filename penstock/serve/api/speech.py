@@ -1,0 +1,194 @@
+"""``/v1/audio/speech`` and ``/v1/audio/voices``: the audio of texts, streamed as it is made."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, NoReturn, cast
+from uuid import uuid4
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from penstock.errors import InputError, MissingDependencyError
+from penstock.media.audio_files import AudioEncoder
+from penstock.pipelines.core import AudioGenerationRequest, TTSContext
+from penstock.serve.api.generation import cancel_on_disconnect, in_pool
+from penstock.serve.api.models import adapter_named
+from penstock.serve.api.parameters import map_input_errors
+from penstock.serve.api.speech_run import SpeechRun
+from penstock.serve.api.speech_schemas import SpeechBody
+from penstock.serve.api.text_generation import checked_body, note_error
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import BODY_ERRORS, body_of, responses
+from penstock.serve.http.problems import Problem, RequestProblem
+from penstock.serve.http.sse import PING, EventStream, event
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.services import Services
+from penstock.text.speech_tokenizer import SpeechTokenizer, voice_fields
+
+router = APIRouter(route_class=JsonRoute, tags=["speech"])
+
+_OK: dict[int | str, dict[str, object]] = {
+    200: {
+        "description": "The audio, or events of the types speech.audio.delta and speech.audio.done.",
+        "content": {
+            "audio/mpeg": {"schema": {"type": "string", "format": "binary"}},
+            "text/event-stream": {"schema": {"type": "string"}},
+        },
+    },
+    **responses(*BODY_ERRORS),
+}
+
+
+class AudioCutOffError(Exception):
+    """An error ended a stream of audio bytes. The server closes the connection before the end of the body."""
+
+
+@router.post("/v1/audio/speech", response_class=Response, openapi_extra=body_of(SpeechBody), responses=_OK)
+async def create_speech(request: Request) -> Response:
+    """Return the audio of a text. The first byte is sent with the first audio."""
+    services, record = Services.of(request), RequestRecord.of(request)
+    raw = await request.json()
+    body, contexts, encoder = await in_pool(request, lambda: _prepare(services, raw))
+    record.model, record.user, record.stream = body.model, body.user, True
+    record.details["seed"] = contexts[0].sampling_params.seed
+    run = SpeechRun(services, record, contexts)
+    speech = _SpeechResponse(request, run, encoder, as_events=body.stream_format == "sse")
+    try:
+        await cancel_on_disconnect(request, run, speech.begin)
+    except BaseException:
+        run.finish()
+        raise
+    return EventStream(
+        speech.pieces(),
+        on_error=lambda error: note_error(services, record, error),
+        on_disconnect=run.cancel,
+        error_event=None if speech.as_events else _cut_off,
+        media_type="text/event-stream" if speech.as_events else encoder.format.media_type,
+    )
+
+
+@router.get("/v1/audio/voices", responses=responses(400, 401, 403, 421))
+async def list_voices(request: Request) -> dict[str, Any]:
+    """Return the voices that requests may name."""
+    services = Services.of(request)
+    imitated = [one.name for one in services.worker.info.voices]
+    trained = [name for name in _tokenizer_of(services).speech_format.voices if name not in imitated]
+    kinds = {**dict.fromkeys(imitated, "imitated"), **dict.fromkeys(trained, "trained")}
+    data = [{"id": name, "object": "voice", "type": kind} for name, kind in kinds.items()]
+    return {"object": "list", "data": data, "voices": [*kinds]}
+
+
+class _SpeechResponse:
+    """The pieces of a response. The first audio is awaited before the headers are sent."""
+
+    def __init__(self, request: Request, run: SpeechRun, encoder: AudioEncoder, *, as_events: bool) -> None:
+        self.as_events = as_events
+        self._request = request
+        self._run = run
+        self._encoder = encoder
+        self._chunks = run.chunks()
+        self._first: Any = None
+
+    async def begin(self) -> None:
+        """Wait for the first audio.
+
+        Raises:
+            PenstockError: the request failed before it had audio.
+        """
+        await self._run.admitted()
+        while self._first is None:
+            self._first = await anext(self._chunks)
+
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes or the events of the response."""
+        async with aclosing(self._chunks):
+            yield self._piece(await self._encoded(self._first))
+            async for chunk in self._chunks:
+                if chunk is not None:
+                    yield self._piece(await self._encoded(chunk))
+                elif self.as_events:
+                    yield PING
+            yield self._piece(await self._encoded(None))
+            if self.as_events:
+                yield event({"type": "speech.audio.done", "usage": self._run.usage})
+
+    def _piece(self, data: bytes) -> bytes:
+        if not self.as_events or not data:
+            return data
+        return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
+
+    async def _encoded(self, samples: np.ndarray[Any, Any] | None) -> bytes:
+        """Return the bytes that samples add; those of the end for None. Compressing runs in the pool."""
+        encoder = self._encoder
+
+        def encode() -> bytes:
+            return encoder.finish() if samples is None else encoder.add(samples)
+
+        return encode() if encoder.format.container is None else await in_pool(self._request, encode)
+
+
+def _prepare(services: Services, raw: Any) -> tuple[SpeechBody, list[TTSContext], AudioEncoder]:
+    """Check a body and return its contexts and the encoder of its audio. Slow: call it in the pool.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+        UnknownModelError: the server has no model or adapter of that name.
+    """
+    body = checked_body(services, SpeechBody, raw)
+    adapter = adapter_named(services, body.model)
+    tokenizer, info = _tokenizer_of(services), services.worker.info
+    form = tokenizer.speech_format
+    try:
+        encoder = AudioEncoder(body.response_format, info.sample_rate)
+    except (MissingDependencyError, InputError) as error:
+        raise RequestProblem(400, str(error), param="response_format", code="unsupported_value") from error
+    if body.voice_name is not None and body.audio_prompt_tokens:
+        raise RequestProblem(
+            400, "voice and audio_prompt_tokens both choose a voice: send one", param="voice"
+        )
+    with map_input_errors("voice"):
+        known = {one.name: one for one in info.voices}
+        chosen = {} if body.voice_name is None else voice_fields(body.voice_name, known, form)
+    if body.audio_prompt_tokens:
+        chosen = {
+            "audio_prompt_tokens": body.audio_prompt_tokens,
+            "audio_prompt_transcription": body.audio_prompt_transcription or "",
+        }
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+    with map_input_errors(None):
+        params = services.pipeline_config.default_sampling_params(
+            defaults=form.sampling_defaults,
+            max_new_tokens=body.max_tokens,
+            **{name: getattr(body, name) for name in names},
+        )
+    request_id = f"speech-{uuid4().hex}"
+    with map_input_errors("input"):
+        contexts = [
+            tokenizer.build_speech_context(
+                AudioGenerationRequest(
+                    f"{request_id}-{index}",
+                    index,
+                    body.model,
+                    input=part,
+                    sampling_params=params,
+                    streaming=True,
+                    adapter=adapter,
+                    priority=body.priority or 0,
+                    **chosen,
+                )
+            )
+            for index, part in enumerate(tokenizer.split(body.input))
+        ]
+    return body, contexts, encoder
+
+
+def _tokenizer_of(services: Services) -> SpeechTokenizer:
+    """Return the tokenizer, which all speech models have."""
+    return cast(SpeechTokenizer, services.tokenizer)
+
+
+def _cut_off(problem: Problem) -> NoReturn:
+    raise AudioCutOffError(problem.message)

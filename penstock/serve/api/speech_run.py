@@ -1,0 +1,108 @@
+"""Run the parts of a text through a speech model, one after another, as one stream of audio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.pipelines.core import TTSContext
+from penstock.serve.http.time_limits import TimeLimits
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.services import Services
+from penstock.worker.results import Generation
+
+
+class SpeechRun:
+    """The parts of the text of one request. The next part starts when the one before has audio.
+
+    Args:
+        services: the objects that routes use.
+        record: gets the token counts, the admission and the audio.
+        contexts: one for each part.
+
+    Raises:
+        UnavailableError: the worker is not ready, or the queue is full.
+    """
+
+    def __init__(self, services: Services, record: RequestRecord, contexts: Sequence[TTSContext]) -> None:
+        self._worker = services.worker
+        self._record = record
+        self._limits = TimeLimits(services.config, record)
+        self._ping = services.config.stream_ping
+        self._contexts = contexts
+        self._generations: list[Generation] = []
+        self._num_tokens = [0] * len(contexts)
+        self._cached = [0] * len(contexts)
+        self.is_cut = False
+        """Whether a part reached the maximum length."""
+        record.prompt_tokens = sum(len(context.prompt_tokens) for context in contexts)
+        self._submit_next()
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """OpenAI's ``usage`` of speech."""
+        prompt, speech = self._record.prompt_tokens, sum(self._num_tokens)
+        return {"input_tokens": prompt, "output_tokens": speech, "total_tokens": prompt + speech}
+
+    def cancel(self) -> None:
+        """Cancel the parts that still run. Idempotent."""
+        for generation in self._generations:
+            generation.cancel()
+
+    def finish(self) -> None:
+        """Cancel what still runs, and write the counts into the record."""
+        self.cancel()
+        self._record.completion_tokens = sum(self._num_tokens)
+        self._record.cached_tokens = sum(self._cached)
+
+    async def admitted(self) -> None:
+        """Wait until the first part is admitted to the batch.
+
+        Raises:
+            PenstockError: the scheduler refuses it.
+        """
+        await self._limits.within(self._generations[0].admitted())
+        self._record.admitted()
+
+    async def chunks(self) -> AsyncGenerator[npt.NDArray[np.float32] | None, None]:
+        """Yield the audio as it arrives; None after a pause without audio.
+
+        Raises:
+            PenstockError: a part failed.
+            RequestProblem: 503; a time limit of the server was exceeded.
+        """
+        try:
+            for index in range(len(self._contexts)):
+                if index == len(self._generations):
+                    self._submit_next()
+                generation = self._generations[index]
+                pauses = self._limits.with_pings(
+                    generation, ping=self._ping, progress=partial(getattr, generation, "num_unread")
+                )
+                async with aclosing(pauses):
+                    async for delta in pauses:
+                        if delta is None:
+                            yield None
+                            continue
+                        self._record.tokens(delta.num_tokens - self._num_tokens[index], index)
+                        self._num_tokens[index] = max(delta.num_tokens, self._num_tokens[index])
+                        self._cached[index] = delta.num_cached_tokens
+                        self.is_cut |= delta.status.value == "maximum_length"
+                        if delta.audio:
+                            if index + 1 == len(self._generations) < len(self._contexts):
+                                self._submit_next()
+                            samples = np.concatenate(delta.audio)
+                            self._record.audio(len(samples) / self._worker.info.sample_rate)
+                            yield samples
+            self._record.finish_reasons = ["length" if self.is_cut else "stop"]
+        finally:
+            self.finish()
+
+    def _submit_next(self) -> None:
+        context = self._contexts[len(self._generations)]
+        context.client_id = self._record.client_id
+        self._generations.append(self._worker.submit(context))

@@ -1,0 +1,63 @@
+"""The schema of ``POST /v1/audio/speech``."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from penstock.serve.api.schemas import Label, Number, RequestBody, TokenIds
+from penstock.serve.api.unsupported import Refused
+
+MAX_INPUT_CHARACTERS = 4096
+"""As OpenAI limits ``input``."""
+
+
+class VoiceId(RequestBody):
+    """A voice as an object."""
+
+    id: str
+
+
+class SpeechBody(RequestBody):
+    """``POST /v1/audio/speech``."""
+
+    unsupported: ClassVar = {
+        "instructions": Refused(
+            "the model takes no instructions: choose a voice, or write emotions as the model's card says",
+            ("",),
+        ),
+        "speed": Refused("the model speaks at one speed: change the speed of the audio", (1, 1.0)),
+    }
+
+    model: str = ""
+    """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
+    input: Annotated[str, Field(min_length=1, max_length=MAX_INPUT_CHARACTERS)]
+    voice: str | VoiceId | None = None
+    """The name of a voice; ``default`` and absent are the model's own."""
+    response_format: Literal["mp3", "opus", "flac", "wav", "pcm"] = "mp3"
+    """PCM are 16-bit samples without a header."""
+    stream_format: Literal["audio", "sse"] = "audio"
+    """Whether the audio arrives as bytes or as events."""
+
+    # Not in the OpenAI API.
+    audio_prompt_tokens: TokenIds | None = None
+    """Codes of a voice to imitate."""
+    audio_prompt_transcription: str | None = None
+    """What is spoken in ``audio_prompt_tokens``."""
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """Maximum number of speech tokens of each part of the text."""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    user: Label | None = None
+
+    @property
+    def voice_name(self) -> str | None:
+        """The name of the voice; None for the model's own."""
+        name = self.voice.id if isinstance(self.voice, VoiceId) else self.voice
+        return None if name in (None, "", "default") else name

@@ -1,0 +1,252 @@
+"""``/v1/audio/speech`` and ``/v1/audio/voices`` with a tiny speech model and a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import wave
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import OpenAI
+from support.asgi import Exchange, eventually
+from support.chatting import Chatting, chatting, events_of
+from support.live_server import live_server
+from support.tiny_speech import RATE, catalog, write_tiny_speech
+
+from penstock import LLM
+from penstock.assembly import load_tokenizer, load_work
+from penstock.config import PipelineConfig
+from penstock.media.audio_files import pcm_bytes
+from penstock.pipelines.core import SamplingParams
+
+LONG = "One sentence is this one. And another one follows it here. This is the third."
+SAMPLING = {"seed": 3, "temperature": 1.0, "max_tokens": 60}
+ROUTE = "/v1/audio/speech"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_speech(tmp_path_factory.mktemp("speech"), end=0.85, max_characters=60, voices=["amy"])
+
+
+def options_of(folder: Path, **fields: Any) -> dict[str, Any]:
+    """Return the options of `chatting` for a speech model."""
+    values = {"model_path": str(folder), "served_model_name": "tiny", "kv_cache_memory": 4 << 20}
+    config = PipelineConfig.from_flat({**values, "voice": ("zoe=1,2,3",), **fields})
+    tokenizer = load_tokenizer(config, catalog())
+    work = partial(load_work, config, catalog())
+    return {"work": work, "tokenizer": tokenizer, "pipeline_config": config}
+
+
+@asynccontextmanager
+async def speech_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
+    async with chatting(**options_of(folder, **fields)) as server:
+        server.services.tokenizer.max_length = server.services.worker.info.max_length
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Iterator[Any]:
+    """A function that returns the PCM bytes of `LLM.speak`."""
+    config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 4 << 20})
+    with LLM.from_config(config, catalog=catalog()) as llm:
+
+        def speak(text: str, **options: Any) -> bytes:
+            params = SamplingParams(seed=3, temperature=1.0, top_k=50, top_p=1, max_new_tokens=60)
+            return pcm_bytes(llm.speak(text, params, use_tqdm=False, **options).audio)
+
+        yield speak
+
+
+async def spoken(server: Chatting, **body: Any) -> bytes:
+    response = await server.http.post(ROUTE, json={"input": "Hello.", **SAMPLING, **body})
+    assert response.status_code == 200, response.text
+    return response.content
+
+
+async def test_audio_equals_that_of_the_library(folder: Path, expected: Any) -> None:
+    async with speech_server(folder) as server:
+        for text in ("Hello.", LONG):
+            pcm = await spoken(server, input=text, response_format="pcm")
+            assert pcm == expected(text)
+            assert len(pcm) > 20
+        with wave.open(io.BytesIO(await spoken(server, response_format="wav"))) as file:
+            assert file.getframerate() == RATE
+            assert file.readframes(1 << 20) == expected("Hello.")
+        assert await spoken(server, voice="default", response_format="pcm") == expected("Hello.")
+        options = {"audio_prompt_tokens": [4, 5], "audio_prompt_transcription": "Ho"}
+        cloned = await spoken(server, response_format="pcm", **options)
+        assert cloned == expected("Hello.", **options) != expected("Hello.")
+        types = {
+            name: (await server.http.post(ROUTE, json={"input": "a", "response_format": name, **SAMPLING}))
+            for name in ("wav", "pcm")
+        }
+        assert {name: one.headers["content-type"] for name, one in types.items()} == {
+            "wav": "audio/wav",
+            "pcm": "audio/pcm",
+        }
+
+
+async def test_events(folder: Path, expected: Any) -> None:
+    async with speech_server(folder) as server:
+        body = {"input": LONG, "response_format": "pcm", "stream_format": "sse", **SAMPLING}
+        response = await server.http.post(ROUTE, json=body)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *deltas, done = events_of(response.text)
+        assert {one["type"] for one in deltas} == {"speech.audio.delta"}
+        assert len(deltas) > 2
+        assert b"".join(base64.b64decode(one["audio"]) for one in deltas) == expected(LONG)
+        assert done["type"] == "speech.audio.done"
+        usage = done["usage"]
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+        assert usage["output_tokens"] >= len(expected(LONG)) / 2 / 8
+
+
+async def test_voices(folder: Path) -> None:
+    async with speech_server(folder) as server:
+        answer = (await server.http.get("/v1/audio/voices")).json()
+        assert answer["voices"] == ["zoe", "amy"]
+        assert [one["type"] for one in answer["data"]] == ["imitated", "trained"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"voice": "alloy"}, "voice", "'alloy' is unknown: known are zoe, amy"),
+        ({"voice": {"id": "x"}}, "voice", "'x' is unknown"),
+        ({"voice": "zoe"}, "input", "needs its transcription"),
+        ({"speed": 1.5}, "speed", "the model speaks at one speed"),
+        ({"instructions": "Whisper"}, "instructions", "takes no instructions"),
+        ({"response_format": "aac"}, "response_format", "'mp3', 'opus', 'flac', 'wav' or 'pcm'"),
+        ({"input": ""}, "input", "at least 1 character"),
+        ({"input": "  "}, "input", "the input is empty"),
+        ({"input": "a" * 4097}, "input", "at most 4096 characters"),
+        ({"temperature": -1.0}, None, "temperature"),
+        ({"speeed": 1}, "speeed", "speed"),
+        ({"voice": "zoe", "audio_prompt_tokens": [1]}, "voice", "send one"),
+        ({"audio_prompt_tokens": [99], "audio_prompt_transcription": "a"}, "input", "from 0 to 15"),
+    ],
+)
+async def test_refusals(folder: Path, body: dict[str, Any], param: str | None, message: str) -> None:
+    async with _shared(folder) as server:
+        wanted = {"input": "a", "response_format": "wav", **body}
+        response = await server.http.post(ROUTE, json=wanted)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), error
+        assert message in error["message"]
+
+
+_SERVERS: dict[Path, Any] = {}
+
+
+@asynccontextmanager
+async def _shared(folder: Path) -> AsyncIterator[Chatting]:
+    """A server whose model is not loaded: refusals need no worker step."""
+    options = _SERVERS.setdefault(folder, options_of(folder))
+    async with chatting(**options) as server:
+        yield server
+
+
+async def test_values_that_ask_for_the_default(folder: Path, expected: Any) -> None:
+    async with speech_server(folder) as server:
+        body = {"speed": 1.0, "instructions": "", "user": "ann", "response_format": "pcm"}
+        assert await spoken(server, **body) == expected("Hello.")
+
+
+async def test_a_missing_library_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.media import audio_files
+
+    monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
+    audio_files._soundfile.cache_clear()
+    async with _shared(folder) as server:
+        response = await server.http.post(ROUTE, json={"input": "a"})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "response_format"
+        assert "penstock-llm[audio]" in response.json()["error"]["message"]
+    audio_files._soundfile.cache_clear()
+
+
+async def test_a_text_model_does_not_speak() -> None:
+    async with chatting() as server:
+        response = await server.http.post(ROUTE, json={"input": "a"})
+        assert response.status_code == 400
+        assert "audio-generation" in response.json()["error"]["message"]
+        assert (await server.http.get("/v1/audio/voices")).status_code == 400
+
+
+async def test_a_speech_model_does_not_chat(folder: Path) -> None:
+    async with _shared(folder) as server:
+        error = await server.refusal("/v1/chat/completions", messages=[{"role": "user", "content": "a"}])
+        assert "text-generation" in error["message"]
+
+
+async def test_no_speech_is_an_error_with_a_status(folder: Path) -> None:
+    async with speech_server(folder) as server:
+        server.services.tokenizer.speech_format.description.sampling["allowed_token_ids"] = [65]  # type: ignore[attr-defined]
+        try:
+            body = {"input": "a", "response_format": "wav", **SAMPLING, "max_tokens": 5}
+            response = await server.http.post(ROUTE, json=body)
+        finally:
+            del server.services.tokenizer.speech_format.description.sampling["allowed_token_ids"]  # type: ignore[attr-defined]
+        assert response.status_code == 500
+        assert "5 tokens without a whole frame" in response.json()["error"]["message"]
+
+
+async def test_sixteen_streams_with_disconnects(folder: Path, expected: Any) -> None:
+    async with speech_server(folder) as server:
+        app = server.http._transport.app  # type: ignore[attr-defined]
+        texts = [f"Hello number {i}." for i in range(16)]
+        body = {"response_format": "pcm", **SAMPLING}
+        streams = [Exchange(app, ROUTE, {"input": text, **body}) for text in texts]
+        for stream in streams[::2]:
+            stream.leave()
+        await asyncio.gather(*(stream.ended() for stream in streams))
+        for text, stream in zip(texts[1::2], streams[1::2], strict=True):
+            assert stream.status == 200
+            assert stream.body == expected(text)
+        await eventually(lambda: server.services.worker.num_outstanding == 0)
+        await eventually(lambda: server.services.worker.stats.num_used_blocks == 0)
+
+
+async def test_a_disconnect_cancels_the_next_parts(folder: Path) -> None:
+    async with speech_server(folder) as server:
+        app = server.http._transport.app  # type: ignore[attr-defined]
+        body = {"input": LONG * 4, "response_format": "pcm", **SAMPLING}
+        stream = Exchange(app, ROUTE, body)
+        stream.may_send.clear()
+        await eventually(lambda: server.services.worker.num_outstanding > 0)
+        stream.leave()
+        stream.may_send.set()
+        await stream.ended()
+        await eventually(lambda: server.services.worker.num_outstanding == 0)
+
+
+async def test_metrics(folder: Path) -> None:
+    async with speech_server(folder) as server:
+        pcm = await spoken(server, response_format="pcm")
+        text = (await server.http.get("/metrics")).text
+        assert "penstock_time_to_first_audio_seconds_count 1.0" in text
+        assert "penstock_real_time_factor_count 1.0" in text
+        seconds = float(text.split("\npenstock_audio_seconds_total ")[1].split()[0])
+        assert seconds == pytest.approx(len(pcm) / 2 / RATE)
+
+
+def test_the_official_client(folder: Path, expected: Any) -> None:
+    with live_server(**options_of(folder)) as server:
+        client = OpenAI(base_url=f"{server.url}v1", api_key="none", max_retries=0)
+        extra = {name: SAMPLING[name] for name in ("seed", "temperature", "max_tokens")}
+        request: dict[str, Any] = {"model": "tiny", "voice": "default", "extra_body": extra}
+        with client.audio.speech.with_streaming_response.create(
+            input=LONG, response_format="pcm", **request
+        ) as response:
+            pieces = list(response.iter_bytes())
+        assert b"".join(pieces) == expected(LONG)
+        whole = client.audio.speech.create(input="Hello.", response_format="wav", **request)
+        assert np.frombuffer(whole.content[44:], "<i2").tobytes() == expected("Hello.")
