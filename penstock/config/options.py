@@ -64,6 +64,7 @@ class PipelineOptions(TypedDict, total=False):
     image_processes: int | None
     image_timeout: float | None
     codec: Path | None
+    codec_encoding: str | None
     speech_format: str | None
     voice: str | tuple[str, ...] | list[str] | None
     audio_chunk_frames: int | None

@@ -35,6 +35,12 @@ class SpeechConfig:
         "Checkpoint of the audio codec: a folder or an id on the Hugging Face hub; by default the one that "
         "the speech format names.",
     )
+    codec_encoding: str | None = setting(
+        None,
+        TEXT,
+        "Encoding of the codec's large layers; by default that of the model if the codec supports it, else "
+        "float32.",
+    )
     speech_format: str | None = setting(
         None,
         TEXT,

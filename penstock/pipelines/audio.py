@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.codecs import CODECS, AudioCodec, CodecChunk, CodecRegistry, load_codec
+from penstock.codecs import CODECS, AudioCodec, CodecChunk, CodecRegistry, SupportedCodec, load_codec
 from penstock.driver import load_devices
 from penstock.engine import InferenceSession
 from penstock.errors import ConfigError, InputError, RequestFailedError
@@ -39,6 +39,7 @@ from penstock.pipelines.speech_tokens import SpeechTokenGenerationPipeline, crea
 from penstock.pipelines.task_pipeline import TaskPipeline
 from penstock.pipelines.voices import load_voices
 from penstock.weights.hub import resolve_checkpoint
+from penstock.weights.json_files import read_json_object
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
@@ -86,7 +87,9 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
     )
     form = required.tokenizer.speech_format
     folder = codec_folder(config, form)
-    codec = load_codec(folder, session, registry=codecs)  # first: the memory plan counts it as used
+    record = codecs.detect(read_json_object(folder / "config.json"), folder)
+    # Loaded before the model, so that the memory plan counts its memory as used.
+    codec = load_codec(folder, session, encoding=codec_encoding(config, record), registry=codecs)
     check_codec(codec, form)
     voices = load_voices(config.speech.voice, codec, folder)
     return AudioGeneratorPipeline(
@@ -105,6 +108,13 @@ def codec_folder(config: PipelineConfig, form: SpeechFormat) -> Path:
     name = given or named or form.default_codec
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else resolve_checkpoint(name)
+
+
+def codec_encoding(config: PipelineConfig, codec: SupportedCodec) -> str | None:
+    """Return the encoding of the codec: as configured, else that of the model if the codec supports it."""
+    if config.speech.codec_encoding is not None:
+        return config.speech.codec_encoding
+    return config.model.encoding if config.model.encoding in codec.encodings else None
 
 
 def check_codec(codec: AudioCodec, form: SpeechFormat) -> None:
@@ -153,6 +163,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             for seconds in (_FIRST_CHUNK, _LARGEST_CHUNK, _WHOLE_CHUNK)
         )
         self._streamed, self._whole = ChunkSizes(first, largest), ChunkSizes(whole, whole)
+        self._chunk_ends: dict[int, int] = {}
         self._max_frames = max(whole, largest)
         """Most frames decoded in one call, apart from the last chunk of each context."""
 
@@ -291,16 +302,28 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         has_ended = context.generation_status.is_done
         if sizes is None:
             sizes = self._streamed if context.streaming else self._whole
-        wanted = sizes.after(start)
-        count = min(wanted, codec.ready_frames(num_frames, ended=has_ended) - start)
-        if count <= 0 or (count < wanted and not has_ended and not takes_rest):
+        stop = self._chunk_end(start + sizes.after(start))
+        ready = codec.ready_frames(num_frames, ended=has_ended)
+        if ready <= start or (ready < stop and not has_ended and not takes_rest):
             return None
-        stop = start + count
+        stop = min(stop, ready)
         first, end = codec.context_at(start, stop)
         end = min(end, num_frames)
         codes, _ = context.next_speech_tokens((end - start) * size, (start - first) * size)
         frames = torch.from_numpy(codes.astype(np.int64)).view(-1, size)
         return CodecChunk(frames, start, start - first, end - stop, has_ended and end == num_frames)
+
+    def _chunk_end(self, stop: int) -> int:
+        """Return the end of a chunk of a stream that goes on: the first end from ``stop`` on.
+
+        A codec that decodes whole blocks ends chunks at the ends of blocks.
+        """
+        end = self._chunk_ends.get(stop)
+        if end is None:
+            counts = range(stop, stop + self.codec.right_context + 1)
+            ready = (self.codec.ready_frames(count, ended=False) for count in counts)
+            end = self._chunk_ends[stop] = next((one for one in ready if one >= stop), stop)
+        return end
 
     def _decode(self, due: Mapping[str, CodecChunk]) -> dict[str, npt.NDArray[np.float32]]:
         """Return the samples of each chunk. An error in one chunk ends only its request."""

@@ -81,6 +81,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "image_processes": st.integers(1, 64),
     "image_timeout": st.floats(0.001, 1e6),
     "codec": st.sampled_from([None, "./codec"]),
+    "codec_encoding": st.sampled_from([None, "int8"]),
     "speech_format": st.sampled_from([None, "neutts"]),
     "voice": st.sampled_from([(), ("anna=anna.wav", "ben=1,2,3")]),
     "audio_chunk_frames": st.none() | st.integers(1, 1000),

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.codecs import FOLDER, REFERENCES, load_reference
 from support.tiny_speech import CODES, SAMPLES_PER_FRAME, FakeCodec, catalog, write_tiny_speech
 
 from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer
+from penstock.codecs import CodecChunk
 from penstock.config import PipelineConfig
 from penstock.errors import InputError, RequestFailedError
 from penstock.pipelines.audio import AudioGeneratorPipeline, ChunkSizes
@@ -70,7 +72,8 @@ class Model:
 def whole(model: Model, context: TTSContext) -> np.ndarray:
     """Return the audio of all speech tokens of a context, decoded at once."""
     codes = torch.from_numpy(context.speech_tokens.astype(np.int64))
-    [samples] = model.pipeline.codec.decode([codes.view(-1, model.pipeline.codec.codes_per_frame)])
+    frames = codes.view(-1, model.pipeline.codec.codes_per_frame)
+    [samples] = model.pipeline.codec.decode_chunks([CodecChunk(frames)])
     return samples.numpy()
 
 
@@ -323,3 +326,22 @@ def test_a_codec_that_does_not_fit_the_format(tmp_path: Path) -> None:
     other = write_tiny_speech(tmp_path / "n", "neutts") / "codec"
     with pytest.raises(ValueError, match=r"1 codes of 0 to 15 in a frame, .*'orpheus' writes 3 codes"):
         Model(folder, codec=str(other))
+
+
+@pytest.mark.parametrize("name", ["snac", "neucodec"])
+def test_real_codecs_stream_within_their_tolerance(name: str, tmp_path: Path) -> None:
+    codec = next(one for one in REFERENCES if one.startswith(name))
+    form, num_codes = {"snac": ("orpheus", 7), "neucodec": ("neutts", 1)}[name]
+    if name == "snac":
+        num_codes = load_reference(codec).codes_per_frame
+    folder = write_tiny_speech(tmp_path / "m", form, num_codes=num_codes, max_characters=60)
+    model = Model(folder, codec=str(FOLDER / codec))
+    params = {"max_new_tokens": 150, "min_new_tokens": 140}
+    for frames in (3, 16):
+        model.pipeline._streamed = ChunkSizes(frames, 2 * frames)
+        context = model.context(f"r{frames}", params=params)
+        [chunks] = model.run([context], 4).values()
+        audio, expected = np.concatenate(chunks), whole(model, context)
+        assert len(chunks) > 1
+        assert len(audio) == len(expected) > 0
+        np.testing.assert_allclose(audio, expected, rtol=0, atol=model.pipeline.codec.tolerance)

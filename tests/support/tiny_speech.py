@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from penstock.codecs import AudioCodec, CodecChunk
+from penstock.codecs.registry import CODECS as REAL_CODECS
 from penstock.codecs.registry import CodecRegistry, SupportedCodec
 from penstock.engine import InferenceSession
 
@@ -83,7 +84,7 @@ class FakeCodec(AudioCodec):
 
 
 class FakeCodecs(CodecRegistry):
-    """A registry that knows the fake codec."""
+    """A registry that knows the fake codec and the real ones."""
 
     @property
     def codecs(self) -> tuple[SupportedCodec, ...]:
@@ -93,7 +94,7 @@ class FakeCodecs(CodecRegistry):
             codec="tiny_speech:FakeCodec",
             package="support",
         )
-        return (record,)
+        return (record, *REAL_CODECS.codecs)
 
 
 def create_audio(required: Any) -> Any:
@@ -116,7 +117,13 @@ def catalog() -> Any:
 
 
 def write_tiny_speech(
-    folder: Path, form: str = "neutts", *, seed: int = 0, end: float = 0.9, **description: Any
+    folder: Path,
+    form: str = "neutts",
+    *,
+    seed: int = 0,
+    end: float = 0.9,
+    num_codes: int | None = None,
+    **description: Any,
 ) -> Path:
     """Write a checkpoint with its codec.
 
@@ -125,10 +132,12 @@ def write_tiny_speech(
         form: the speech format.
         seed: of the weights.
         end: how probable the end of the speech is, relative to the first code of a frame.
+        num_codes: codes of each frame; by default those of CODES.
         **description: changed or added values of ``speech_config.json``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokens, first_code, num_codes = _tokens(form), "", CODES[form]
+    num_codes = num_codes or CODES[form]
+    tokens = _tokens(form, num_codes)
     first_code = {"neutts": "<|speech_0|>", "orpheus": "<custom_token_10>"}[form]
     ends = {"neutts": "<|SPEECH_GENERATION_END|>", "orpheus": "<custom_token_2>"}
     vocabulary = 256 + len(tokens)
@@ -165,12 +174,12 @@ def write_tiny_speech(
     return folder
 
 
-def _tokens(form: str) -> list[str]:
+def _tokens(form: str, num_codes: int) -> list[str]:
     """Return the special tokens after the bytes."""
     if form == "neutts":
         names = [f"<|{kind}_{edge}|>" for kind in ("TEXT_PROMPT", "SPEECH_GENERATION") for edge in _EDGES]
         return ["<|eos|>", *names, *(f"<|speech_{i}|>" for i in range(SIZE))]
-    count = 10 + CODES[form] * SIZE
+    count = 10 + num_codes * SIZE
     return ["<|eos|>", "<|eot_id|>", *(f"<custom_token_{i}>" for i in range(count))]
 
 
