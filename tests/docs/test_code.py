@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.codecs import FOLDER
 from support.documents import (
     PAGES,
     ROOT,
@@ -22,6 +23,7 @@ from support.documents import (
 )
 from support.tiny_embedder import write_tiny_embedder
 from support.vision_checkpoint import picture, write_llava
+from support.tiny_speech import write_tiny_speech
 
 from penstock.cli import cli
 
@@ -43,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pages")
     write_adapter(path / "adapters" / "tone")
     write_tiny_embedder(path / "all-MiniLM-L6-v2", settings={"prompts": {"query": "query: "}})
+    write_tiny_speech(path / "neutts-nano", codec=str(FOLDER / "neucodec"))
     write_tiny_embedder(path / "ms-marco-MiniLM-L6-v2", labels=1)
     (path / "llava-1.5-7b-hf").mkdir()
     write_llava(path / "llava-1.5-7b-hf")

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.codecs import FOLDER
 from support.documents import EXAMPLES, ROOT, running_server
 from support.tiny_embedder import write_tiny_embedder
+from support.tiny_speech import write_tiny_speech
 
 from penstock import LLM, SamplingParams
 
 CLIENTS = ("anthropic_client", "openai_client", "responses_client", "structured_output")
-ALONE = ("async_llm", "lora", "score_batch", "semantic_search", "speculation")
+ALONE = ("async_llm", "lora", "score_batch", "semantic_search", "speculation", "speech")
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,16 @@ def test_speculation(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the same text: True" in said
     num_accepted = int(said.splitlines()[-1].split()[0])
     assert num_accepted > 5
+
+
+def test_speech(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_tiny_speech(tmp_path / "model", codec=str(FOLDER / "neucodec"))
+    output = tmp_path / "a.wav"
+    monkeypatch.setattr(sys, "argv", ["speech.py", str(model), "Hello.", "--output", str(output)])
+    first, last = run_here("speech", capsys).splitlines()
+    assert re.fullmatch(r"first audio after \d+\.\d\d s", first)
+    assert re.fullmatch(r"\d+\.\d\d s of audio in \d+ chunks, real-time factor \d+\.\d\d", last)
+    assert output.read_bytes()[:4] == b"RIFF"
 
 
 def test_semantic_search(

@@ -1,0 +1,56 @@
+"""Speech with a model that writes audio tokens: a stream, and the same text as a file.
+
+The text is spoken as a stream of chunks, as a player would read it, and written to a WAV file. The real-time
+factor is the time that the speech takes, divided by its duration.
+
+    python examples/speech.py MODEL "The quick brown fox." --output fox.wav
+
+MODEL is the folder or the Hugging Face id of a speech model, such as canopylabs/orpheus-3b-0.1-ft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from penstock import LLM
+from penstock.errors import PenstockError
+from penstock.media.audio_files import encode_audio
+from penstock.pipelines.core import PipelineTask
+
+
+def main() -> None:
+    """Speak a text."""
+    parser = argparse.ArgumentParser(description="Speak a text.")
+    parser.add_argument("model")
+    parser.add_argument("text")
+    parser.add_argument("--output", type=Path, default=Path("speech.wav"))
+    parser.add_argument("--voice", help="the name of a voice")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with LLM(options.model) as llm:
+        if llm.config.model.pipeline_task is not PipelineTask.AUDIO_GENERATION:
+            raise SystemExit(f"{options.model} is no speech model")
+        form = llm.tokenizer.speech_format
+        params = llm.config.default_sampling_params(defaults=form.sampling_defaults, seed=options.seed)
+        stream = llm.stream_speech(options.text, params, voice=options.voice)
+        chunks = []
+        for chunk in stream:
+            if not chunks:
+                print(f"first audio after {chunk.metadata['elapsed_seconds']:.2f} s")
+            chunks.append(chunk.audio_data.numpy())
+        facts = chunk.metadata
+    audio = np.concatenate(chunks)
+    options.output.write_bytes(encode_audio(audio, stream.sample_rate, "wav"))
+    factor = facts["elapsed_seconds"] / facts["seconds"]
+    print(f"{facts['seconds']:.2f} s of audio in {len(chunks)} chunks, real-time factor {factor:.2f}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PenstockError as error:
+        sys.exit(f"error: {error}")
