@@ -22,8 +22,8 @@ from support.documents import (
     write_adapter,
 )
 from support.tiny_embedder import write_tiny_embedder
-from support.vision_checkpoint import picture, write_llava
 from support.tiny_speech import write_tiny_speech
+from support.vision_checkpoint import picture, write_llava
 
 from penstock.cli import cli
 
