@@ -14,13 +14,14 @@ from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.architectures.transformer import TransformerModel
 from penstock.architectures.vision import VisionModel
 from penstock.config import HuggingFaceConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UnsupportedFeatureError
 from penstock.kernels import Ops, StepInputs, encoding_named
 from penstock.nn import Blueprint, Loader, TensorNames
 from penstock.pipelines.core import ImageMetadata
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
+    from penstock.lora import LoRAManager
     from penstock.nn import LoadFeedForward
 
 _ROWS_PER_PATCH = 6
@@ -139,6 +140,11 @@ class VisionLanguageModel(VisionModel, TransformerModel):
     ) -> VisionLanguageNetwork:
         text = super().build(load, huggingface_config, max_length)
         return VisionLanguageNetwork(text, cls.load_encoder(load, huggingface_config))
+
+    def _load_adapters(self, loader: Loader) -> LoRAManager | None:
+        if self.pipeline_config.lora.is_enabled:
+            raise UnsupportedFeatureError("LoRA adapters", f"{type(self).__name__} reads images")
+        return None
 
     def encode_images(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
         self.session.check_process()

@@ -1,0 +1,133 @@
+"""Configurations of vision models that Penstock does not compute are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import VISION_DECODERS
+from support.running import open_pipeline
+from support.vision import save_vision_model
+
+from penstock.architectures.registry import SupportedArchitecture
+from penstock.config import HuggingFaceConfig
+from penstock.errors import ConfigError, PenstockError, UnsupportedFeatureError
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("idefics3", {"text_config": {"model_type": "mamba"}}, "mamba"),
+    ("idefics3", {"vision_config": {"num_attention_heads": 5}}, "5 heads do not divide hidden_size 48"),
+    ("gemma3", {"text_config": {"attn_logit_softcapping": 30.0}}, "attn_logit_softcapping"),
+    ("gemma3", {"text_config": {"use_bidirectional_attention": True}}, "use_bidirectional_attention"),
+    ("qwen2_5_vl", {"text_config": {"model_type": "qwen2"}}, "must be qwen2_5_vl_text, was 'qwen2'"),
+    (
+        "qwen2_5_vl",
+        {"text_config": {"rope_parameters": {"mrope_section": [2, 2, 2]}}},
+        r"\[2, 2, 2\] must add up to 8",
+    ),
+    ("qwen3_vl", {"text_config": {"rope_parameters": {"mrope_section": [2, 2]}}}, "three whole numbers"),
+    ("qwen3_vl", {"text_config": {"rope_parameters": {"rope_type": "other"}}}, "unknown rope type 'other'"),
+]
+
+
+def record(name: str) -> SupportedArchitecture:
+    (found,) = (one for one in VISION_DECODERS if one.name == name)
+    return found
+
+
+def values_of(name: str, changes: dict[str, Any]) -> HuggingFaceConfig:
+    tiny = record(name).tiny_config
+    assert tiny is not None
+    values = tiny()
+    for key, change in changes.items():
+        values[key] = values[key] | change if isinstance(change, dict) else change
+    return HuggingFaceConfig(values)
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=str)
+def test_configurations(name: str, changes: dict[str, Any], message: str) -> None:
+    model: Any = record(name).load_pipeline_model()
+    config = values_of(name, changes)
+    with pytest.raises(PenstockError, match=message):
+        model.blueprint(config)
+        model.vision_sizes(config)
+        model.load_encoder(_Nothing(), config)
+
+
+class _Nothing:
+    """A loader without tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        def read(*arguments: Any, **options: Any) -> Any:
+            return None
+
+        return read
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("idefics3", {"scale_factor": 3}, "3 does not divide the 4 patches"),
+        ("gemma3", {"mm_tokens_per_image": 9}, "9 must be the square of a divisor of 4"),
+        ("gemma3", {"mm_tokens_per_image": 8}, "8 must be the square"),
+    ],
+    ids=str,
+)
+def test_connectors(name: str, changes: dict[str, Any], message: str) -> None:
+    model: Any = record(name).load_pipeline_model()
+    with pytest.raises(ConfigError, match=message):
+        model.load_encoder(_Nothing(), values_of(name, changes))
+
+
+def test_more_deepstack_blocks_than_layers(tmp_path: Path) -> None:
+    changes = {
+        "vision_config": {"deepstack_visual_indexes": [0, 1, 2]},
+        "text_config": {"num_hidden_layers": 2},
+    }
+    save_vision_model(record("qwen3_vl"), tmp_path, **changes)
+    with pytest.raises(ConfigError, match="3 blocks for a decoder of 2 layers"):
+        open_pipeline(tmp_path)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    save_vision_model(record("smolvlm"), tmp_path)
+    with pytest.raises(UnsupportedFeatureError, match=r"LoRA adapters.*reads images"):
+        open_pipeline(tmp_path, enable_lora=True)
+
+
+def test_older_and_shorter_configurations() -> None:
+    """Files on the hub have other keys than those that transformers writes today."""
+    qwen: Any = record("qwen2_5_vl").load_pipeline_model()
+    text = values_of("qwen2_5_vl", {}).section("text_config").to_dict()
+    text.pop("rope_parameters")
+    flat = {
+        **text,
+        "model_type": "qwen2_5_vl",
+        "rope_theta": 77.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "vision_config": {"hidden_size": 1280},
+    }
+    (rotary,) = qwen.blueprint(HuggingFaceConfig(flat)).rotaries
+    assert (rotary.kind, rotary.base, rotary.axes) == ("default", 77.0, (0, 0, 1, 1, 1, 2, 2, 2))
+    gemma: Any = record("gemma3").load_pipeline_model()
+    short = {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {
+            "hidden_size": 1152,
+            "image_size": 896,
+            "patch_size": 14,
+            "num_attention_heads": 16,
+        },
+    }
+    blueprint = gemma.blueprint(HuggingFaceConfig(short))
+    assert (blueprint.heads, blueprint.kv_heads, blueprint.head_dim, blueprint.tied_head) == (8, 4, 256, True)
+    assert [rotary.kind for rotary in blueprint.rotaries] == ["linear", "default"]
+    assert gemma.largest_image(HuggingFaceConfig(short)) == 4096
