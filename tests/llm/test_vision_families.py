@@ -48,7 +48,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[int, str], str]] = {
 def write_family(folder: Path, name: str) -> Any:
     """Write a checkpoint whose tokens are characters, and return its model."""
     (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
-    model = save_vision_model(architecture, folder, **LONG)
+    changes = LONG | ({"mm_tokens_per_image": 16} if name == "gemma3" else {})
+    model = save_vision_model(architecture, folder, **changes)
     processor, settings, special, image = FAMILIES[name]
     vocabulary = {chr(code): code for code in range(126)} | {text: index for index, text in special.items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
