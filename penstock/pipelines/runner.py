@@ -24,6 +24,7 @@ from penstock.kv_cache import KVCache, KVCacheManager
 from penstock.pipelines.core import LogProbabilities, SamplingParams, TextContext
 from penstock.pipelines.encoder_cache import EncoderCache
 from penstock.pipelines.image_rows import ImageRows
+from penstock.pipelines.logit_rows import LogitRows, last_rows, rows_as_sequences
 from penstock.pipelines.sampling import Sampler, adjust_logits
 from penstock.pipelines.speculative import accept
 
@@ -57,7 +58,7 @@ class LaunchHandle:
     """Number of steps; fewer than requested if every sequence of a fused call has ended."""
     inputs: ModelInputs
     """Model inputs of the last forward; of the first one if the steps are fused."""
-    rows: _Rows
+    rows: LogitRows
     """Rows of logits of the first forward."""
     sampled: list[Tensor] = field(default_factory=list)
     """The sampled tokens of each step, ``[R]`` int64; -1 marks logits that are not finite, `_NO_CHOICE` a row
@@ -111,7 +112,7 @@ class ModelRunner:
             num_logits: number of last rows of each context whose logits are returned; None for one each.
         """
         outputs = self._model.execute(self._prepare(contexts, None, 1 if num_logits is None else num_logits))
-        return _last_rows(outputs, num_logits or [1] * len(contexts))
+        return last_rows(outputs, num_logits or [1] * len(contexts))
 
     def execute(
         self,
@@ -148,7 +149,7 @@ class ModelRunner:
         assert num_steps == 1 or not (is_scored or any(drafts)), "drafts and log probabilities need one step"
         sampler = self._sampler_of([context.sampling_params for context in contexts])
         if after is None:
-            rows = _Rows.of(contexts, drafts)
+            rows = LogitRows.of(contexts, drafts)
             inputs = self._prepare_step(contexts, drafts)
         else:
             assert not any(after.drafts), "steps cannot continue the verification of drafts"
@@ -191,7 +192,7 @@ class ModelRunner:
                 handle.inputs = self._model.prepare_next_token_inputs(tokens, handle.inputs)
             outputs = self._model.execute(handle.inputs)
             beat()
-            logits = _last_rows(outputs, handle.rows.counts)
+            logits = last_rows(outputs, handle.rows.counts)
             self.vocabulary = logits.shape[-1]
             rows = handle.rows.after(step)
             handle.sampled.append(self._sample(sampler, handle.contexts, handle.drafts, rows, logits))
@@ -264,7 +265,7 @@ class ModelRunner:
         sampler: Sampler,
         contexts: Sequence[TextContext],
         drafts: Sequence[list[int]],
-        rows: _Rows,
+        rows: LogitRows,
         logits: Tensor,  # [R, V]
     ) -> Tensor:  # [R] tokens
         """Sample the token after each context's last row, and one for the position of each draft."""
@@ -295,7 +296,7 @@ class ModelRunner:
             top_n += [context.log_probabilities or 0] * len(scored)
             echo += [_echoes(context)] + [False] * (len(scored) - 1) if scored else []
         if any(drafts):
-            inputs, outputs = _as_sequences(inputs, outputs, drafts, owners)
+            inputs, outputs = rows_as_sequences(inputs, outputs, drafts, owners)
         try:
             entries = self._model.compute_log_probabilities(
                 self._session, inputs, outputs, torch.tensor(targets, device=self._device), top_n, echo
@@ -305,29 +306,6 @@ class ModelRunner:
         for owner, entry in zip(owners, entries, strict=True):
             if entry is not None:
                 results[owner].log_probabilities.append(entry)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The rows of logits to sample from, grouped by context."""
-
-    counts: list[int]  # [B]: rows of each context
-    sequences: np.ndarray  # [R]: context of each row
-    positions: np.ndarray  # [R]: index of the token sampled from each row
-
-    @classmethod
-    def of(cls, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> _Rows:
-        ends = np.array([context.active_idx for context in contexts])
-        counts = [len(draft) + 1 for draft in drafts]
-        sequences = np.arange(len(contexts))
-        if not any(drafts):
-            return cls(counts, sequences, ends)
-        sequences = sequences.repeat(counts)
-        firsts = np.cumsum(counts) - counts  # [B]
-        return cls(counts, sequences, ends[sequences] + np.arange(len(sequences)) - firsts[sequences])
-
-    def after(self, step: int) -> _Rows:
-        return replace(self, positions=self.positions + step) if step else self
 
 
 def _echoes(context: TextContext) -> bool:
@@ -352,59 +330,3 @@ def _append_sampled(
             accepted = [max(token, 0) for token in accepted]  # unused, but they may be scored
         result.tokens += accepted
         start = end
-
-
-def _as_sequences(
-    inputs: ModelInputs, outputs: ModelOutputs, drafts: Sequence[list[int]], owners: Sequence[int]
-) -> tuple[ModelInputs, ModelOutputs]:
-    """Return the rows to score as a batch: the active rows of a context, then one row per accepted draft.
-
-    Args:
-        inputs: of the forward; the rows of a context are contiguous, its drafts last.
-        outputs: of the forward.
-        drafts: the verified drafts.
-        owners: the context of each token to score. Its first token is scored by the active rows.
-    """
-    assert outputs.logits is not None, "the model returned no logits"
-    row_ends, logit_ends = inputs.row_offsets.tolist(), inputs.logit_offsets.tolist()
-    rows: list[int] = []
-    logit_rows: list[int] = []
-    row_offsets, logit_offsets = [0], [0]
-    place = 0
-    for number, owner in enumerate(owners):
-        place = place + 1 if number and owners[number - 1] == owner else 0
-        width = len(drafts[owner])
-        first_draft, first_logits = row_ends[owner + 1] - width, logit_ends[owner + 1] - width
-        if place == 0:
-            rows += range(row_ends[owner], first_draft)
-            logit_rows += range(logit_ends[owner], first_logits)
-        else:
-            rows.append(first_draft + place - 1)
-            logit_rows.append(first_logits + place - 1)
-        row_offsets.append(len(rows))
-        logit_offsets.append(len(logit_rows))
-    device = outputs.logits.device
-    offsets = torch.tensor(logit_offsets, device=device)
-    chosen = replace(
-        inputs,
-        tokens=inputs.tokens[torch.tensor(rows, device=device)],
-        row_offsets=torch.tensor(row_offsets, device=device),
-        logit_offsets=offsets,
-    )
-    logits = outputs.logits[torch.tensor(logit_rows, device=device)]
-    return chosen, replace(outputs, next_token_logits=None, logits=logits, logit_offsets=offsets)
-
-
-def _last_rows(outputs: ModelOutputs, counts: Sequence[int]) -> Tensor:  # [R, V]
-    """Return the last ``counts [B]`` rows of logits of each sequence."""
-    if outputs.next_token_logits is not None and max(counts) == 1:
-        return outputs.next_token_logits
-    assert outputs.logits is not None, "the model returned no logits"
-    if sum(counts) == outputs.logits.shape[0]:
-        return outputs.logits
-    assert outputs.logit_offsets is not None, "logits of several rows need logit_offsets"
-    offsets = outputs.logit_offsets.cpu().numpy()
-    assert (np.diff(offsets) >= counts).all(), "the model returned fewer rows of logits than requested"
-    ends = offsets[1:]
-    rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-    return outputs.logits[torch.from_numpy(rows).to(outputs.logits.device)]

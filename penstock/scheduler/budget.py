@@ -6,9 +6,25 @@ max_batch_input_tokens
 
 from __future__ import annotations
 
-from penstock.errors import InputError
+from typing import TypeVar
+
+from penstock.errors import ConfigError, InputError
 from penstock.kv_cache.interface import KVCache
 from penstock.pipelines.core import InputContext
+from penstock.scheduler.batch import Batch, splittable_rows
+
+ContextT = TypeVar("ContextT", bound=InputContext)
+
+
+def check_limits(**limits: int) -> None:
+    """Check the scheduler's limits.
+
+    Raises:
+        ConfigError: one is below 1; names it.
+    """
+    for name, value in limits.items():
+        if value < 1:
+            raise ConfigError(name, f"must be at least 1, was {value}")
 
 
 def decode_rows(num_remaining: int, num_left: int, num_behind: int) -> int:
@@ -36,6 +52,55 @@ def smallest_chunk(min_chunk_size: int, max_batch_input_tokens: int, max_batch_s
     being computed advances in every step.
     """
     return min(min_chunk_size, max_batch_input_tokens - (max_batch_size - 1))
+
+
+class PromptBudget:
+    """How many tokens of a prompt a step computes.
+
+    Args:
+        max_tokens: most tokens of a step.
+        min_chunk_size: the smallest chunk of a prompt.
+        may_cut: whether prompts are cut into chunks. Without it only contexts that outgrew the budget are.
+        whole_prompts: never cut a prompt. One that exceeds the budget is the only one of its step.
+    """
+
+    def __init__(
+        self, max_tokens: int, min_chunk_size: int, *, may_cut: bool, whole_prompts: bool = False
+    ) -> None:
+        self.max_tokens = max_tokens
+        self._min_chunk = min_chunk_size
+        self._may_cut = may_cut and not whole_prompts
+        self._whole_prompts = whole_prompts
+
+    def chunk_size_of(self, context: InputContext) -> int | None:
+        """Return the smallest chunk of a context's prompt; None if the prompt is not cut."""
+        outgrew_budget = context.end_idx > self.max_tokens
+        may_cut = self._may_cut or (outgrew_budget and not self._whole_prompts)
+        return self._min_chunk if may_cut else None
+
+    def rows(self, context: ContextT, num_remaining: int, batch: Batch[ContextT]) -> int:
+        """Return how many of a prompt's remaining tokens this step computes; 0 if it has to wait."""
+        if self._whole_prompts and not batch.entries:
+            return num_remaining
+        may_cut = self.chunk_size_of(context) is not None
+        rows = prompt_rows(num_remaining, batch.num_left, self._min_chunk, may_cut=may_cut)
+        if not 0 < rows < num_remaining:
+            return rows
+        has_prompts = any(not other.is_decoding for other in batch.entries.values())
+        return splittable_rows(context, rows, may_grow=not has_prompts)
+
+    def refuse_what_never_fits(self, context: InputContext, kv: KVCache) -> None:
+        """Check that a context can run if it is the only one.
+
+        Raises:
+            InputError: the context can never run.
+        """
+        refuse_what_never_fits(
+            context,
+            kv,
+            max_tokens=context.current_length if self._whole_prompts else self.max_tokens,
+            chunk_size=self._min_chunk if self._may_cut else None,
+        )
 
 
 def refuse_what_never_fits(

@@ -8,13 +8,13 @@ from itertools import count
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from penstock.errors import ConfigError, InputError, InsufficientBlocksError, PenstockError
+from penstock.errors import InputError, InsufficientBlocksError, PenstockError
 from penstock.kv_cache.interface import KVCache, restart
 from penstock.kv_cache.reservation import ReservedBatch, reserve_steps
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
 from penstock.scheduler.batch import Batch, Entry, is_whole, num_rows, set_rows, splittable_rows
-from penstock.scheduler.budget import decode_rows, prompt_rows, refuse_what_never_fits, smallest_chunk
+from penstock.scheduler.budget import PromptBudget, check_limits, decode_rows, smallest_chunk
 from penstock.scheduler.isolation import Isolation, as_failure
 from penstock.scheduler.shares import Shares
 from penstock.scheduler.waiting import WaitingQueue
@@ -72,21 +72,20 @@ class Scheduler(Generic[ContextT, OutputT]):
         ready: Callable[[ContextT], bool] | None = None,
         isolates_faults: bool = True,
     ) -> None:
-        limits = {
-            "max_batch_size": max_batch_size,
-            "max_batch_input_tokens": max_batch_input_tokens,
-            "min_chunk_size": min_chunk_size,
-        }
-        for name, value in limits.items():
-            if value < 1:
-                raise ConfigError(name, f"must be at least 1, was {value}")
+        check_limits(
+            max_batch_size=max_batch_size,
+            max_batch_input_tokens=max_batch_input_tokens,
+            min_chunk_size=min_chunk_size,
+        )
         self._pipeline = pipeline
         self._kv: KVCache = pipeline.kv
         self._max_batch_size = min(max_batch_size, max_batch_input_tokens)
-        self._max_tokens = max_batch_input_tokens
-        self._min_chunk = smallest_chunk(min_chunk_size, max_batch_input_tokens, self._max_batch_size)
-        self._may_chunk_prefill = enable_chunked_prefill and not whole_prompts
-        self._whole_prompts = whole_prompts
+        self._prompts = PromptBudget(
+            max_batch_input_tokens,
+            smallest_chunk(min_chunk_size, max_batch_input_tokens, self._max_batch_size),
+            may_cut=enable_chunked_prefill,
+            whole_prompts=whole_prompts,
+        )
         self._ready = ready
         self._isolation = Isolation(pipeline, is_enabled=isolates_faults)
         self._arrivals = count()
@@ -133,9 +132,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         Raises:
             InputError: the context can never run, even as the only one, or its ``request_id`` is in use.
         """
-        chunk_size = self._min_chunk if self._may_chunk_prefill else None
-        max_tokens = context.current_length if self._whole_prompts else self._max_tokens
-        refuse_what_never_fits(context, self._kv, max_tokens=max_tokens, chunk_size=chunk_size)
+        self._prompts.refuse_what_never_fits(context, self._kv)
         if context.request_id in self._running or context.request_id in self._waiting:
             raise InputError(f"request {context.request_id} is already submitted: use unique ids")
         self._shares.enter(context.client_id)
@@ -159,7 +156,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         self.admitted.clear()
         self._shares.begin_step()
         self._slot_free_steps = max(self._slot_free_steps - 1, 0)
-        batch: Batch[ContextT] = Batch(self._max_tokens, max(num_steps, 1))
+        batch: Batch[ContextT] = Batch(self._prompts.max_tokens, max(num_steps, 1))
         self._add_decoding(batch)
         self._add_prompts(batch)
         entries = batch.entries
@@ -249,7 +246,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         May preempt contexts of a client that holds more than its share.
         """
         context = entry.context
-        if not self._prompt_rows(entry, context.end_idx, batch):
+        if not self._prompts.rows(context, context.end_idx, batch):
             return False
         if not self._make_room(entry, batch):
             return False
@@ -288,13 +285,13 @@ class Scheduler(Generic[ContextT, OutputT]):
         One more block must stay free for each running context, or the new one would soon be preempted. If
         no context runs, the result is True: waiting would not free blocks.
         """
-        chunk = self._min_chunk if self._may_chunk(entry) else None
+        chunk = self._prompts.chunk_size_of(entry.context)
         headroom = len(self._running)
         return not headroom or self._kv.admits(entry.context, chunk_size=chunk, headroom=headroom)
 
     def _reserve_prompt(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> int:
-        rows = self._prompt_rows(entry, entry.num_remaining, batch)
-        smallest = min(rows, self._min_chunk) if self._may_chunk(entry) else rows
+        rows = self._prompts.rows(entry.context, entry.num_remaining, batch)
+        smallest = min(rows, self._prompts.chunk_size_of(entry.context) or rows)
         smallest = splittable_rows(entry.context, smallest)
         return self._reserve(entry, rows, smallest, batch, may_preempt=not batch.entries) if rows else 0
 
@@ -339,20 +336,6 @@ class Scheduler(Generic[ContextT, OutputT]):
 
     def _has_slot(self) -> bool:
         return len(self._running) < self._max_batch_size
-
-    def _may_chunk(self, entry: Entry[ContextT]) -> bool:
-        outgrew_budget = entry.context.end_idx > self._max_tokens
-        return self._may_chunk_prefill or (outgrew_budget and not self._whole_prompts)
-
-    def _prompt_rows(self, entry: Entry[ContextT], num_remaining: int, batch: Batch[ContextT]) -> int:
-        """Return how many of a prompt's remaining tokens this step computes; 0 if it has to wait."""
-        if self._whole_prompts and not batch.entries:
-            return num_remaining
-        rows = prompt_rows(num_remaining, batch.num_left, self._min_chunk, may_cut=self._may_chunk(entry))
-        if not 0 < rows < num_remaining:
-            return rows
-        has_prompts = any(not other.is_decoding for other in batch.entries.values())
-        return splittable_rows(entry.context, rows, may_grow=not has_prompts)
 
     def _is_ready(self, entry: Entry[ContextT]) -> bool:
         try:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from tokenizers import Tokenizer
+
 from penstock.errors import InputError, PromptTooLongError
 from penstock.pipelines.core import Grammar, SamplingParams, TokenGeneratorRequest
+from penstock.text.valid_unicode import valid_unicode
+
+_CHARACTERS_PER_TOKEN = 8
+"""Upper bound of the average in nearly all texts. Longer texts are encoded in part first."""
 
 
 def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams:
@@ -90,3 +96,24 @@ def total_length(num_prompt_tokens: int, params: SamplingParams, max_length: int
             f"the prompt of {num_prompt_tokens} (max_new_tokens {requested}, maximum length {max_length})"
         )
     return num_prompt_tokens + num_new
+
+
+def check_text_length(backend: Tokenizer, text: str, limit: int, *, has_output: bool) -> None:
+    """Raise `PromptTooLongError` for a text that is clearly too long, without encoding all of it.
+
+    Encodes prefixes of the text, each twice as long as the one before. Only the last tokens of a prefix
+    depend on the text after it. The margin of a quarter of the maximum is far larger than those.
+
+    Args:
+        backend: the tokenizer.
+        text: the text.
+        limit: the maximum length, in tokens.
+        has_output: whether the maximum length includes tokens that the model generates.
+    """
+    size = _CHARACTERS_PER_TOKEN * limit
+    while size < len(text):
+        prefix = [valid_unicode(text[:size])]
+        [encoding] = backend.encode_batch_fast(prefix, add_special_tokens=False)
+        if len(encoding) > limit + max(16, limit // 4):
+            raise PromptTooLongError(len(encoding), limit, is_exact=False, has_output=has_output)
+        size *= 2

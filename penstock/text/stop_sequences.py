@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+
+from penstock.text.valid_unicode import valid_unicode
 
 _BEFORE = ["", " ", "\n", "\t", "a", "A", "1", "é", "中", *".,;:!?)]}>\"'`-*_"]
 _AFTER = ["", " ", "\n", "a", "."]
+_MAX_CACHED_STOPS = 1024
 
 
 def stop_sequences(
@@ -33,6 +36,35 @@ def stop_sequences(
     sequences = [_shortest_sequence(isolated, target, token_bytes) or isolated]
     sequences += [_shortest_sequence(ids, target, token_bytes) or [] for ids in in_context]
     return [list(ids) for ids in dict.fromkeys(map(tuple, sequences)) if ids]
+
+
+class StopSequenceCache:
+    """The token sequences of stop strings, kept for later requests.
+
+    Args:
+        encode: converts texts to token ids, without adding special tokens.
+        token_bytes: returns the bytes that a token adds in the middle of a text.
+    """
+
+    def __init__(
+        self, encode: Callable[[list[str]], list[list[int]]], token_bytes: Callable[[int], bytes]
+    ) -> None:
+        self._encode = encode
+        self._token_bytes = token_bytes
+        self._sequences: dict[str, list[list[int]]] = {}
+
+    def of(self, stops: Iterable[str]) -> list[list[int]]:
+        """Return the token sequences of all stop strings, see `stop_sequences`."""
+        return [list(ids) for stop in stops for ids in self._sequences_of(stop)]
+
+    def _sequences_of(self, stop: str) -> list[list[int]]:
+        cached = self._sequences.get(stop)
+        if cached is None:
+            if len(self._sequences) >= _MAX_CACHED_STOPS:
+                self._sequences.clear()
+            cached = stop_sequences(valid_unicode(stop), self._encode, self._token_bytes)
+            self._sequences[stop] = cached
+        return cached
 
 
 def _shortest_sequence(

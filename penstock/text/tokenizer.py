@@ -25,13 +25,14 @@ from penstock.plain_numbers import checked_flag, checked_integer
 from penstock.text.chat_template import ChatTemplate, Message
 from penstock.text.context_decoding import next_piece
 from penstock.text.request_checks import (
+    check_text_length,
     check_token_ids_in_params,
     output_format,
     sampling_params_with_stops,
     total_length,
 )
 from penstock.text.special_tokens import RenderedPrompt, SpecialTokens
-from penstock.text.stop_sequences import stop_sequences
+from penstock.text.stop_sequences import StopSequenceCache
 from penstock.text.thread_tokenizers import ThreadTokenizers
 from penstock.text.token_bytes import bytes_of_token, find_byte_tokens
 from penstock.text.token_ids import TokenIds, checked_ids_to_decode, checked_prompt_ids, unique_ids_below
@@ -40,10 +41,7 @@ from penstock.text.valid_unicode import valid_unicode
 
 T = TypeVar("T")
 
-_CHARACTERS_PER_TOKEN = 8
-"""Upper bound of the average in nearly all texts. Longer texts are encoded in part first."""
 
-_MAX_CACHED_STOPS = 1024
 _NUM_THREADS = 2  # one thread encodes about 200,000 tokens per second
 
 
@@ -102,7 +100,7 @@ class TextTokenizer:
         """The texts of all special tokens. Decoding skips these tokens by default."""
         self._special_tokens_in_content = special_tokens_in_content
         self._token_bytes: dict[int, bytes] = {}
-        self._stop_cache: dict[str, list[list[int]]] = {}
+        self._stops = StopSequenceCache(self._encode, self.token_bytes)
         self._bos = files.tokenizer.token_to_id(files.special_tokens.get("bos_token", ""))
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-tokenizer")
 
@@ -206,7 +204,7 @@ class TextTokenizer:
                 *(() if params.ignore_eos else self._eos_token_ids),
                 *(params.stop_token_ids or ()),
             },
-            "eos_sequences": self._stop_sequences(params.stop or ()) if stops_as_tokens else [],
+            "eos_sequences": self._stops.of(params.stop or ()) if stops_as_tokens else [],
             "log_probabilities": checked_integer("logprobs", request.logprobs) or None,
             "log_probabilities_echo": checked_flag("echo", request.echo),
             "ignore_eos": params.ignore_eos,
@@ -380,35 +378,9 @@ class TextTokenizer:
         return checked_prompt_ids(encoding.ids, self.vocab_size)
 
     def _check_length(self, text: str) -> None:
-        """Raise `PromptTooLongError` for a text that is clearly too long, without encoding all of it.
-
-        Encodes prefixes of the text, each twice as long as the one before. Only the last tokens of a prefix
-        depend on the text after it. The margin of a quarter of the maximum is far larger than those.
-        """
-        limit = self.max_length
-        if limit is None:
-            return
-        size = _CHARACTERS_PER_TOKEN * limit
-        while size < len(text):
-            prefix = [valid_unicode(text[:size])]
-            [encoding] = self.backend.encode_batch_fast(prefix, add_special_tokens=False)
-            if len(encoding) > limit + max(16, limit // 4):
-                raise PromptTooLongError(
-                    len(encoding), limit, is_exact=False, has_output=self.generates_tokens
-                )
-            size *= 2
-
-    def _stop_sequences(self, stops: Iterable[str]) -> list[list[int]]:
-        return [list(ids) for stop in stops for ids in self._sequences_of(stop)]
-
-    def _sequences_of(self, stop: str) -> list[list[int]]:
-        cached = self._stop_cache.get(stop)
-        if cached is None:
-            if len(self._stop_cache) >= _MAX_CACHED_STOPS:
-                self._stop_cache.clear()
-            cached = stop_sequences(valid_unicode(stop), self._encode, self.token_bytes)
-            self._stop_cache[stop] = cached
-        return cached
+        """Raise `PromptTooLongError` for a text that is clearly too long, without encoding all of it."""
+        if self.max_length is not None:
+            check_text_length(self.backend, text, self.max_length, has_output=self.generates_tokens)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)

@@ -14,7 +14,7 @@ from penstock.errors import InputError
 from penstock.pipelines.core.interfaces import GrammarMatcher, InputContext, MissingValueError
 from penstock.pipelines.core.log_probability_rows import joined, without_first, without_last
 from penstock.pipelines.core.logit_rules import LogitRules, TokenCounts
-from penstock.pipelines.core.requests import Grammar
+from penstock.pipelines.core.requests import Grammar, resolved_grammar
 from penstock.pipelines.core.responses import LogProbabilities, TextGenerationResponse, TextResponse
 from penstock.pipelines.core.sampling_params import SamplingParams
 from penstock.pipelines.core.status import TextGenerationStatus
@@ -93,7 +93,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             raise InputError(f"log_probabilities must be at least 0, was {self.log_probabilities}")
         if not isinstance(self.prompt, str):
             self.prompt = [int(token) for token in self.prompt]
-        self._resolve_grammar()
+        self.grammar, self.json_schema = resolved_grammar(self.grammar, self.json_schema)
         self._check_end_tokens()
 
     # Progress: update after each step, until is_done.
@@ -333,16 +333,6 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         self.priority = plain(self.priority)
         self.eos_token_ids = {plain(token_id) for token_id in self.eos_token_ids}
         self.eos_sequences = [[plain(one) for one in ids] for ids in self.eos_sequences if len(ids) > 0]
-
-    def _resolve_grammar(self) -> None:
-        if self.json_schema is not None and self.grammar is None:
-            self.grammar = Grammar("json_schema", self.json_schema)
-        elif self.grammar is not None and self.grammar.kind == "json_schema":
-            if self.json_schema not in (None, self.grammar.text):
-                raise InputError("json_schema and grammar are two different JSON schemas: give one of them")
-            self.json_schema = self.grammar.text
-        elif self.grammar is not None and self.json_schema is not None:
-            raise InputError(f"json_schema and a grammar of kind {self.grammar.kind}: give one of them")
 
     def _check_end_tokens(self) -> None:
         allowed = self.sampling_params.allowed_token_ids

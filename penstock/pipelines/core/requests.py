@@ -32,6 +32,23 @@ class Grammar(msgspec.Struct, frozen=True):
             raise InputError(f"grammar text must be a string, was {type(self.text).__name__}")
 
 
+def resolved_grammar(grammar: Grammar | None, json_schema: str | None) -> tuple[Grammar | None, str | None]:
+    """Return the grammar of an output and its JSON schema, if it has one, from either of them.
+
+    Raises:
+        InputError: both are given and differ.
+    """
+    if json_schema is not None and grammar is None:
+        return Grammar("json_schema", json_schema), json_schema
+    if grammar is not None and grammar.kind == "json_schema":
+        if json_schema not in (None, grammar.text):
+            raise InputError("json_schema and grammar are two different JSON schemas: give one of them")
+        return grammar, grammar.text
+    if grammar is not None and json_schema is not None:
+        raise InputError(f"json_schema and a grammar of kind {grammar.kind}: give one of them")
+    return grammar, json_schema
+
+
 class TokenGeneratorRequestFunction(TypedDict):
     """A function that the model may call."""
 
