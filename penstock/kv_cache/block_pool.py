@@ -14,7 +14,7 @@ Each block except the null block is in exactly one of three states::
                evict: the least |  oldest  ...  newest |
                recently used    +---------------------+
 
-Block 0 is the null block. It pads block tables and stands for blocks behind a window. It is never allocated
+Block 0 is the null block. It pads block tables and stands for blocks before a window. It is never allocated
 and has no references and no content. Allocation is deterministic: the same calls give the same blocks.
 """
 

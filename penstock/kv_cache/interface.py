@@ -5,7 +5,7 @@ The life of a context in a cache::
     claim -> reserve -> (forward) -> commit -> reserve -> ... -> release
       |         |                      |                           |
       |         |                      |                           +- full blocks stay cached
-      |         |                      +- full blocks become shareable; blocks behind windows are freed
+      |         |                      +- full blocks become shareable; blocks before windows are freed
       |         +- allocates blocks for the rows of the next step
       +- assigns a slot and the cached blocks of the prefix
 
@@ -96,7 +96,7 @@ class KVCache(Protocol):
     def commit(self, context: InputContext) -> None:
         """Record that a forward has computed the tokens up to ``start_idx``.
 
-        Other contexts can find the full blocks from then on. Blocks behind a window are freed.
+        Other contexts can find the full blocks from then on. Blocks before a window are freed.
         """
         ...
 

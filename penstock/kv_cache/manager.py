@@ -9,7 +9,7 @@ Block tables of a context with S = 4 tokens per block and two groups of layers, 
                        read-only, may be   or the next (lookahead)
                        shared              writes here
 
-Entries behind the window hold the null block, 0. All tables of a context have the same length.
+Entries of blocks before the window hold the null block, 0. All tables of a context have the same length.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Sequence:
 
     request_id: str
     slot: int
-    num_behind: list[int]  # for each group, the leading table entries that are null, behind the window
+    num_dropped: list[int]  # for each group: number of blocks before the window, which are freed
     regime: int  # regime of its keys, see `KVCacheSpec.regime`
     root: bytes | None = None  # None: its blocks must not be shared
     num_blocks: int = 0  # length of each table
@@ -167,11 +167,11 @@ class KVCacheManager:
             context.set_token_indices(committed_idx=num_full * self.block_size)
         for index, group in self._windowed:
             first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_full)
-            if first > sequence.num_behind[index]:
-                row = self._tables.row(index, sequence.slot)[sequence.num_behind[index] : first]
+            if first > sequence.num_dropped[index]:
+                row = self._tables.row(index, sequence.slot)[sequence.num_dropped[index] : first]
                 self._pools[index].release(row.tolist())
                 row[:] = NULL_BLOCK
-                sequence.num_behind[index] = first
+                sequence.num_dropped[index] = first
 
     def fork(self, parent: InputContext, child: InputContext) -> None:
         assert not child.is_assigned_to_cache, f"{child.request_id} is already claimed"
@@ -188,13 +188,13 @@ class KVCacheManager:
         sequence = self._open(child)
         sequence.regime = source.regime
         sequence.root, sequence.digests = source.root, list(source.digests)
-        sequence.num_behind = list(source.num_behind)
+        sequence.num_dropped = list(source.num_dropped)
         sequence.num_full, sequence.num_blocks = num_full, num_full + num_partial
         self._tables.grow(length=sequence.num_blocks)
         for index, pool in enumerate(self._pools):
             original = self._tables.row(index, source.slot)
             copy = self._tables.row(index, sequence.slot)
-            pool.retain(original[source.num_behind[index] : num_full].tolist())
+            pool.retain(original[source.num_dropped[index] : num_full].tolist())
             copy[:num_full] = original[:num_full]
             for block in pool.allocate(num_partial):
                 self.storage.copy_block(index, int(original[num_full]), block)
@@ -263,13 +263,13 @@ class KVCacheManager:
             held = np.zeros(pool.num_blocks + 1, np.int64)
             for sequence in self._sequences.values():
                 row = self._tables.row(index, sequence.slot)
-                num_behind, length = sequence.num_behind[index], sequence.num_blocks
-                assert num_behind <= sequence.num_full <= length, f"{sequence}"
+                num_dropped, length = sequence.num_dropped[index], sequence.num_blocks
+                assert num_dropped <= sequence.num_full <= length, f"{sequence}"
                 held_columns = np.flatnonzero(row).tolist()
-                assert held_columns == list(range(num_behind, length)), (
+                assert held_columns == list(range(num_dropped, length)), (
                     f"group {index}: table {row.tolist()} of {sequence}"
                 )
-                held += np.bincount(row[num_behind:length], minlength=len(held))
+                held += np.bincount(row[num_dropped:length], minlength=len(held))
             references = pool.all_references()
             wrong = np.flatnonzero(held != references).tolist()
             assert not wrong, (
@@ -318,7 +318,7 @@ class KVCacheManager:
             blocks = [pool.find(digest) for digest in chain.digests[first:hit]]
             pool.retain(blocks)
             self._tables.row(index, sequence.slot)[first:hit] = blocks
-            sequence.num_behind[index] = first
+            sequence.num_dropped[index] = first
         sequence.root, sequence.digests = chain.root, chain.digests[:hit]
         sequence.num_full = sequence.num_blocks = hit
         sequence.in_flight = chain.digests[hit:][::-1]
@@ -347,7 +347,7 @@ class KVCacheManager:
         if start < num_committed or context.committed_idx < num_committed:
             return True
         for index, group in self._windowed:
-            if group.first_visible(start) // self.block_size < sequence.num_behind[index]:
+            if group.first_visible(start) // self.block_size < sequence.num_dropped[index]:
                 return True
         return False
 
@@ -356,7 +356,7 @@ class KVCacheManager:
         length = min(context.start_idx, context.committed_idx) // self.block_size
         length = context.boundary_before(length * self.block_size) // self.block_size
         for index, group in self._windowed:
-            if group.first_visible(length * self.block_size) // self.block_size < sequence.num_behind[index]:
+            if group.first_visible(length * self.block_size) // self.block_size < sequence.num_dropped[index]:
                 length = 0  # blocks in the window were freed: restart at the beginning
         self._truncate(sequence, length)
         start = length * self.block_size
@@ -365,7 +365,7 @@ class KVCacheManager:
     def _truncate(self, sequence: _Sequence, length: int) -> None:
         for index, pool in enumerate(self._pools):
             row = self._tables.row(index, sequence.slot)[: sequence.num_blocks]
-            sequence.num_behind[index] = min(sequence.num_behind[index], length)
+            sequence.num_dropped[index] = min(sequence.num_dropped[index], length)
             pool.release(block for block in row[length:].tolist() if block != NULL_BLOCK)
             row[length:] = NULL_BLOCK
         self._prefixes.clear_in_flight(sequence.in_flight)

@@ -59,20 +59,20 @@ def find_conflicts(
         for name, node in lexemes.items():
             nfa.add_lexeme(name, node)
         check_time()
-        places = LexemePositions(rules, lexemes, nfa.nullable, nfa.first_of_lexemes(), root)
+        positions = LexemePositions(rules, lexemes, nfa.nullable, nfa.first_of_lexemes(), root)
         check_time()
         found: dict[str, str] = {}
         known: dict[frozenset[str], set[frozenset[str]]] = {}  # lexemes of a group -> overlapping pairs
-        seen, pending = {places.start}, [places.start]
+        seen, pending = {positions.start}, [positions.start]
         while pending:
             group = pending.pop()
-            names = places.lexemes_at(group)
+            names = positions.lexemes_at(group)
             if names not in known:
                 check_time()
-                longer, known[names] = _longer_matches(nfa, names, places.follow_sets)
+                longer, known[names] = _longer_matches(nfa, names, positions.follow_sets)
                 for name, other in longer.items():
                     found.setdefault(name, other)
-            for following in places.next_groups(group, known[names]):
+            for following in positions.next_groups(group, known[names]):
                 nfa.count(1)
                 if following not in seen:
                     seen.add(following)
@@ -154,7 +154,7 @@ class _Atoms:
                 elif isinstance(one, Ref) and one.name not in seen:
                     seen.add(one.name)
                     pending.append(parts[one.name])
-        self._index = {bound: place for place, bound in enumerate(sorted(bounds))}
+        self._index = {bound: index for index, bound in enumerate(sorted(bounds))}
         self._masks: dict[Ranges, int] = {}
         self.everything = self.mask(ANY_CHARACTER)
 

@@ -12,13 +12,13 @@ class LexemePositions:
 
     Attributes:
         start: the positions at which a text can start.
-        characters_behind: the characters that may come behind each lexeme, as bits like ``firsts``.
+        follow_sets: the characters that can follow each lexeme, as bits like ``first_sets``.
 
     Args:
         rules: rules over lexemes.
         lexemes: all lexemes by name.
         nullable: lexemes that match the empty text.
-        firsts: the characters that each lexeme may begin with, as bits.
+        first_sets: the characters that each lexeme can start with, as bits.
         root: the name of the start rule.
     """
 
@@ -33,34 +33,34 @@ class LexemePositions:
         self._lexemes = lexemes
         self._owners: list[str] = []  # the lexeme at each position
         numbered = {name: self._numbered(node) for name, node in rules.items()}
-        names = [_name(place) for place in range(len(self._owners))]
-        bits = {name: 1 << place for place, name in enumerate(names)}
+        names = [_name(position) for position in range(len(self._owners))]
+        bits = {name: 1 << position for position, name in enumerate(names)}
         empty = {name for name, owner in zip(names, self._owners, strict=True) if owner in nullable}
         follow = _Follow(numbered, empty, bits)
-        behind = follow.follow_sets_from(root)
+        follow_sets = follow.follow_sets_from(root)
         self.start = follow.first(root)
-        self._behind = [behind.get(name, 0) for name in names]
+        self._following = [follow_sets.get(name, 0) for name in names]
         self.follow_sets: dict[str, int] = dict.fromkeys(lexemes, 0)
-        for place, owner in enumerate(self._owners):
-            for other in _bits(self._behind[place]):
+        for position, owner in enumerate(self._owners):
+            for other in _bits(self._following[position]):
                 self.follow_sets[owner] |= first_sets[self._owners[other]]
 
     def lexemes_at(self, group: int) -> frozenset[str]:
         """Return the lexemes at the positions of a group."""
-        return frozenset(self._owners[place] for place in _bits(group))
+        return frozenset(self._owners[position] for position in _bits(group))
 
     def next_groups(self, group: int, overlapping: set[frozenset[str]]) -> list[int]:
-        """Return groups of positions that can follow a group. Lexemes of a group may start together.
+        """Return groups of positions that can follow a group, whose lexemes can start together.
 
         Args:
             group: the positions.
-            overlapping: pairs of lexemes that have a text in common, so that both may have ended.
+            overlapping: pairs of lexemes that both match some text, so that both may have ended.
         """
-        behind: dict[str, int] = {}
-        for place in _bits(group):
-            owner = self._owners[place]
-            behind[owner] = behind.get(owner, 0) | self._behind[place]
-        return _joined(behind, overlapping)
+        following: dict[str, int] = {}
+        for position in _bits(group):
+            owner = self._owners[position]
+            following[owner] = following.get(owner, 0) | self._following[position]
+        return _merge_overlapping(following, overlapping)
 
     def _numbered(self, node: Node) -> Node:
         """Return the node with a separate name for each occurrence of a lexeme."""
@@ -76,17 +76,17 @@ class LexemePositions:
         return node
 
 
-def _joined(places: dict[str, int], overlapping: set[frozenset[str]]) -> list[int]:
-    """Return the values, merged for lexemes that overlap."""
+def _merge_overlapping(masks: dict[str, int], overlapping: set[frozenset[str]]) -> list[int]:
+    """Return the masks of the lexemes; the masks of overlapping lexemes are merged."""
     result: list[int] = []
-    left = dict(places)
-    while left:
-        name, mask = left.popitem()
+    remaining = dict(masks)
+    while remaining:
+        name, mask = remaining.popitem()
         pending = [name]
         while pending:
             one = pending.pop()
-            for other in [other for other in left if frozenset((one, other)) in overlapping]:
-                mask |= left.pop(other)
+            for other in [other for other in remaining if frozenset((one, other)) in overlapping]:
+                mask |= remaining.pop(other)
                 pending.append(other)
         result.append(mask)
     return result
@@ -99,8 +99,8 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _name(place: int) -> str:
-    return f"place {place}"
+def _name(position: int) -> str:
+    return f"position {position}"
 
 
 class _Follow:

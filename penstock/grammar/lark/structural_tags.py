@@ -154,13 +154,13 @@ class _Reader:
 
     def _triggered(self, part: Part, ends: tuple[str, ...]) -> Node:
         """Return free text in which triggers start formats, up to one of ``ends`` if there are any."""
-        behind = self._contents_by_trigger(part)
-        excludes, triggers = _words(part, "excludes"), tuple(behind)
+        contents = self._contents_by_trigger(part)
+        excludes, triggers = _words(part, "excludes"), tuple(contents)
         only_one = part.get("stop_after_first") or (part["type"] == "dispatch" and not part.get("loop", True))
         words = (*triggers, *ends)
         called = choice(
             sequence([_until((trigger,), triggers, ends, excludes), content])
-            for trigger, content in behind.items()
+            for trigger, content in contents.items()
         )
         closing = choice(map(_text, ends)) if ends else EMPTY
         free: Node = FreeText((*words, *excludes)) if not ends else _until(ends, triggers, ends, excludes)
@@ -175,13 +175,14 @@ class _Reader:
         return sequence([first, closing if only_one else whole])
 
     def _contents_by_trigger(self, part: Part) -> dict[str, Node]:
-        behind: dict[str, list[Node]] = {}
+        """Return the format that follows each trigger."""
+        nodes: dict[str, list[Node]] = {}
         if part["type"] == "dispatch":
             for rule in _list(part, "rules"):
                 trigger, content = rule if isinstance(rule, list) and len(rule) == 2 else (None, None)
                 if not isinstance(trigger, str) or not trigger:
                     raise InputError("a rule of a dispatch is a pair of a text, not empty, and a format")
-                behind.setdefault(trigger, []).append(self.node(content))
+                nodes.setdefault(trigger, []).append(self.node(content))
         else:
             triggers = _words(part, "triggers")
             for tag in _list(part, "tags"):
@@ -193,10 +194,10 @@ class _Reader:
                         f"{len(fitting)} triggers"
                     )
                 rest = {**tag, "begin": begin[len(fitting[0]) :]}
-                behind.setdefault(fitting[0], []).append(self.node(rest))
-        if not behind:
+                nodes.setdefault(fitting[0], []).append(self.node(rest))
+        if not nodes:
             raise InputError(f"the {part['type']} of a structural_tag has no tags")
-        return {trigger: choice(contents) for trigger, contents in behind.items()}
+        return {trigger: choice(options) for trigger, options in nodes.items()}
 
     def _token_triggered(self, part: Part, ends: list[tuple[int, int]]) -> Node:
         """As `_triggered`, but triggers are tokens, and all other tokens are allowed between them."""

@@ -72,43 +72,43 @@ class Counting:
             state, left, source is not None and source in self.detours.get(state, ([], []))[1]
         )
 
-    def exits(self, place: _CountedState, left: int) -> Iterator[tuple[Ranges, _CountedState]]:
+    def exits(self, counted: _CountedState, left: int) -> Iterator[tuple[Ranges, _CountedState]]:
         """Yield the transitions to other states."""
-        first = self.detours[place.state][1][0] if place.is_mixed else None
-        for ranges, target in self.automaton.steps[place.state]:
-            if target in (place.state, first):
+        first = self.detours[counted.state][1][0] if counted.is_mixed else None
+        for ranges, target in self.automaton.steps[counted.state]:
+            if target in (counted.state, first):
                 continue
-            if (enter := self.enter(target, left - 1, place.state)) is not None:
+            if (enter := self.enter(target, left - 1, counted.state)) is not None:
                 yield ranges, enter
 
-    def self_loops(self, place: _CountedState) -> tuple[int, int, bool]:
+    def self_loops(self, counted: _CountedState) -> tuple[int, int, bool]:
         """Return (repetitions, characters per repetition, whether a whole block fits) of a state's loop.
 
         The repetitions come before another character. The last characters, fewer than a block, are used in
         the state that is left.
         """
-        if self.loops[place.state] is None:
+        if self.loops[counted.state] is None:
             return 0, 0, False
-        size = len(self.detours[place.state][0]) if place.is_mixed else 1
-        if place.left - self.block >= self.shortest[place.state]:
+        size = len(self.detours[counted.state][0]) if counted.is_mixed else 1
+        if counted.left - self.block >= self.shortest[counted.state]:
             times = self.block // size - 1
             return times, times * size, True
-        times = (place.left - self.shortest[place.state]) // size
+        times = (counted.left - self.shortest[counted.state]) // size
         return times, times * size, False
 
-    def after_block(self, place: _CountedState) -> _CountedState:
+    def after_block(self, counted: _CountedState) -> _CountedState:
         """Return the counted state after a whole block."""
-        return _CountedState(place.state, place.left - self.block, place.is_mixed)
+        return _CountedState(counted.state, counted.left - self.block, counted.is_mixed)
 
-    def places(self, max_count: int) -> int:
+    def num_states(self, max_count: int) -> int:
         """Return the number of counted states; stops counting at ``max_count``."""
         seen = {self.start}
         pending = [self.start]
         while pending and len(seen) < max_count:
-            place = pending.pop()
-            _, spent, has_block = self.self_loops(place)
-            found = [enter for _, enter in self.exits(place, place.left - spent)]
-            for one in [*found, self.after_block(place)] if has_block else found:
+            counted = pending.pop()
+            _, spent, has_block = self.self_loops(counted)
+            found = [enter for _, enter in self.exits(counted, counted.left - spent)]
+            for one in [*found, self.after_block(counted)] if has_block else found:
                 if one not in seen:
                     seen.add(one)
                     pending.append(one)
@@ -132,11 +132,11 @@ def counting_of(automaton: Automaton, max_count: int) -> Counting | None:
     block = 1
     while block <= max(max_count // _BLOCKS, 1):
         counting = Counting(automaton, max_count, block)
-        if counting.places(_MAX_FINE + 1) <= _MAX_FINE:
+        if counting.num_states(_MAX_FINE + 1) <= _MAX_FINE:
             return counting
         block *= 2
     counting = Counting(automaton, max_count, max(max_count // _BLOCKS, 1))
-    return counting if counting.places(MAX_COUNTED + 1) <= MAX_COUNTED else None
+    return counting if counting.num_states(MAX_COUNTED + 1) <= MAX_COUNTED else None
 
 
 class CountedWriter:
@@ -163,41 +163,41 @@ class CountedWriter:
         """Return the start rule."""
         first = self._name(self._counting.start)
         while self._pending:
-            place = self._pending.pop()
-            self._rules.define(self._names[place], choice(self._body(place)))
+            counted = self._pending.pop()
+            self._rules.define(self._names[counted], choice(self._body(counted)))
         return first
 
-    def _name(self, place: _CountedState) -> str:
-        if place not in self._names:
-            self._names[place] = self._rules.reserve("state")
-            self._pending.append(place)
-        return self._names[place]
+    def _name(self, counted: _CountedState) -> str:
+        if counted not in self._names:
+            self._names[counted] = self._rules.reserve("state")
+            self._pending.append(counted)
+        return self._names[counted]
 
-    def _body(self, place: _CountedState) -> list[str]:
-        times, spent, has_block = self._counting.self_loops(place)
-        exits = self._write_exits(place, place.left - spent)
+    def _body(self, counted: _CountedState) -> list[str]:
+        times, spent, has_block = self._counting.self_loops(counted)
+        exits = self._write_exits(counted, counted.left - spent)
         if times == 0 and not has_block:
             return exits
         # Fewer than a block and then another character, or a whole block: each text has one derivation.
-        self_loops = self._write_self_loops(place)
+        self_loops = self._write_self_loops(counted)
         some = self._rules.add("some", repeated(self_loops, 0, times)) if times else NOTHING
         result = [sequence(some, choice(exits))] if exits else []
         if has_block:
             whole = self._rules.add("block", repeated(self_loops, times + 1, times + 1))
-            result.append(sequence(whole, self._name(self._counting.after_block(place))))
+            result.append(sequence(whole, self._name(self._counting.after_block(counted))))
         return result
 
-    def _write_self_loops(self, place: _CountedState) -> str:
-        loop = self._counting.loops[place.state]
+    def _write_self_loops(self, counted: _CountedState) -> str:
+        loop = self._counting.loops[counted.state]
         assert loop is not None
         options = self._options(loop)
-        if place.is_mixed:
-            read, _ = self._counting.detours[place.state]
+        if counted.is_mixed:
+            read, _ = self._counting.detours[counted.state]
             options = [*options, sequence(*(choice(self._options(ranges)) for ranges in read))]
         return choice(options)
 
-    def _write_exits(self, place: _CountedState, left: int) -> list[str]:
-        result = [self._end] if self._counting.automaton.accepting[place.state] else []
-        for ranges, enter in self._counting.exits(place, left):
+    def _write_exits(self, counted: _CountedState, left: int) -> list[str]:
+        result = [self._end] if self._counting.automaton.accepting[counted.state] else []
+        for ranges, enter in self._counting.exits(counted, left):
             result += [sequence(one, self._name(enter)) for one in self._options(ranges)]
         return result

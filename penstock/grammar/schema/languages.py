@@ -133,16 +133,16 @@ def shortened(node: regex.Node, max_count: int) -> regex.Node:
         return _shortened_repeat(node, max_count)
     assert isinstance(node, regex.Seq)
     lengths = [regex.lengths(part) for part in node.parts]
-    wishes = {i: None if b is None else b - a for i, (a, b) in enumerate(lengths) if a != b}
+    optional = {i: None if b is None else b - a for i, (a, b) in enumerate(lengths) if a != b}
     spare = max_count - low
     budgets = {i: a for i, (a, _) in enumerate(lengths)}
-    # Repetitions with the smallest need get all of it; the rest is distributed evenly.
-    for done, i in enumerate(sorted(wishes, key=lambda i: (wishes[i] is None, wishes[i] or 0))):
-        share = spare // (len(wishes) - done)
-        wish = wishes[i]
-        given = share if wish is None else min(wish, share)
-        budgets[i] += given
-        spare -= given
+    # Parts with the fewest optional characters keep all of them; the others divide the rest evenly.
+    for done, i in enumerate(sorted(optional, key=lambda i: (optional[i] is None, optional[i] or 0))):
+        share = spare // (len(optional) - done)
+        count = optional[i]
+        granted = share if count is None else min(count, share)
+        budgets[i] += granted
+        spare -= granted
     return regex.Seq(tuple(shortened(part, budgets[i]) for i, part in enumerate(node.parts)))
 
 
