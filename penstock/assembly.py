@@ -92,6 +92,18 @@ def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
     return task.load_tokenizer_class(architecture)(config.model.checkpoint, **options)
 
 
+def load_serving_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
+    """Return the tokenizer of `load_tokenizer` for a process that must not load torch.
+
+    If the model reads images, they are prepared in processes of their own, which start here. ``close`` ends
+    them.
+    """
+    tokenizer = load_tokenizer(config, catalog)
+    if tokenizer.reads_images:
+        tokenizer.use_processes()
+    return tokenizer
+
+
 def memory_of_weights(config: PipelineConfig) -> PrefaultedMemory:
     """Start to prefault memory for packed weights in a thread; call it before importing libraries."""
     from penstock.kernels.backend import BACKENDS

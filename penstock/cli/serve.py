@@ -40,7 +40,7 @@ def command(print_config: bool, **flags: object) -> int:
         print_settings([*config.describe(), *pipeline_config.describe()])
         return 0
     check_packages("penstock serve")
-    from penstock.assembly import load_tokenizer
+    from penstock.assembly import load_serving_tokenizer
     from penstock.serve.http.lifecycle import Server
     from penstock.serve.http.startup import Startup
     from penstock.worker.client import WorkerClient
@@ -53,7 +53,9 @@ def command(print_config: bool, **flags: object) -> int:
         memory_limit=config.worker_memory_limit,
     )
     engine = WorkerRouter([worker])
-    server = Server(config, pipeline_config, engine, partial(load_tokenizer, pipeline_config), Startup())
+    server = Server(
+        config, pipeline_config, engine, partial(load_serving_tokenizer, pipeline_config), Startup()
+    )
     return server.run()
 
 

@@ -16,7 +16,7 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
-from penstock.assembly import load_tokenizer, load_work
+from penstock.assembly import load_serving_tokenizer, load_work
 from penstock.config import PipelineConfig, PipelineOptions
 from penstock.errors import ConfigError, InputError, TaskMismatchError
 from penstock.llm.async_runner import AsyncRunner, gathered
@@ -121,7 +121,7 @@ class AsyncLLM:
         self._worker.launch()
         loading = asyncio.ensure_future(self._worker.start())
         try:
-            tokenizer = await self._in_pool(lambda: load_tokenizer(self.config))
+            tokenizer = await self._in_pool(lambda: load_serving_tokenizer(self.config))
             await loading
         except BaseException:
             loading.cancel()
@@ -134,6 +134,8 @@ class AsyncLLM:
     async def close(self, grace: float = 0) -> None:
         """End the worker. Running requests have `grace` seconds to finish; then they fail."""
         await self._worker.stop(grace)
+        if self.tokenizer is not None:
+            self.tokenizer.close()
         self.tokenizer = None
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -22,7 +22,7 @@ from penstock.host.progress import GenerationProgress
 from penstock.llm.batch_runner import BatchRunner
 from penstock.llm.beam_search import BeamOptions, EarlyStopping, search
 from penstock.llm.embeddings import EmbeddingsMethods
-from penstock.llm.images import Image, images_of_prompts, separate_images
+from penstock.llm.images import Image, images_of_prompts
 from penstock.llm.outputs import GenerationOutput, OutputOptions, TextStream
 from penstock.llm.prompts import (
     Conversation,
@@ -204,10 +204,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         self._check_task("LLM.chat", PipelineTask.TEXT_GENERATION)
         template_fields = {"tools": tools, "chat_template_options": chat_template_kwargs}
         return self._text.generate(
-            [
-                {**_with_images(conversation), **template_fields}
-                for conversation in as_conversations(messages)
-            ],
+            [{"messages": conversation, **template_fields} for conversation in as_conversations(messages)],
             sampling_params,
             OutputOptions.of(n, best_of, logprobs, prompt_logprobs),
             use_tqdm,
@@ -246,17 +243,15 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         self._check_task("LLM.stream", PipelineTask.TEXT_GENERATION)
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
-        if images is not None and messages is not None:
-            raise InputError("the images of messages are parts of their content: leave out images")
-        own = _with_images(messages)
-        if messages is None:
-            own = {"prompt": prompt, "images": images_of_prompts(images, 1, is_one_prompt=True)[0]}
+        (own,) = images_of_prompts(images, 1, is_one_prompt=True)
         options = OutputOptions.of(1, None, logprobs, prompt_logprobs)
         request = self._text.request(
             0,
             params_for_each(self.config, sampling_params, 1)[0],
             options,
-            **own,
+            prompt=prompt,
+            messages=messages,
+            images=own,
             tools=tools,
             chat_template_options=chat_template_kwargs,
             grammar=grammar,
@@ -367,9 +362,3 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     @property
     def _is_open(self) -> bool:
         return "pipeline" in vars(self)
-
-
-def _with_images(messages: Any) -> dict[str, Any]:
-    """Return the fields of a request: messages, and their images apart."""
-    plain, images, details = separate_images(messages)
-    return {"messages": plain, "images": images, "image_details": details}

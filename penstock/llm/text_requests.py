@@ -13,6 +13,7 @@ from penstock.errors import InputError
 from penstock.host.interrupts import deferred_interrupts
 from penstock.host.progress import GenerationProgress
 from penstock.llm.batch_runner import BatchRunner
+from penstock.llm.images import separate_images
 from penstock.llm.outputs import GenerationOutput, OutputBuilder, OutputOptions, best_first
 from penstock.llm.prompts import broadcast, params_for_each
 from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
@@ -114,7 +115,18 @@ class TextRequests:
 def text_request(
     model_name: str, index: int, params: SamplingParams, options: OutputOptions, **fields: Any
 ) -> TokenGeneratorRequest:
-    """Return a request with a new id; ``fields`` are further fields of it."""
+    """Return a request with a new id; ``fields`` are further fields of it.
+
+    Images in ``messages`` become its ``images``.
+
+    Raises:
+        InputError: an image cannot be read, or messages and ``images`` are given.
+    """
+    if fields.get("messages") is not None:
+        if fields.get("images") is not None:
+            raise InputError("the images of messages are parts of their content: leave out images")
+        messages, images, details = separate_images(fields["messages"])
+        fields = {**fields, "messages": messages, "images": images, "image_details": details}
     return TokenGeneratorRequest(
         uuid4().hex,
         index,

@@ -66,7 +66,7 @@ class BlockDemand:
         self._bytes_per_block = spec.bytes_per_block(self._block_size)
         self._num_steps = max(pipeline_config.max_num_steps or 1, 1 + pipeline_config.speculative.max_drafts)
         chunks = pipeline_config.enable_chunked_prefill
-        self._chunk_size = wanted_step_size(pipeline_config) if chunks else None
+        self._chunk_size = max(wanted_step_size(pipeline_config), spec.max_span) if chunks else None
 
     def size(self, num_blocks: tuple[int, ...]) -> int:
         """Return the bytes of these numbers of blocks per group."""

@@ -238,7 +238,11 @@ class Loader:
         encoding: str | None = None,
     ) -> Linear:
         biases = [self.source.tensor(f"{name}.bias", (size,)) for name, size in parts.items()] if bias else []
-        offset = torch.cat(biases) if biases else None
+        offset: Tensor | None = None
+        if biases and biases[0].is_meta:  # torch.cat of meta tensors imports torch._dynamo
+            offset = torch.empty(sum(parts.values()), dtype=biases[0].dtype, device="meta")
+        elif biases:
+            offset = torch.cat(biases)
         encoding = encoding or self.encoding
         if self._keep_stored:
             encoding = self._common_encoding(parts) or self._kind.compute_dtype.value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from penstock.architectures.gemma3.vision import Gemma3Vision
@@ -11,7 +12,8 @@ from penstock.architectures.vision_language import VisionLanguageModel
 from penstock.nn.vision import VisionSizes
 
 if TYPE_CHECKING:
-    from penstock.config import HuggingFaceConfig
+    from penstock.config import HuggingFaceConfig, PipelineConfig
+    from penstock.kv_cache import KVCacheSpec
     from penstock.nn import Loader
     from penstock.pipelines.core import ImageMetadata
 
@@ -55,6 +57,15 @@ class Gemma3Model(VisionLanguageModel):
         "patch_size": 16,
     }
     vision_tables = ("embeddings.position_embedding.weight", "vision_tower.head.*", "vision_model.head.*")
+
+    @classmethod
+    def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
+        spec = super().kv_spec(pipeline_config, huggingface_config)
+        return replace(spec, max_span=cls.min_step_tokens(pipeline_config, huggingface_config))
+
+    @classmethod
+    def min_step_tokens(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
+        return huggingface_config.integer("mm_tokens_per_image", 256)
 
     @classmethod
     def vision_sizes(cls, huggingface_config: HuggingFaceConfig) -> VisionSizes:

@@ -118,15 +118,12 @@ class Server:
     def _make_server(self) -> tuple[Services, HttpServer]:
         """Create everything except the worker. Runs in a thread while the worker loads the model."""
         with gc_disabled(), self._startup.phase("import the HTTP framework"):
-            from penstock.media.tokenizer import TextAndVisionTokenizer
             from penstock.serve.app import create_app
             from penstock.serve.http.server import HttpServer
             from penstock.serve.service_factory import build_services
         config = self._config
         with self._startup.phase("read the tokenizer"):
             tokenizer = self._load_tokenizer()
-            if isinstance(tokenizer, TextAndVisionTokenizer):
-                tokenizer.use_processes()
         with self._startup.phase("make the routes"):
             services = build_services(config, self._pipeline_config, self._worker, tokenizer)
             return services, HttpServer(create_app(services), config)
