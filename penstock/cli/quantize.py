@@ -31,7 +31,7 @@ def command(encoding: str, out: str | None, as_json: bool, print_config: bool, *
     """Write a quantized checkpoint in the format of compressed-tensors.
 
     Penstock, transformers and vLLM load it. All linear layers have the encoding: int4 has 4-bit integers in
-    groups of 32 inputs, calibrated on the model's own text; int8 has 8-bit integers with a scale per output.
+    groups of 32 inputs, calibrated like an int4 load; int8 has 8-bit integers with a scale per output.
     Embeddings, norms, routers and the output head are copied.
     """
     if flags.get("quantization_encoding"):
