@@ -64,7 +64,7 @@ TABLE: Mapping[str, Row] = {
     "text": Row(f"{_STATE} weights", "numpy tokenizers jinja2", "transformers"),
     "media": Row(f"{_STATE} config text weights", "numpy msgspec", "PIL soundfile transformers tokenizers"),
     "grammar": Row(f"{_STATE} config text", "torch numpy tokenizers", "xgrammar llguidance"),
-    "weights": Row(_STATE, "torch numpy safetensors tokenizers", "huggingface_hub"),
+    "weights": Row(_STATE, "torch numpy safetensors tokenizers", "huggingface_hub gguf"),
     "kv_cache": Row(_STATE, "torch numpy"),
     "nn": Row("kernels distributed driver host", "torch"),
     "codecs": Row("kernels nn weights config engine distributed driver host", "torch numpy"),

@@ -374,6 +374,8 @@ def gguf_blocks() -> str:
     """Return the table of supported number types of GGUF files."""
     rows = [["floats", ", ".join(map(code, gguf_names._FLOATS))]]
     rows.append(["quantized blocks, converted to floats", ", ".join(map(code, gguf_names.READABLE_BLOCKS))])
+    of_package = ", ".join(map(code, gguf_names.PACKAGE_BLOCKS))
+    rows.append(["quantized blocks, converted to floats by the package of the extra `gguf`", of_package])
     return table("kind | types", rows)
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from penstock.errors import MissingDependencyError
 
 _CHUNK_BLOCKS = 1 << 12  # intermediate results, ten times the size of the blocks, fit into the cache
 
 
 def dequantize(blocks: Tensor, type_name: str) -> Tensor:
-    """Return the numbers in blocks of one of the types in `READERS`.
+    """Return the numbers in blocks of a type that `READERS` or the package ``gguf`` reads.
 
     Args:
         blocks: ``[N, bytes of a block]`` uint8.
@@ -24,8 +27,11 @@ def dequantize(blocks: Tensor, type_name: str) -> Tensor:
 
     Returns:
         ``[N, numbers of a block]`` float32.
+
+    Raises:
+        MissingDependencyError: the package ``gguf`` is needed and not installed.
     """
-    read = READERS[type_name]
+    read = READERS.get(type_name) or _package_reader(type_name)
     if len(blocks) <= _CHUNK_BLOCKS:
         return read(blocks)
     first = read(blocks[:_CHUNK_BLOCKS])
@@ -34,6 +40,22 @@ def dequantize(blocks: Tensor, type_name: str) -> Tensor:
     for start in range(_CHUNK_BLOCKS, len(blocks), _CHUNK_BLOCKS):
         numbers[start : start + _CHUNK_BLOCKS] = read(blocks[start : start + _CHUNK_BLOCKS])
     return numbers
+
+
+def _package_reader(type_name: str) -> Callable[[Tensor], Tensor]:
+    """Return a reader of blocks by the package ``gguf``."""
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize as by_package
+    except ImportError as problem:
+        raise MissingDependencyError("gguf", "gguf", f"reading {type_name} blocks") from problem
+    kind = GGMLQuantizationType[type_name]
+
+    def read(blocks: Tensor) -> Tensor:
+        with np.errstate(all="ignore"):  # damaged scales may be infinite
+            return torch.from_numpy(by_package(blocks.numpy(), kind))
+
+    return read
 
 
 def _float16_at(blocks: Tensor, start: int) -> Tensor:  # the float16 at byte `start`, as [N, 1] float32

@@ -25,6 +25,12 @@ READABLE_BLOCKS = (
 )
 """Block types that `gguf_blocks` can read."""
 
+PACKAGE_BLOCKS = (
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+    *("TQ1_0", "TQ2_0"),
+)
+"""Block types that the package ``gguf`` reads, which has their tables."""
+
 _FLOATS = {"F16": DType.float16, "BF16": DType.bfloat16, "F32": DType.float32, "F64": DType.float64}
 
 
@@ -41,7 +47,8 @@ class GGUFTensor(TensorHeader):
     @property
     def dtype(self) -> DType | None:
         """The type in which the tensor is read. Blocks are read as float32."""
-        return DType.float32 if self.type_name in READABLE_BLOCKS else _FLOATS.get(self.type_name)
+        is_block = self.type_name in READABLE_BLOCKS or self.type_name in PACKAGE_BLOCKS
+        return DType.float32 if is_block else _FLOATS.get(self.type_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +175,11 @@ def _heads(file: GGUFFile, architecture: str) -> dict[str, int]:
 def _headers(
     tensor: StoredTensor, family: _Family, heads: Mapping[str, int]
 ) -> Iterator[tuple[str, GGUFTensor]]:
-    if tensor.block_type.name not in (*READABLE_BLOCKS, *_FLOATS):
+    if tensor.block_type.name not in (*READABLE_BLOCKS, *PACKAGE_BLOCKS, *_FLOATS):
         raise WeightsError(
             tensor.file,
             f"{tensor.name} has type {tensor.block_type.name}, which cannot be read: use one of "
-            f"{', '.join((*_FLOATS, *READABLE_BLOCKS))}",
+            f"{', '.join((*_FLOATS, *READABLE_BLOCKS, *PACKAGE_BLOCKS))}",
         )
     stem, _, kind = tensor.name.rpartition(".")  # kind is weight or bias
     block = re.match(r"blk\.(\d+)\.", stem)

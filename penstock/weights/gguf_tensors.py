@@ -1,7 +1,7 @@
 """Reads the tensors of GGUF files as torch tensors.
 
 `gguf_tensor` reads floats, which the loader then packs in the encoding of the model. `gguf_rows` reads Q4_0
-blocks as integers and scales, for an encoding with the same groups.
+and Q8_0 blocks as integers and scales, for an encoding with the same groups.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.weights.gguf import BLOCK_SIZES
 from penstock.weights.gguf_blocks import READERS, dequantize
-from penstock.weights.gguf_names import GGUFTensor
+from penstock.weights.gguf_names import PACKAGE_BLOCKS, GGUFTensor
 
 
 def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
@@ -24,7 +24,7 @@ def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
         header: describes the tensor.
     """
     stored = data[header.offset : header.offset + header.num_bytes]
-    if header.type_name in READERS:
+    if header.type_name in READERS or header.type_name in PACKAGE_BLOCKS:
         numbers = dequantize(stored.view(-1, BLOCK_SIZES[header.type_name]), header.type_name)
     else:
         assert header.dtype is not None
@@ -38,20 +38,26 @@ def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
 
 
 def gguf_rows(data: Tensor, header: GGUFTensor) -> dict[str, Tensor]:
-    """Return the integers and scales of a weight that is stored in Q4_0 blocks.
+    """Return the integers and scales of a weight that is stored in Q4_0 or Q8_0 blocks.
 
     Args:
         data: the bytes of its file.
         header: describes the tensor.
 
     Returns:
-        ``weight`` int8 ``[out, in]`` and ``scales`` float16 ``[out, in / 32]``, rows in the order of the
-        header.
+        Of Q4_0: ``weight`` int8 ``[out, in]`` and ``scales`` float16 ``[out, in / 32]``. Of Q8_0 the tensors
+        of codes with zero points. Rows are in the order of the header.
     """
     in_features = header.shape[0 if header.is_transposed else 1]
     stored = data[header.offset : header.offset + header.num_bytes]
-    blocks = stored.view(-1, in_features // 32, BLOCK_SIZES["Q4_0"])  # [out, G, 18]
+    blocks = stored.view(-1, in_features // 32, BLOCK_SIZES[header.type_name])  # [out, G, 18 or 34]
     scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+    if header.type_name == "Q8_0":
+        codes = (blocks[..., 2:] ^ 128).flatten(1)  # the integer plus 128
+        if header.heads:
+            codes, scales = _deinterleaved(codes, header.heads), _deinterleaved(scales, header.heads)
+        zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
+        return {"weight": codes, "scales": scales, "zeros": zeros, "row_scales": torch.ones(len(codes))}
     codes = torch.cat([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], dim=2)
     integers = codes.flatten(1).to(torch.int8) - 8
     if header.heads:

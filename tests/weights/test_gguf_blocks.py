@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+from penstock.errors import MissingDependencyError
 from penstock.weights import gguf_blocks
 from penstock.weights.gguf import BLOCK_SIZES
 from penstock.weights.gguf_blocks import READERS, dequantize
-from penstock.weights.gguf_names import READABLE_BLOCKS
+from penstock.weights.gguf_names import PACKAGE_BLOCKS, READABLE_BLOCKS
 
 
-@pytest.mark.parametrize("name", READABLE_BLOCKS)
+@pytest.mark.parametrize("name", [*READABLE_BLOCKS, *PACKAGE_BLOCKS])
 def test_any_bytes_are_the_reference_s_numbers(name: str) -> None:
     blocks = np.random.default_rng(0).integers(0, 256, (400, BLOCK_SIZES[name]), dtype=np.uint8)
     with np.errstate(all="ignore"):
@@ -35,6 +38,14 @@ def test_quantised_numbers_come_back(name: str) -> None:
 
 def test_what_can_be_read_is_known_without_torch() -> None:
     assert set(READABLE_BLOCKS) == set(READERS)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(
+        MissingDependencyError, match=r"reading IQ2_XXS blocks needs gguf: pip install .*\[gguf\]"
+    ):
+        dequantize(torch.zeros(1, BLOCK_SIZES["IQ2_XXS"]).byte(), "IQ2_XXS")
 
 
 def test_many_blocks_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

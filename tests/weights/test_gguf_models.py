@@ -21,7 +21,7 @@ from support.tiny_llm import write_tiny_llm
 from penstock import LLM, SamplingParams
 from penstock.config import HuggingFaceConfig, PipelineConfig
 from penstock.errors import UnknownArchitectureError, WeightsError
-from penstock.kernels import unpack_linear
+from penstock.kernels import ENCODINGS, unpack_linear
 from penstock.weights import Weights
 
 # What the format has no key for, and takes for granted.
@@ -103,7 +103,7 @@ def test_16_bit_floats(family: str, kind: str, tmp_path: Path) -> None:
     assert found.encoding == ("float32" if dtype == torch.float32 else "bfloat16")  # float16 on the CPU
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ2_S", "TQ1_0"])
 def test_blocks(kind: str, tmp_path: Path) -> None:
     """Random blocks, compared with a checkpoint of the numbers that the gguf package reads from them."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -131,7 +131,15 @@ def test_blocks(kind: str, tmp_path: Path) -> None:
             numbers = numbers.view(heads, -1, 2, numbers.shape[1]).transpose(1, 2).reshape(numbers.shape)
         assert torch.equal(found, numbers), name
     model = PipelineConfig.from_flat({"model_path": str(tmp_path / "m.gguf")})
-    assert model.model.encoding == ("int4" if kind == "Q4_0" else "bfloat16")
+    assert model.model.encoding == {"Q4_0": "int4", "Q8_0": "uint8"}.get(kind, "bfloat16")
+    if kind == "Q8_0":
+        for name, numbers in read.items():
+            stored, rows = weights.read_linear(name, (numbers.shape[0], numbers.shape[1]))
+            assert stored == "uint8"
+            assert torch.equal(ENCODINGS["uint8"].unpack(rows), weights.tensor(name, tuple(numbers.shape)))
+        close = logits_of(tmp_path / "m.gguf", quantization_encoding=None)
+        exact = logits_of(tmp_path / "m.gguf", quantization_encoding="float32")
+        assert float((close - exact).nan_to_num().norm() / exact.norm()) < 0.1
     assert torch.isfinite(logits_of(tmp_path / "m.gguf", quantization_encoding="float32")).all()
 
 
@@ -185,7 +193,7 @@ def test_q4_0_stays_as_it_is(tmp_path: Path) -> None:
 def _random_blocks(shape: tuple[int, ...], kind: str, random: np.random.Generator) -> np.ndarray:
     elements, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // elements, num_bytes), dtype=np.uint8)
-    scales = {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
+    scales = {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2], "TQ1_0": [52]}.get(kind, [0])
     for start in scales:  # of a sensible size
         scale = random.uniform(1e-5, 1e-4, (*blocks.shape[:-1], 1)).astype(np.float16)
         blocks[..., start : start + 2] = scale.view(np.uint8)
@@ -257,12 +265,12 @@ def test_faults_name_the_tensor_as_the_file_does(tmp_path: Path) -> None:
 def test_types_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_head_count(1)
-    kind = GGMLQuantizationType.IQ2_XXS
-    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((1, 66), np.uint8), raw_dtype=kind)
+    kind = GGMLQuantizationType.Q8_K
+    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((1, 292), np.uint8), raw_dtype=kind)
     finish(writer)
     with pytest.raises(
         WeightsError,
-        match=r"blk.0.ffn_up.weight has type IQ2_XXS, which cannot be read: use one of F16, .* Q4_K",
+        match=r"blk.0.ffn_up.weight has type Q8_K, which cannot be read: use one of F16, .* Q4_K",
     ):
         Weights.open(tmp_path / "m.gguf")
 

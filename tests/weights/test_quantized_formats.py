@@ -69,7 +69,7 @@ CASES: dict[str, Case] = {
     "ct-w8a8": (packers.int8_rows, compressed(8), "int8"),
     "ct-fp8": (packers.fp8(), compressed(8, "float", strategy="channel"), "fp8"),
     "ct-nvfp4": (packers.nvfp4("compressed"), compressed(4, "float", group_size=16), None),
-    "ct-mxfp4": (packers.mxfp4, compressed(4, "float", group_size=32), None),
+    "ct-mxfp4": (packers.mxfp4, compressed(4, "float", group_size=32), "uint8"),
     "modelopt-fp8": (packers.fp8(per_tensor=True), {"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
     "modelopt-nvfp4": (packers.nvfp4("modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
     "gptq-4": (packers.gptq(), {"quant_method": "gptq", "bits": 4, "group_size": 32}, "uint4"),

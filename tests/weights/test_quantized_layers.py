@@ -22,7 +22,7 @@ ENCODINGS = {
     "w8a8": "int8",
     "fp8": "fp8",
     "nvfp4": None,
-    "mxfp4": None,
+    "mxfp4": "uint8",
     "int8": "int8",
     "nf4": None,
     "fp4": None,

@@ -1,4 +1,4 @@
-"""GGUF: blocks of many types. Q4_0 blocks are kept in the encoding int4; other blocks are read as floats."""
+"""GGUF: blocks of many types. Q4_0 and Q8_0 blocks are kept in int4 and uint8; others are read as floats."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.weights.safetensors import TensorHeader
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ENCODINGS = {"Q4_0": "int4"}
-"""Types of blocks that hold exactly the numbers of an encoding. Q4_0: 32 integers in -8..7 and a scale."""
+_ENCODINGS = {"Q4_0": "int4", "Q8_0": "uint8"}
+"""Types of blocks that an encoding holds exactly. They have 32 integers of 4 or 8 bits and a scale."""
 
 
 class GGUFFormat(CheckpointFormat):
