@@ -2,8 +2,8 @@
 
 A byte holds two numbers, the first in its lower half. NVFP4 has a scale (E4M3) for 16 inputs and a float32
 scale for the weight. compressed-tensors divides by the latter (``weight_global_scale``), ModelOpt multiplies
-by it (``weight_scale_2``). MXFP4 has a power of two for 32 inputs, stored as its exponent plus 127. Twice an E2M1 number is an integer
-in -12..12, so that the encoding uint8 holds MXFP4 exactly. NVFP4 is widened.
+by it (``weight_scale_2``). MXFP4 has a power of two for 32 inputs, stored as its exponent plus 127. Twice an
+E2M1 number is an integer in -12..12, so that the encoding uint8 holds MXFP4 exactly. NVFP4 is widened.
 """
 
 from __future__ import annotations
