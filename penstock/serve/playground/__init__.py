@@ -1,6 +1,7 @@
 """The playground at ``/``: a chat with the served model, and live statistics of the server.
 
-For an embeddings model the page shows the similarity of a few texts in place of the chat.
+For an embeddings model the page shows the similarity of a few texts in place of the chat. For a speech model
+it shows a text box, a player that starts with the first audio, and the waveform.
 
 Plain HTML, CSS and JavaScript modules without a build step. The Content-Security-Policy of the page allows no
 content from other origins. The page uses the public API and one route of its own, `routes.stats`.
@@ -11,6 +12,7 @@ content from other origins. The page uses the public API and one route of its ow
     api.js        HTTP, API key, events, errors      tokens.js     log probabilities per token
     dom.js        creates elements from text         panel.js      live statistics
     snippets.js   a request as curl or Python     similarity.js similarity of texts, for embeddings models
+    speech.js     audio of a text, for speech models
 
 No module creates HTML from text. Elements are created one by one and text is inserted as text, so output of
 the model, input of users and file names cannot inject markup.

@@ -43,6 +43,12 @@ export async function* postStream(path, body, signal) {
   throw new ApiError("The stream ended before it was complete.");
 }
 
+/** Sends a POST request and yields the bytes of the response as they arrive. */
+export async function* postBytes(path, body, signal) {
+  const reader = (await send(path, jsonPost(body, signal))).body.getReader();
+  for (let part = await reader.read(); !part.done; part = await reader.read()) yield part.value;
+}
+
 const jsonPost = (body, signal) => ({
   method: "POST",
   headers: { "content-type": "application/json" },

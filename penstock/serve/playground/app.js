@@ -8,6 +8,7 @@ import { MessageView } from "./messages.js";
 import { Panel } from "./panel.js";
 import { Settings, WrongSetting } from "./settings.js";
 import { SimilarityView } from "./similarity.js";
+import { SpeechView } from "./speech.js";
 import { curl, python } from "./snippets.js";
 import { hideAlternatives } from "./tokens.js";
 
@@ -28,6 +29,7 @@ class App {
     this._attachments = new Attachments();
     this._listen();
     new SimilarityView({ onerror: (error) => this._onError(error) });
+    this._speech = new SpeechView({ onerror: (error) => this._onError(error) });
     this._panel = new Panel({ onstate: (state) => this._onState(state) });
   }
 
@@ -244,11 +246,14 @@ class App {
     }
   }
 
-  /** Shows the chat, or for an embeddings model the similarity of texts. */
+  /** Shows the chat; for an embeddings model the similarity of texts; for a speech model the player. */
   _showTask({ task, outputs, input_modalities: inputs }) {
     this._attachments.enable(inputs.includes("image"));
     const isEmbedder = task === "embeddings-generation";
-    for (const id of CHAT_ONLY) byId(id).hidden = isEmbedder;
+    const speaks = task === "audio-generation";
+    for (const id of CHAT_ONLY) byId(id).hidden = isEmbedder || speaks;
+    byId("speech").hidden = !speaks;
+    if (speaks) this._speech.load().catch((error) => this._onError(error));
     byId("similarity").hidden = !isEmbedder || !outputs.includes("dense");
     if (isEmbedder && byId("similarity").hidden) {
       this._notice("This model scores texts. Use it through /v1/rerank, /v1/score or /classify.");

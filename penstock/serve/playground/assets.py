@@ -29,6 +29,7 @@ _FILES = (
     "settings.js",
     "similarity.js",
     "snippets.js",
+    "speech.js",
     "tokens.js",
 )
 

@@ -1,0 +1,173 @@
+// The page of a speech model: a text, a player that starts with the first audio, and the waveform.
+
+import { ApiError, getJson, postBytes } from "./api.js";
+import { byId, make } from "./dom.js";
+
+const HEADER = 44; // bytes of a WAV header with 16-bit samples
+const BARS = 240;
+const EXAMPLE = "A penstock is a pipe that carries water to a turbine.";
+
+/** Returns the sample rate in a WAV header. */
+export const rateOf = (header) => new DataView(header.buffer, header.byteOffset).getUint32(24, true);
+
+/** Splits a byte stream into its WAV header and whole 16-bit samples, for any chunking. */
+export class Samples {
+  constructor() {
+    this._rest = new Uint8Array(0);
+    this.rate = 0;
+  }
+
+  /** Returns the new samples, from -1 to 1. */
+  add(bytes) {
+    let all = new Uint8Array(this._rest.length + bytes.length);
+    all.set(this._rest);
+    all.set(bytes, this._rest.length);
+    if (!this.rate) {
+      if (all.length < HEADER) return this._keep(all, new Float32Array(0));
+      this.rate = rateOf(all);
+      all = all.slice(HEADER);
+    }
+    const count = all.length >> 1;
+    const view = new DataView(all.buffer, all.byteOffset);
+    const samples = Float32Array.from({ length: count }, (_, i) => view.getInt16(2 * i, true) / 32768);
+    return this._keep(all.slice(2 * count), samples);
+  }
+
+  _keep(rest, samples) {
+    this._rest = rest;
+    return samples;
+  }
+}
+
+/** Returns the largest absolute sample of each of `count` equal parts. */
+export function peaks(chunks, count) {
+  const total = chunks.reduce((sum, one) => sum + one.length, 0);
+  const found = new Array(count).fill(0);
+  let place = 0;
+  for (const chunk of chunks) {
+    for (const sample of chunk) {
+      const bar = Math.floor((place++ * count) / total);
+      found[bar] = Math.max(found[bar], Math.abs(sample));
+    }
+  }
+  return found;
+}
+
+/** Plays chunks without gaps, beginning with the first one. */
+class Player {
+  constructor() {
+    this._context = new AudioContext();
+    this._end = 0;
+  }
+
+  add(samples, rate) {
+    if (!samples.length) return;
+    const buffer = this._context.createBuffer(1, samples.length, rate);
+    buffer.copyToChannel(samples, 0);
+    const source = this._context.createBufferSource();
+    source.buffer = buffer;
+    source.connect(this._context.destination);
+    this._end = Math.max(this._end, this._context.currentTime);
+    source.start(this._end);
+    this._end += samples.length / rate;
+  }
+
+  close() {
+    if (this._context.state !== "closed") this._context.close();
+  }
+}
+
+export class SpeechView {
+  /** `onerror(error)` is called when the server refuses the request. */
+  constructor({ onerror }) {
+    this._onerror = onerror;
+    this._running = null;
+    this._player = null;
+    this._chunks = [];
+    this._samples = new Samples();
+    byId("speech-text").value = EXAMPLE;
+    byId("speech-form").addEventListener("submit", (event) => (event.preventDefault(), this.speak()));
+    byId("speech-stop").addEventListener("click", () => this.stop());
+    byId("speech-again").addEventListener("click", () => this.replay());
+  }
+
+  /** Fills the list of voices. */
+  async load() {
+    const { voices } = await getJson("v1/audio/voices");
+    const options = ["default", ...voices].map((name) => make("option", { value: name, textContent: name }));
+    byId("speech-voice").replaceChildren(...options);
+  }
+
+  /** Requests the audio of the text and plays it as it arrives. A new request ends the previous one. */
+  async speak() {
+    const error = byId("speech-error");
+    error.textContent = "";
+    this.stop();
+    const controller = new AbortController();
+    this._running = controller;
+    this._chunks = [];
+    this._samples = new Samples();
+    this._player = new Player();
+    const begin = performance.now();
+    const elapsed = () => (performance.now() - begin) / 1000;
+    let first = 0;
+    byId("speech").setAttribute("aria-busy", "true");
+    try {
+      const body = {
+        model: byId("model").value,
+        input: byId("speech-text").value,
+        voice: byId("speech-voice").value || "default",
+        response_format: "wav",
+      };
+      for await (const bytes of postBytes("v1/audio/speech", body, controller.signal)) {
+        const samples = this._samples.add(bytes);
+        if (!samples.length) continue;
+        first ||= elapsed();
+        this._chunks.push(samples);
+        this._player.add(samples, this._samples.rate);
+        this._show(first, elapsed());
+      }
+    } catch (problem) {
+      if (controller.signal.aborted) return;
+      error.textContent = problem.message;
+      if (problem instanceof ApiError) this._onerror(problem);
+      else console.error(problem);
+    } finally {
+      if (this._running === controller) {
+        this._running = null;
+        byId("speech").setAttribute("aria-busy", "false");
+      }
+    }
+  }
+
+  /** Ends the request and the playback. */
+  stop() {
+    this._running?.abort();
+    this._running = null;
+    this._player?.close();
+    byId("speech").setAttribute("aria-busy", "false");
+  }
+
+  /** Plays the audio from the beginning. */
+  replay() {
+    this._player?.close();
+    this._player = new Player();
+    for (const chunk of this._chunks) this._player.add(chunk, this._samples.rate);
+  }
+
+  _show(first, elapsed) {
+    const seconds = this._chunks.reduce((sum, one) => sum + one.length, 0) / this._samples.rate;
+    byId("speech-note").textContent =
+      `First audio after ${first.toFixed(2)} s; ${seconds.toFixed(1)} s of audio, real-time factor ${(elapsed / seconds).toFixed(2)}.`;
+    byId("speech-again").hidden = false;
+    const canvas = byId("speech-wave");
+    const context = canvas.getContext("2d");
+    const { width, height } = canvas;
+    context.clearRect(0, 0, width, height);
+    context.fillStyle = getComputedStyle(canvas).color;
+    peaks(this._chunks, BARS).forEach((peak, i) => {
+      const size = Math.max(1, Math.min(1, peak) * height);
+      context.fillRect((i * width) / BARS, (height - size) / 2, Math.max(1, width / BARS - 1), size);
+    });
+  }
+}

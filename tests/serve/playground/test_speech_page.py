@@ -1,0 +1,114 @@
+"""The speech page of the playground, run by Node with a fake page, a fake server and a fake sound device."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.documents import ROOT
+
+from penstock.media.audio_files import pcm_bytes, wav_header
+from penstock.serve.playground.assets import assets
+
+PLAYGROUND = ROOT / "penstock" / "serve" / "playground"
+FAKE = Path(__file__).parent / "fake_page.js"
+SAMPLES = np.array([0.0, 0.5, -0.5, 1.0, 0.25], np.float32)
+WAV = list(wav_header(800, None) + pcm_bytes(SAMPLES))
+CODE = f"""
+import {{ byId }} from "./fake_page.js";
+import {{ Samples, SpeechView, peaks }} from "./speech.js";
+const wav = {WAV};
+const played = [];
+globalThis.AudioContext = class {{
+  currentTime = 0;
+  state = "running";
+  createBuffer(channels, length, rate) {{
+    return {{ length, rate, copyToChannel: (samples) => played.push([...samples]) }};
+  }}
+  createBufferSource() {{ return {{ connect() {{}}, start: (at) => played.push(at) }}; }}
+  close() {{ this.state = "closed"; }}
+}};
+globalThis.getComputedStyle = () => ({{ color: "black" }});
+const bars = [];
+byId("speech-wave").getContext = () => ({{ clearRect() {{}}, fillRect: (...box) => bars.push(box) }});
+Object.assign(byId("speech-wave"), {{ width: 720, height: 96 }});
+const requests = [];
+globalThis.fetch = async (url, options) => {{
+  requests.push([url, options.body ? JSON.parse(options.body) : null]);
+  if (url.endsWith("voices")) return new Response(JSON.stringify({{ voices: ["anna"] }}));
+  if (byId("speech-text").value === "bad") {{
+    return new Response(JSON.stringify({{ error: {{ message: "no voice" }} }}), {{ status: 400 }});
+  }}
+  const parts = [wav.slice(0, 20), wav.slice(20, 47), wav.slice(47)];
+  const stream = new ReadableStream({{
+    start(controller) {{
+      for (const part of parts) controller.enqueue(Uint8Array.from(part));
+      controller.close();
+    }},
+  }});
+  return new Response(stream);
+}};
+const results = [];
+for (const size of [1, 3, 44, 45, 100]) {{
+  const samples = new Samples();
+  const found = [];
+  for (let i = 0; i < wav.length; i += size) {{
+    found.push(...samples.add(Uint8Array.from(wav.slice(i, i + size))));
+  }}
+  results.push([samples.rate, found]);
+}}
+const errors = [];
+const view = new SpeechView({{ onerror: (error) => errors.push(error.status) }});
+await view.load();
+byId("model").value = "tiny";
+byId("speech-text").value = "Hello.";
+byId("speech-voice").value = "anna";
+await view.speak();
+const note = byId("speech-note").textContent;
+byId("speech-text").value = "bad";
+await view.speak();
+console.log(JSON.stringify({{
+  results, played, requests, note, errors, bars: bars.length,
+  error: byId("speech-error").textContent,
+  voices: byId("speech-voice").children.map((one) => one.value),
+  peaks: peaks([[0, 0.5], [-0.75, 0.1]], 2),
+}}));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_a_text_is_spoken_and_drawn(tmp_path: Path) -> None:
+    for path in [*PLAYGROUND.glob("*.js"), FAKE]:
+        shutil.copy(path, tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "check.js").write_text(CODE)
+    done = subprocess.run(
+        ["node", "check.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    expected = np.frombuffer(pcm_bytes(SAMPLES), "<i2") / 32768
+    for rate, samples in found["results"]:
+        assert rate == 800
+        np.testing.assert_allclose(samples, expected, atol=1e-6)
+    heard = [one for one in found["played"] if isinstance(one, list)]
+    np.testing.assert_allclose(np.concatenate(heard), expected, atol=1e-6)
+    times = [one for one in found["played"] if not isinstance(one, list)]
+    assert times == [0, pytest.approx(len(heard[0]) / 800)], "without a gap"
+    route, body = found["requests"][1]
+    assert route == "http://host/prefix/v1/audio/speech"
+    assert body == {"model": "tiny", "input": "Hello.", "voice": "anna", "response_format": "wav"}
+    assert found["voices"] == ["default", "anna"]
+    assert found["note"].startswith("First audio after 0.")
+    assert found["bars"] == 2 * 240
+    assert (found["errors"], found["error"]) == ([400], "no voice")
+    assert found["peaks"] == [0.5, 0.75]
+
+
+def test_the_module_is_served() -> None:
+    assert "/playground/speech.js" in assets()
