@@ -63,7 +63,7 @@ class PipelineOptions(TypedDict, total=False):
     max_image_bytes: int | str | None
     image_processes: int | None
     image_timeout: float | None
-    codec: Path | None
+    codec: str | None
     codec_encoding: str | None
     speech_format: str | None
     voice: str | tuple[str, ...] | list[str] | None

@@ -288,7 +288,8 @@ JSON = {"content-type": "application/json"}
 async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
     """Each is a `JsonRoute`: nothing else has a limit, a time-out and strict JSON."""
     num_checked = 0
-    for task in (PipelineTask.TEXT_GENERATION, PipelineTask.EMBEDDINGS_GENERATION):
+    tasks = (PipelineTask.TEXT_GENERATION, PipelineTask.EMBEDDINGS_GENERATION, PipelineTask.AUDIO_GENERATION)
+    for task in tasks:
         async with client_of(replace(make_services(max_body_size=10), task=task)) as client:
             document = (await client.get("/openapi.json")).json()
             operations = {
@@ -305,7 +306,7 @@ async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
                 assert as_text.status_code == 415, path
                 assert (await client.post(path, json="a" * 10)).status_code == 413, path
                 assert (await client.post(path, content=b'{"a": NaN}', headers=JSON)).status_code == 400, path
-    assert num_checked == len(paths) + 5  # routes of both tasks
+    assert num_checked == len(paths) + 2 * 5  # five routes are of all tasks
 
 
 async def test_head_is_get_without_the_body() -> None:
