@@ -162,6 +162,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
             model_inputs.row_offsets,
             lora=model_inputs.lora,
             text_lengths=lengths,
+            blocks=self.session.ops.sequence_blocks(model_inputs.row_offsets),
         )
 
 

@@ -16,6 +16,19 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceBlocks:
+    """Where `Ops.encoder_attention` copies the keys and values of a ragged batch, in blocks as of a KV cache.
+
+    Each sequence begins with a new block. All layers of a step share it, see `Ops.sequence_blocks`.
+    """
+
+    tables: Tensor  # [B, M] int32
+    slots: Tensor  # [T] int64
+    lengths: Tensor  # [B] int32
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKV:
     """The paged KV cache of one attention layer in one step."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.host.memory import PrefaultedMemory
 from penstock.kernels.convolution import ConvolutionOps
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
-from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
+from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs, SequenceBlocks
 from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, pack_linear, pack_quantized
 from penstock.kernels.operations import (
     Arguments,
@@ -249,6 +249,13 @@ class Ops(ConvolutionOps):
         span are in the step. A window still hides the keys that are too far before the position.
         """
 
+    def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks | None:
+        """Return what `encoder_attention` needs of ``row_offsets [B + 1]``, once for all layers of a step.
+
+        None in a back end that reads keys and values where they are.
+        """
+        return None
+
     @operation(is_recordable=False)
     @abstractmethod
     def encoder_attention(
@@ -262,12 +269,14 @@ class Ops(ConvolutionOps):
         window: int | None = None,
         is_causal: bool = False,
         bias: Tensor | None = None,  # [H, 2P - 1] float32
+        blocks: SequenceBlocks | None = None,
     ) -> Tensor:  # [T, H, D]
         """Return the attention within each sequence of a ragged batch, without a KV cache.
 
         Query head h reads kv head ``h // (H / K)``. Query i sees key j of its sequence if
         ``abs(i - j) <= window``, and, with ``is_causal``, only if ``j <= i``. ``bias[h, j - i + P - 1]`` is
         added to the scaled score; P is at least the length of the longest sequence. Softmax in float32.
+        ``blocks`` is the result of `sequence_blocks`; a back end that needs it computes it otherwise.
         """
 
     @operation(functions={"gated_activation": CFunction("2q 2P 3q")})

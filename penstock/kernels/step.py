@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.inputs import KVCacheInputs, LoRAInputs
+from penstock.kernels.inputs import KVCacheInputs, LoRAInputs, SequenceBlocks
 from penstock.kernels.ops import Ops
 
 
@@ -26,3 +26,5 @@ class StepInputs:
     """[T, 2] int32: row t belongs to the tokens ``spans[t, 0]:spans[t, 1]`` of its sequence, which attend to
     each other in both directions, as those of an image do; see `Ops.attention`. A row of text is a span by
     itself. None if the step has no such image."""
+    blocks: SequenceBlocks | None = None
+    """See `Ops.sequence_blocks`; for attention without a KV cache."""

@@ -59,7 +59,14 @@ class Attention:
         if step.kv is None:
             window = None if self.window is None else self.window - 1
             return step.ops.encoder_attention(
-                q, k, v, step.row_offsets, scale=self.scale, window=window, is_causal=self.is_causal
+                q,
+                k,
+                v,
+                step.row_offsets,
+                scale=self.scale,
+                window=window,
+                is_causal=self.is_causal,
+                blocks=step.blocks,
             )
         kv = step.kv.layer(self.layer)
         step.ops.store_kv(k, v, kv)

@@ -39,7 +39,7 @@ class EncoderAttention:
         if self.rotary is not None:
             q, k = step.ops.rotary(q, k, *rows[self.rotary])
         out = step.ops.encoder_attention(
-            q, k, v, step.row_offsets, scale=self.scale, window=self.window, bias=bias
+            q, k, v, step.row_offsets, scale=self.scale, window=self.window, bias=bias, blocks=step.blocks
         )
         return self.output(out.view(-1, self.heads * self.head_dim), step)
 

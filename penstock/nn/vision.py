@@ -111,7 +111,8 @@ def image_step(ops: Ops, counts: Sequence[int], device: torch.device) -> StepInp
     """
     positions = torch.cat([torch.arange(count) for count in counts])
     ends = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
-    return StepInputs(ops, positions.to(device), ends.int().to(device))
+    offsets = ends.int().to(device)
+    return StepInputs(ops, positions.to(device), offsets, blocks=ops.sequence_blocks(offsets))
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,9 @@ def test_window_and_bias_of_the_reference(heads: int, dim: int) -> None:
 def test_the_layers_of_a_step_share_their_blocks(ops: Ops) -> None:
     q, k, v, offsets = ragged([5, 70], 2, 2, 16, torch.float32)
     first = ops.encoder_attention(q, k, v, offsets, scale=1.0)
+    blocks = ops.sequence_blocks(offsets)
+    assert torch.equal(first, ops.encoder_attention(q, k, v, offsets, scale=1.0, blocks=blocks))
     other = ragged([70, 5], 2, 2, 16, torch.float32)[3]
-    assert not torch.equal(first, ops.encoder_attention(q, k, v, other, scale=1.0))
-    assert torch.equal(first, ops.encoder_attention(q, k, v, offsets, scale=1.0))
+    shared = ops.encoder_attention(q, k, v, other, scale=1.0, blocks=ops.sequence_blocks(other))
+    assert torch.equal(shared, ops.encoder_attention(q, k, v, other, scale=1.0))
+    assert not torch.equal(first, shared)

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.kernels.cpu.experts import CpuExperts
 from penstock.kernels.cpu.linear import LONG, TYPES
 from penstock.kernels.cpu.span_layout import SpanPart, span_parts
-from penstock.kernels.inputs import LayerKV
+from penstock.kernels.inputs import LayerKV, SequenceBlocks
 
 _CACHE_TYPES = {**TYPES, torch.int8: 2}
 _ENCODER_BLOCK = 64
@@ -27,8 +27,6 @@ class CpuAttention(CpuExperts):
 
     _last_parts: tuple[weakref.ref[Tensor], tuple[SpanPart, ...]] | None = None
     """The result of `_parts_of` for the ``spans`` of the last step."""
-    _last_blocks: tuple[weakref.ref[Tensor], tuple[Tensor, Tensor, Tensor, int]] | None = None
-    """The result of `_blocks_of` for the ``row_offsets`` of the last step."""
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         kind, q_strides, k_strides = TYPES.get(q.dtype), q.stride(), k.stride()
@@ -171,6 +169,7 @@ class CpuAttention(CpuExperts):
         window: int | None = None,
         is_causal: bool = False,
         bias: Tensor | None = None,
+        blocks: SequenceBlocks | None = None,
     ) -> Tensor:
         kind, dim = TYPES.get(q.dtype), q.shape[2]
         fits = dim % 8 == 0 and dim <= _MAX_HEAD
@@ -187,9 +186,10 @@ class CpuAttention(CpuExperts):
             return super().encoder_attention(
                 q, k, v, row_offsets, scale=scale, window=window, is_causal=is_causal, bias=bias
             )
-        tables, slots, lengths, num_blocks = self._blocks_of(row_offsets)
+        blocks = blocks or self.sequence_blocks(row_offsets)
+        tables, num_blocks = blocks.tables, blocks.num_blocks
         cache = self._empty((2, num_blocks, k.shape[1], _ENCODER_BLOCK, dim), k.dtype)
-        kv = LayerKV(cache, tables, slots, None if window is None else window + 1)
+        kv = LayerKV(cache, tables, blocks.slots, None if window is None else window + 1)
         self.store_kv(k, v, kv)
         if bias is not None:
             bias = F.pad(bias.float(), (_ENCODER_BLOCK, _ENCODER_BLOCK)).contiguous()  # a tile is read whole
@@ -198,7 +198,7 @@ class CpuAttention(CpuExperts):
             q,
             kv,
             row_offsets,
-            lengths,
+            blocks.lengths,
             scale=scale,
             soft_cap=None,
             sinks=None,
@@ -254,17 +254,7 @@ class CpuAttention(CpuExperts):
         )
         return out
 
-    def _blocks_of(self, row_offsets: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Return where `encoder_attention` copies keys and values, because the kernel reads them in blocks.
-
-        Each sequence begins with a new block. All layers of a step pass the same ``row_offsets`` and share
-        the result.
-
-        Returns:
-            Block tables ``[B, M]``, slots ``[T]``, lengths ``[B]`` and the number of blocks.
-        """
-        if self._last_blocks is not None and self._last_blocks[0]() is row_offsets:
-            return self._last_blocks[1]
+    def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks:
         offsets = row_offsets.numpy().astype(np.int64)
         lengths = np.diff(offsets)
         counts = -(-lengths // _ENCODER_BLOCK)  # [B] blocks
@@ -272,14 +262,12 @@ class CpuAttention(CpuExperts):
         num_blocks, longest = int(counts.sum()), int(counts.max(initial=0))
         tables = np.minimum(first[:, None] + np.arange(longest), num_blocks - 1).astype(np.int32)
         slots = np.arange(offsets[-1]) + (first * _ENCODER_BLOCK - offsets[:-1]).repeat(lengths)
-        blocks = (
+        return SequenceBlocks(
             torch.from_numpy(tables),
             torch.from_numpy(slots),
             torch.from_numpy(lengths.astype(np.int32)),
             num_blocks,
         )
-        self._last_blocks = (weakref.ref(row_offsets), blocks)
-        return blocks
 
 
 def _scales_of(kv: LayerKV) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.kernels.encodings import ENCODINGS, encoding_named
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts, grouped_by_expert
-from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
+from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs, SequenceBlocks
 from penstock.kernels.lazy_weight import LazyWeight
 from penstock.kernels.linear import (
     LinearSlice,
@@ -152,6 +152,7 @@ class ReferenceOps(ReferenceConvolution, Ops):
         window: int | None = None,
         is_causal: bool = False,
         bias: Tensor | None = None,
+        blocks: SequenceBlocks | None = None,
     ) -> Tensor:
         return ragged_attention(
             q, k, v, row_offsets, scale=scale, window=window, is_causal=is_causal, bias=bias
