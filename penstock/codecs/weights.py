@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from pickle import UnpicklingError
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class PickledWeights:
         self._read: set[str] = set()
         self._faults: list[str] = []
         try:
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
         except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as problem:
             first_line = str(problem).strip().partition("\n")[0]
             raise WeightsError(file, f"cannot be read as tensors: {first_line}") from problem

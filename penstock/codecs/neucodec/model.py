@@ -95,13 +95,13 @@ class NeuCodec(AudioCodec):
         before = block(first.index - 1) if first.index else first
         return before.window[0], block_at(max(stop - 1, start)).window[1]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
         for one in frames:
             self.check_chunk(CodecChunk(one))
         return self._decode(frames)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def decode_chunks(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
         for chunk in chunks:
             self.check_chunk(chunk)

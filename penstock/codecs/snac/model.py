@@ -69,7 +69,7 @@ class SnacCodec(AudioCodec):
     def can_encode(self) -> bool:
         return True
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def decode_chunks(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
         for chunk in chunks:
             self.check_chunk(chunk)
@@ -88,7 +88,7 @@ class SnacCodec(AudioCodec):
         ]
         return self._decoder(latents, spans, self._ops, with_noise=self.with_noise)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def encode(self, samples: Tensor) -> Tensor:
         if samples.dim() != 1 or samples.dtype != torch.float32:
             raise InputError(

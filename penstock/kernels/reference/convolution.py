@@ -18,6 +18,8 @@ from penstock.kernels.linear import PackedLinear
 class ReferenceConvolution(ConvolutionOps):
     """Convolutions as linear layers over windows of rows."""
 
+    name = "reference"
+
     @abstractmethod
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         """See `Ops.linear`."""
