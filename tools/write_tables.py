@@ -40,6 +40,7 @@ from penstock.serve.api import (
 )
 from penstock.serve.api.messages import message_routes, message_schema
 from penstock.serve.api.responses import response_routes, response_schema
+from penstock.serve.batches import batch_routes
 from penstock.serve.http import middleware, problems
 from penstock.serve.observability import metrics
 from penstock.serve.parsers.formats import TOOL_FORMATS
@@ -58,6 +59,7 @@ ROUTERS = (
     rerank,
     scores,
     classification,
+    batch_routes,
     models,
     adapters,
     tokenization,
