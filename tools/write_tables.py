@@ -10,6 +10,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ from penstock.serve.api import (
     validation,
 )
 from penstock.serve.api.messages import message_routes, message_schema
+from penstock.serve.api.ollama import ollama_routes, ollama_schema
 from penstock.serve.api.responses import response_routes, response_schema
 from penstock.serve.batches import batch_routes
 from penstock.serve.http import middleware, problems
@@ -55,6 +57,7 @@ ROUTERS = (
     completions,
     response_routes,
     message_routes,
+    ollama_routes,
     embeddings,
     rerank,
     scores,
@@ -101,8 +104,8 @@ def code(value: str) -> str:
 def routes() -> str:
     """Return the table of routes. It shows which routes need the API key."""
     rows = []
-    for module in ROUTERS:
-        for route in cast(Any, module).router.routes:
+    for router in chain.from_iterable(map(_routers, ROUTERS)):
+        for route in router.routes:
             if not route.include_in_schema and route.path not in ("/", "/playground/stats"):
                 continue  # static files of the playground
             text = (route.endpoint.__doc__ or "The playground.").strip().splitlines()[0].replace("``", "`")
@@ -110,6 +113,11 @@ def routes() -> str:
             key = "open" if route.path in middleware.PUBLIC else "key"
             rows.append([methods, code(route.path), key, text])
     return table("method | path | needs | what it does", rows)
+
+
+def _routers(module: Any) -> list[Any]:
+    """Return the routers of a module."""
+    return [one for name, one in vars(module).items() if name == "router" or name.endswith("_router")]
 
 
 def fields() -> str:
@@ -149,6 +157,30 @@ def fields_of(kind: type[schemas.RequestBody]) -> str:
 def response_fields() -> str:
     """Return the table of all fields of a request to ``/v1/responses``."""
     return fields_of(response_schema.ResponsesBody)
+
+
+def ollama_fields() -> str:
+    """Return the table of all fields of requests to Ollama's routes, and of their options."""
+    kinds = {
+        "/api/chat": ollama_schema.OllamaChatBody,
+        "/api/generate": ollama_schema.OllamaGenerateBody,
+        "/api/embed": ollama_schema.OllamaEmbedBody,
+        "options": ollama_schema.OllamaOptions,
+    }
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for place, kind in kinds.items():
+        honoured = validation.json_schema(kind)["properties"]
+        refused = parameters.unsupported_fields(kind)
+        for name in sorted({*honoured, *refused}):
+            values = [_legal(honoured[name])] if name in honoured else []
+            if name in refused:
+                accepted = _accepted(refused[name])
+                values.append(f"{accepted + ': ' if accepted else ''}{refused[name].reason}")
+            rows.setdefault((name, _how(name, honoured, refused), "; ".join(values)), []).append(place)
+    return table(
+        "field | in | support | values",
+        ([code(name), ", ".join(where), how, values] for (name, how, values), where in sorted(rows.items())),
+    )
 
 
 def message_fields() -> str:
@@ -198,6 +230,14 @@ def no_effect() -> str:
         message_schema.MessageBlock: "a block of messages",
         message_schema.MessageTool: "a tool of messages",
         message_schema.OutputConfig: "`output_config` of messages",
+        ollama_schema.OllamaOptions: "`options` of Ollama",
+        ollama_schema.OllamaFunction: "a function of Ollama",
+        ollama_schema.OllamaCall: "a call of Ollama",
+        ollama_schema.OllamaBody: "/api",
+        ollama_schema.OllamaChatBody: "/api/chat",
+        ollama_schema.OllamaGenerateBody: "/api/generate",
+        ollama_schema.OllamaEmbedBody: "/api/embed",
+        ollama_schema.OllamaShowBody: "/api/show",
     }
     assert set(places) == {*parameters.UNSUPPORTED, *_with_own_tables(schemas.RequestBody)}
     rows: dict[tuple[str, str, str], list[str]] = {}
@@ -529,6 +569,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "fields": fields,
     "response_fields": response_fields,
     "message_fields": message_fields,
+    "ollama_fields": ollama_fields,
     "embedding_fields": embedding_fields,
     "no_effect": no_effect,
     "errors": errors,

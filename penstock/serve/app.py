@@ -28,6 +28,7 @@ from penstock.serve.api import (
     tokenization,
 )
 from penstock.serve.api.messages import message_routes
+from penstock.serve.api.ollama import ollama_routes
 from penstock.serve.api.responses import response_routes
 from penstock.serve.batches import batch_routes
 from penstock.serve.http import problems
@@ -70,11 +71,14 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     app.include_router(message_routes.router, dependencies=text)  # POST /v1/messages, .../count_tokens
     if services.config.state_dir is not None and services.task is PipelineTask.TEXT_GENERATION:
         response_routes.open_state(services)
+    app.include_router(ollama_routes.text_router, dependencies=text)  # POST /api/chat, /api/generate
     embedder = [_needs(PipelineTask.EMBEDDINGS_GENERATION)]
     app.include_router(embeddings.router, dependencies=embedder)  # POST /v1/embeddings, /pooling
     app.include_router(rerank.router, dependencies=embedder)  # POST /v1/rerank, /v2/rerank, /rerank
     app.include_router(scores.router, dependencies=embedder)  # POST /v1/score, /score
     app.include_router(classification.router, dependencies=embedder)  # POST /v1/classify, /classify
+    app.include_router(ollama_routes.embedding_router, dependencies=embedder)  # POST /api/embed
+    app.include_router(ollama_routes.router)  # /api/tags, /api/ps, /api/version, /api/show
     app.include_router(batch_routes.router)  # /v1/files, /v1/batches
     if services.config.state_dir is not None:
         batch_routes.open_manager(services, app)

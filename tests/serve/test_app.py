@@ -306,7 +306,7 @@ async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
                 assert as_text.status_code == 415, path
                 assert (await client.post(path, json="a" * 10)).status_code == 413, path
                 assert (await client.post(path, content=b'{"a": NaN}', headers=JSON)).status_code == 400, path
-    assert num_checked == len(paths) + 2 * 5  # five routes are of all tasks
+    assert num_checked == len(paths) + 2 * 6  # six routes are of all tasks
 
 
 async def test_head_is_get_without_the_body() -> None:

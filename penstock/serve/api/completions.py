@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from penstock.pipelines.core import TextContext
 from penstock.serve.api.choice_decoder import ChoiceDecoder
 from penstock.serve.api.completion_response import CompletionResponse, Echo, PromptScores
+from penstock.serve.api.fill_in_middle import fill_in_ends, fill_in_prompt
 from penstock.serve.api.generation import GenerationJob, check_choices, in_pool
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_best, num_prompt_logprobs
 from penstock.serve.api.models import adapter_named
@@ -39,7 +40,7 @@ async def create_completion(request: Request) -> Response:
     """Generate a continuation of each prompt."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    completion = await in_pool(request, lambda: _Completion.of(services, raw))
+    completion = await in_pool(request, lambda: CompletionRequest.of(services, raw))
     body, job = completion.body, completion.job
     note(body, record, job.contexts[0])
     response = CompletionResponse(
@@ -73,7 +74,7 @@ async def create_completion(request: Request) -> Response:
 
 
 @dataclass(frozen=True)
-class _Completion:
+class CompletionRequest:
     """A validated request and the generations that it runs."""
 
     id: str
@@ -82,7 +83,7 @@ class _Completion:
     echoes: list[Echo] | None
 
     @classmethod
-    def of(cls, services: Services, raw: object) -> _Completion:
+    def of(cls, services: Services, raw: object) -> CompletionRequest:
         """Validate a body and encode its prompts. Slow: call it in the pool.
 
         Raises:
@@ -96,6 +97,8 @@ class _Completion:
         if asked is not None:
             check_enabled(services, body, asked[1])
         prompts, name = _prompts(body.prompt), f"cmpl-{uuid4().hex}"
+        if body.suffix:
+            body, prompts = _filled_in(services, body, prompts)
         n = body.n or 1
         check_choices(services, len(prompts), n)
         contexts: list[TextContext] = []
@@ -159,6 +162,27 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str |
     if isinstance(given[0], int):
         return [given]
     return list(given)
+
+
+def _filled_in(
+    services: Services, body: CompletionBody, prompts: list[str | list[int]]
+) -> tuple[CompletionBody, list[str | list[int]]]:
+    """Return a body and the prompts for outputs that are followed by ``suffix``.
+
+    Raises:
+        RequestProblem: 400; a prompt is token ids, or the tokenizer has no tokens for this.
+    """
+    if body.echo:
+        raise RequestProblem(400, "echo is not available with suffix", param="echo")
+    if any(not isinstance(prompt, str) for prompt in prompts):
+        raise RequestProblem(400, "suffix needs prompts that are texts", param="suffix")
+    tokenizer = services.tokenizer
+    filled: list[str | list[int]] = [
+        fill_in_prompt(tokenizer, str(prompt), body.suffix or "", "suffix") for prompt in prompts
+    ]
+    ends = [] if body.ignore_eos else fill_in_ends(tokenizer)
+    stops = [*(body.stop_token_ids or ()), *ends]
+    return body.model_copy(update={"stop_token_ids": stops or None}), filled
 
 
 def _echo(services: Services, context: TextContext) -> Echo:

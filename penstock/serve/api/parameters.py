@@ -129,7 +129,6 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
     CompletionBody: {
         **_OF_BOTH,
         "add_special_tokens": Refused("prompts are encoded with the tokenizer's own special tokens", (True,)),
-        "suffix": Refused("fill-in-the-middle is not supported", ("",)),
     },
     ChatMessage: {
         "annotations": Refused("there is no web search", ([],)),

@@ -355,6 +355,8 @@ class CompletionBody(GenerationBody):
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
+    suffix: str | None = None
+    """The text after the output, for models with tokens to fill in the middle."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 

@@ -172,7 +172,8 @@ async def response_events(
             yield first
         async for item in deltas:
             if item is None:
-                yield response.ping()
+                if ping := response.ping():
+                    yield ping
                 continue
             index, piece = item
             events = response.events(index, piece, run.usage() if with_usage else None)

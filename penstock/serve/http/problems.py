@@ -137,7 +137,7 @@ class Problem:
         if shape is None:
             data = self.encode()
         else:
-            data = msgspec.json.encode(shape(self.printable()) | ({"request_id": request_id}))
+            data = msgspec.json.encode(shape(self) | {"request_id": request_id})
         return Response(data, self.status, dict(self.headers), media_type="application/json")
 
 
@@ -145,6 +145,11 @@ def anthropic_error(problem: Problem) -> dict[str, object]:
     """Return an error in Anthropic's format, also the data of a stream's error event."""
     kind = _ANTHROPIC_TYPES.get(problem.status, INVALID if problem.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": problem.printable().message}}
+
+
+def ollama_error(problem: Problem) -> dict[str, object]:
+    """Return an error in Ollama's format, also the last line of a stream."""
+    return {"error": problem.printable().message}
 
 
 _ANTHROPIC_TYPES = {
@@ -156,7 +161,10 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_SHAPES: Mapping[str, Callable[[Problem], dict[str, object]]] = {"/v1/messages": anthropic_error}
+_SHAPES: Mapping[str, Callable[[Problem], dict[str, object]]] = {
+    "/v1/messages": anthropic_error,
+    "/api/": ollama_error,
+}
 """The beginning of a path -> the error format of its API. All other routes have OpenAI's format."""
 
 

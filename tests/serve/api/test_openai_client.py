@@ -56,6 +56,7 @@ async def test_the_embedded_model() -> None:
         await check_tools(client)
         await check_completions(client)
         await check_responses(client)
+        await check_ollama(server)
         await check_fields_of_other_servers(client)
         await check_errors(client)
         await check_disconnect(client, server)
@@ -199,6 +200,13 @@ async def check_responses(client: AsyncOpenAI) -> None:
         max_output_tokens=60,
     )
     assert forced.output[0].type == "custom_tool_call"
+
+
+async def check_ollama(server: Chatting) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]}
+    given: Any = {"messages": [{"role": "user", "content": "Hi"}], "format": schema, "stream": False}
+    answer = await server.post("/api/chat", **given, options={"num_predict": 60})
+    assert json.loads(answer.json()["message"]["content"]) == {"n": 1}
 
 
 async def check_fields_of_other_servers(client: AsyncOpenAI) -> None:

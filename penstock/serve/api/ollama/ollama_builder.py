@@ -1,0 +1,131 @@
+"""Build Ollama's responses: one object, or a stream of JSON lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from penstock.serve.api.choice_decoder import ChoiceDelta
+from penstock.serve.api.generation import GenerationJob
+from penstock.serve.http.problems import Problem, ollama_error
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+
+
+class OllamaBuilder:
+    """Builds the lines of one response.
+
+    Args:
+        model: the name of the model, as in the request.
+        job: the running choice.
+        record: has the times of the request.
+        is_chat: whether the text is in a ``message``; otherwise it is in ``response``.
+        hides_thinking: whether the reasoning is omitted.
+    """
+
+    media_type = "application/x-ndjson"
+
+    def __init__(
+        self, model: str, job: GenerationJob, record: RequestRecord, *, is_chat: bool, hides_thinking: bool
+    ) -> None:
+        self._model = model
+        self._choice = job.choices[0]
+        self._record = record
+        self._is_chat = is_chat
+        self._hides_thinking = hides_thinking
+        self._call: tuple[ToolCallStart, list[str]] | None = None
+
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Iterable[bytes]:
+        """Yield the JSON of a response that is not streamed."""
+        message: dict[str, Any] = {"content": ""}
+        for one in [*self._parts(pieces[0].events), *self._end_call()]:
+            for name, value in one.items():
+                message[name] = message[name] + value if name in message else value
+        yield msgspec.json.encode(self._object(message, done=True, **self._end(usage)))
+
+    def begin(self) -> bytes:
+        """Return the lines before the first delta: none."""
+        return b""
+
+    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+        """Return the lines of a delta."""
+        return [self._line(part) for part in self._parts(piece.events)]
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Return the last lines."""
+        lines = [self._line(part) for part in self._end_call()]
+        last = self._object({"content": ""}, done=True, **self._end(usage))
+        return b"".join([*lines, msgspec.json.encode(last) + b"\n"])
+
+    def ping(self) -> bytes:
+        """Return what keeps a silent stream open: nothing, as JSON lines have no comments."""
+        return b""
+
+    def error(self, problem: Problem) -> bytes:
+        """Return the line of an error that ends the stream."""
+        return msgspec.json.encode(ollama_error(problem)) + b"\n"
+
+    def _line(self, part: dict[str, Any]) -> bytes:
+        return msgspec.json.encode(self._object({"content": "", **part}, done=False)) + b"\n"
+
+    def _object(self, message: dict[str, Any], **more: Any) -> dict[str, Any]:
+        plain = {"model": self._model, "created_at": now()}
+        if self._is_chat:
+            return {**plain, "message": {"role": "assistant", **message}, **more}
+        thinking = {"thinking": message["thinking"]} if "thinking" in message else {}
+        return {**plain, "response": message["content"], **thinking, **more}
+
+    def _parts(self, events: Sequence[Event]) -> list[dict[str, Any]]:
+        """Return the members that events add to a message; a call is added when it is complete."""
+        parts: list[dict[str, Any]] = []
+        for event in events:
+            match event:
+                case Content():
+                    parts += [*self._end_call(), {"content": event.text}]
+                case Reasoning():
+                    if not self._hides_thinking:
+                        parts.append({"thinking": event.text})
+                case ToolCallStart():
+                    parts += self._end_call()
+                    self._call = event, []
+                case ToolCallArguments() if self._call is not None:
+                    self._call[1].append(event.text)
+        return parts
+
+    def _end_call(self) -> list[dict[str, Any]]:
+        if self._call is None:
+            return []
+        (start, pieces), self._call = self._call, None
+        try:
+            arguments = msgspec.json.decode("".join(pieces) or "{}")
+        except msgspec.DecodeError:  # the output was cut within the call
+            arguments = {}
+        function = {"index": start.index, "name": start.name, "arguments": arguments}
+        return [{"tool_calls": [{"id": start.id, "function": function}]}]
+
+    def _end(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return why the output ended, and the counts and times, in nanoseconds."""
+        record, end = self._record, time.perf_counter()
+        first = record.first_token_at or end
+        return {
+            "done_reason": "length" if self._choice.finish_reason == "length" else "stop",
+            "total_duration": _nanoseconds(end - record.received),
+            "load_duration": 0,
+            "prompt_eval_count": usage["prompt_tokens"],
+            "prompt_eval_duration": _nanoseconds(first - (record.admitted_at or record.received)),
+            "eval_count": usage["completion_tokens"],
+            "eval_duration": _nanoseconds(end - first),
+        }
+
+
+def now() -> str:
+    """Return the time in Ollama's format."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))

@@ -1,0 +1,153 @@
+"""Translate Ollama's requests to chat and completion requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.serve.api.chat_prompt import reads_effort
+from penstock.serve.api.ollama.ollama_schema import (
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaMessage,
+)
+from penstock.serve.api.translation import Translation
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.services import Services
+
+FIELDS: Mapping[str, str] = {
+    "max_completion_tokens": "options.num_predict",
+    "max_tokens": "options.num_predict",
+    "response_format": "format",
+    "reasoning_effort": "think",
+    **{
+        name: f"options.{name}"
+        for name in "temperature top_k top_p min_p seed stop presence_penalty frequency_penalty".split()
+    },
+    "repetition_penalty": "options.repeat_penalty",
+}
+"""Field of a chat request -> field of Ollama's request."""
+
+
+def model_of(services: Services, name: str) -> str:
+    """Return the name of a served model; the tag ``latest`` may be absent or present."""
+    known = {services.model_name, *services.worker.adapters}
+    plain = name.removesuffix(":latest")
+    return plain if name not in known and plain in known else name
+
+
+def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
+    """Return the chat request of ``/api/chat``."""
+    messages: list[dict[str, Any]] = []
+    open_calls: list[str] = []
+    for number, message in enumerate(body.messages or ()):
+        messages.append(_message(message, number, open_calls))
+    chat = {**_shared(services, body), "messages": messages}
+    if body.tools:
+        chat["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
+    places = [f"messages[{number}]" for number in range(len(messages))]
+    tool_places = [f"tools[{number}]" for number in range(len(body.tools or ()))]
+    return Translation(chat, places, tool_places, {**FIELDS, "tools.parameters": "function.parameters"})
+
+
+def chat_of_generate(services: Services, body: OllamaGenerateBody) -> Translation:
+    """Return the chat request of ``/api/generate`` with the chat template."""
+    messages = [] if not body.system else [{"role": "system", "content": body.system}]
+    places = ["system"] * len(messages)
+    messages.append({"role": "user", "content": _with_images(body.prompt or "", body.images)})
+    chat = {**_shared(services, body), "messages": messages}
+    return Translation(chat, [*places, "prompt"], (), FIELDS)
+
+
+def completion_of_generate(services: Services, body: OllamaGenerateBody) -> Translation:
+    """Return the completion request of ``/api/generate`` without the chat template.
+
+    Raises:
+        RequestProblem: 400; a field needs the chat template.
+    """
+    for name in ("system", "images", "think"):
+        if getattr(body, name):
+            raise RequestProblem(400, f"{name} needs the chat template: omit raw and suffix", param=name)
+    given = _shared(services, body)
+    return Translation({**given, "prompt": body.prompt or "", "suffix": body.suffix or None}, (), (), FIELDS)
+
+
+def _shared(services: Services, body: OllamaBody) -> dict[str, Any]:
+    given: dict[str, Any] = {"model": model_of(services, body.model), "stream": body.streams}
+    if body.format == "json":
+        given["response_format"] = {"type": "json_object"}
+    elif isinstance(body.format, dict):
+        schema = {"name": "format", "schema": body.format}
+        given["response_format"] = {"type": "json_schema", "json_schema": schema}
+    options = body.options
+    if options is not None:
+        limit = services.worker.info.max_length
+        if options.num_ctx is not None and options.num_ctx > limit:
+            raise RequestProblem(
+                400,
+                f"options.num_ctx is {options.num_ctx}, and the server's --max-length is {limit}: send less",
+                param="options.num_ctx",
+            )
+        names = "temperature top_k top_p min_p stop presence_penalty frequency_penalty".split()
+        given |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+        if options.seed is not None and options.seed != -1:
+            given["seed"] = options.seed
+        if options.repeat_penalty is not None:
+            given["repetition_penalty"] = options.repeat_penalty
+    predict = -1 if options is None or options.num_predict is None else options.num_predict
+    given["max_completion_tokens"] = services.worker.info.max_length if predict < 0 else max(1, predict)
+    return given | _thinking(services, body)
+
+
+def _thinking(services: Services, body: OllamaBody) -> dict[str, Any]:
+    think = body.think
+    if think is None:
+        return {}
+    settings: dict[str, Any] = {"include_reasoning": think is not False}
+    if services.tokenizer.template_mentions("enable_thinking"):
+        settings["chat_template_kwargs"] = {"enable_thinking": think is not False}
+    elif think is True and services.parsers.reasoning_format is None:
+        raise RequestProblem(400, f"{body.model!r} does not support thinking", param="think")
+    if isinstance(think, str):
+        if not reads_effort(services.tokenizer, think):
+            raise RequestProblem(
+                400, f"think {think!r} is not supported: the chat template reads no effort", param="think"
+            )
+        settings["reasoning_effort"] = think
+    return settings
+
+
+def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict[str, Any]:
+    """Return a message of a chat. Results of tools answer the calls in order, since calls may have no id."""
+    plain: dict[str, Any] = {
+        "role": message.role,
+        "content": _with_images(message.content or "", message.images),
+    }
+    if message.thinking:
+        plain["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        calls = []
+        open_calls.clear()
+        for index, call in enumerate(message.tool_calls):
+            name = call.id or f"call_{number}_{index}"
+            open_calls.append(name)
+            arguments = json.dumps(call.function.arguments or {}, ensure_ascii=False)
+            function = {"name": call.function.name, "arguments": arguments}
+            calls.append({"id": name, "type": "function", "function": function})
+        plain["tool_calls"] = calls
+    if message.role == "tool":
+        known = open_calls.pop(0) if open_calls else f"call_{number}"
+        plain["tool_call_id"] = message.tool_call_id or known
+        if message.tool_name:
+            plain["name"] = message.tool_name
+    return plain
+
+
+def _with_images(text: str, images: list[str] | None) -> Any:
+    if not images:
+        return text
+    urls = [image if image.startswith("data:") else f"data:image/png;base64,{image}" for image in images]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"type": "text", "text": text}, *parts]

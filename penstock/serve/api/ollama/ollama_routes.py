@@ -1,0 +1,245 @@
+"""``/api/chat``, ``/api/generate``, ``/api/tags``, ``/api/show``, ``/api/embed``: Ollama's API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from penstock import __version__
+from penstock.pipelines.core import PipelineTask
+from penstock.serve.api.completions import CompletionRequest
+from penstock.serve.api.conversation import Conversation
+from penstock.serve.api.embedding_requests import check_outputs, encode_inputs, numbers, vector_inputs
+from penstock.serve.api.embedding_schemas import EmbeddingsBody
+from penstock.serve.api.generation import GenerationJob, in_pool
+from penstock.serve.api.json_parts import JsonResponse, Parts, array, encode, gather, with_members
+from penstock.serve.api.models import adapter_named
+from penstock.serve.api.ollama.ollama_builder import OllamaBuilder, now
+from penstock.serve.api.ollama.ollama_input import (
+    chat_of_chat,
+    chat_of_generate,
+    completion_of_generate,
+    model_of,
+)
+from penstock.serve.api.ollama.ollama_schema import (
+    OllamaBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
+)
+from penstock.serve.api.text_generation import answer_request, checked_body, note
+from penstock.serve.api.validation import validated
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import body_of, generated, responses
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.services import Services
+
+router = APIRouter(route_class=JsonRoute, tags=["ollama"])
+text_router = APIRouter(route_class=JsonRoute, tags=["ollama"])
+embedding_router = APIRouter(route_class=JsonRoute, tags=["ollama"])
+
+
+@text_router.post(
+    "/api/chat",
+    response_class=Response,
+    openapi_extra=body_of(OllamaChatBody),
+    responses=generated("The answer; unless `stream` is false, as JSON lines."),
+)
+async def ollama_chat(request: Request) -> Response:
+    """Generate the next message of a conversation, in Ollama's format."""
+    services = Services.of(request)
+    raw = await request.json()
+
+    def prepare() -> tuple[OllamaChatBody, Conversation | None]:
+        body = checked_body(services, OllamaChatBody, raw)
+        if not body.messages:
+            adapter_named(services, model_of(services, body.model))
+            return body, None
+        return body, chat_of_chat(services, body).conversation(services, _new_id())
+
+    body, conversation = await in_pool(request, prepare)
+    if conversation is None:
+        return _loaded(body, message={"role": "assistant", "content": ""})
+    return await _answer_chat(request, body, conversation, is_chat=True)
+
+
+@text_router.post(
+    "/api/generate",
+    response_class=Response,
+    openapi_extra=body_of(OllamaGenerateBody),
+    responses=generated("The answer; unless `stream` is false, as JSON lines."),
+)
+async def ollama_generate(request: Request) -> Response:
+    """Answer or continue a prompt, in Ollama's format."""
+    services = Services.of(request)
+    raw = await request.json()
+
+    def prepare() -> tuple[OllamaGenerateBody, Conversation | CompletionRequest | None]:
+        body = checked_body(services, OllamaGenerateBody, raw)
+        if not body.prompt and not body.suffix:
+            adapter_named(services, model_of(services, body.model))
+            return body, None
+        if body.raw or body.suffix:
+            translation = completion_of_generate(services, body)
+            with translation.errors_named():
+                return body, CompletionRequest.of(services, translation.chat)
+        return body, chat_of_generate(services, body).conversation(services, _new_id())
+
+    body, found = await in_pool(request, prepare)
+    if found is None:
+        return _loaded(body, response="")
+    if isinstance(found, Conversation):
+        return await _answer_chat(request, body, found, is_chat=False)
+    note(found.body, RequestRecord.of(request), found.job.contexts[0])
+    return await _answer(request, body, found.job, is_chat=False)
+
+
+@embedding_router.post(
+    "/api/embed",
+    response_class=Response,
+    openapi_extra=body_of(OllamaEmbedBody),
+    responses=generated("The embeddings, in the order of the inputs.", streams=False),
+)
+async def ollama_embed(request: Request) -> Response:
+    """Return a vector for each input, in Ollama's format."""
+    services, record = Services.of(request), RequestRecord.of(request)
+    raw = await request.json()
+    body = await in_pool(request, lambda: checked_body(services, OllamaEmbedBody, raw))
+    adapter_named(services, model_of(services, body.model))
+    check_outputs(services, ["dense"])
+    asked = validated(
+        EmbeddingsBody,
+        {
+            "model": model_of(services, body.model),
+            "input": body.input,
+            "truncate": body.truncate is not False,
+            "dimensions": body.dimensions,
+        },
+    )
+    encoded = await encode_inputs(
+        request, asked, lambda: vector_inputs(services, asked, ("dense",), normalize=asked.normalizes)
+    )
+
+    def vectors() -> Iterator[Parts]:
+        for response in encoded.responses:
+            yield iter([encode(numbers(response.embeddings))])
+
+    plain = {
+        "model": body.model,
+        "total_duration": round((time.perf_counter() - record.received) * 1e9),
+        "load_duration": 0,
+        "prompt_eval_count": encoded.usage["prompt_tokens"],
+    }
+    return JsonResponse(await gather(with_members(plain, embeddings=array(vectors())), services.turns))
+
+
+@router.get("/api/tags", response_class=Response, responses=responses(401, 503))
+async def ollama_tags(request: Request) -> Response:
+    """List the served model and its adapters, in Ollama's format."""
+    return _json({"models": _models(Services.of(request))})
+
+
+@router.get("/api/ps", response_class=Response, responses=responses(401, 503))
+async def ollama_ps(request: Request) -> Response:
+    """The same as `/api/tags`: served models are loaded."""
+    return await ollama_tags(request)
+
+
+@router.get("/api/version", response_class=Response, responses=responses(401, 503))
+async def ollama_version(request: Request) -> Response:
+    """Return the version of Penstock."""
+    return _json({"version": __version__})
+
+
+@router.post(
+    "/api/show",
+    response_class=Response,
+    openapi_extra=body_of(OllamaShowBody),
+    responses=generated("The description of the model.", streams=False),
+)
+async def ollama_show(request: Request) -> Response:
+    """Describe a model, in Ollama's format."""
+    services = Services.of(request)
+    raw = await request.json()
+    body = await in_pool(request, lambda: checked_body(services, OllamaShowBody, raw))
+    name = model_of(services, body.model or body.name or services.model_name)
+    adapter_named(services, name)
+    parsers, config = services.parsers, services.pipeline_config.model.huggingface_config
+    is_text = services.task is PipelineTask.TEXT_GENERATION
+    abilities = ["completion"] if is_text else ["embedding"]
+    abilities += ["tools"] if is_text and parsers.tool_format is not None else []
+    abilities += ["thinking"] if is_text and parsers.reasoning_format is not None else []
+    family = config.model_type
+    return _json(
+        {
+            "modelfile": "",
+            "parameters": "",
+            "template": services.tokenizer.chat_template_source or "",
+            "details": _details(services),
+            "model_info": {
+                "general.architecture": family,
+                f"{family}.context_length": services.worker.info.max_length,
+            },
+            "capabilities": abilities,
+        }
+    )
+
+
+async def _answer_chat(
+    request: Request, body: OllamaBody, conversation: Conversation, *, is_chat: bool
+) -> Response:
+    note(conversation.body, RequestRecord.of(request), conversation.context)
+    return await _answer(request, body, conversation.job(Services.of(request)), is_chat=is_chat)
+
+
+async def _answer(request: Request, body: OllamaBody, job: GenerationJob, *, is_chat: bool) -> Response:
+    record = RequestRecord.of(request)
+    builder = OllamaBuilder(body.model, job, record, is_chat=is_chat, hides_thinking=body.think is False)
+    return await answer_request(request, Services.of(request), job, builder, stream=body.streams)
+
+
+def _models(services: Services) -> list[dict[str, Any]]:
+    names = [services.model_name, *services.worker.adapters]
+    return [
+        {
+            "name": name,
+            "model": name,
+            "modified_at": now(),
+            "size": 0,
+            "digest": sha256(name.encode()).hexdigest(),
+            "details": _details(services),
+        }
+        for name in names
+    ]
+
+
+def _details(services: Services) -> dict[str, Any]:
+    family = services.pipeline_config.model.huggingface_config.model_type
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": services.pipeline_config.model.quantization_encoding or "",
+    }
+
+
+def _loaded(body: OllamaBody, **answer: Any) -> Response:
+    """Return the answer to a request without a prompt, with which clients load a model."""
+    return _json({"model": body.model, "created_at": now(), **answer, "done": True, "done_reason": "load"})
+
+
+def _new_id() -> str:
+    return f"chatcmpl-{uuid4().hex}"
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,163 @@
+"""The schemas of Ollama's routes, with Ollama's field names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from penstock.serve.api.schemas import Number, RequestBody, Texts, Tool
+from penstock.serve.api.unsupported import Refused
+
+_ENGINE = Refused("it is a setting of the server", accepts_all=True)
+_NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p and temperature"
+Keep = str | int | float
+Think = bool | Literal["low", "medium", "high", "max"]
+
+
+class OllamaOptions(RequestBody):
+    """The ``options`` of a request."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {
+        **dict.fromkeys(
+            "numa num_batch num_gpu main_gpu low_vram use_mmap use_mlock num_thread f16_kv".split(),
+            _ENGINE,
+        ),
+        "num_keep": Refused("a running prompt is not shortened", accepts_all=True),
+        "repeat_last_n": Refused("the penalty counts the prompt and the whole output", accepts_all=True),
+        "penalize_newline": Refused("line ends are tokens like others", (True,)),
+        "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
+        "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
+        "mirostat": Refused(_NO_SAMPLER, (0,)),
+        "mirostat_eta": Refused(_NO_SAMPLER, accepts_all=True),
+        "mirostat_tau": Refused(_NO_SAMPLER, accepts_all=True),
+    }
+
+    num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
+    """Maximum number of new tokens; -1 and -2 mean the limit of the model."""
+    num_ctx: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """The length that the client expects; more than ``--max-length`` is refused."""
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | Texts | None = None
+    repeat_penalty: Annotated[Number, Field(gt=0)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+
+
+class OllamaFunction(RequestBody):
+    """The function of a call."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {
+        "index": Refused("the order of the list is the index", accepts_all=True)
+    }
+
+    name: str
+    arguments: dict[str, Any] | None = None
+
+
+class OllamaCall(RequestBody):
+    """A call of an earlier answer."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {"type": Refused("all tools are functions", ("function",))}
+
+    id: str | None = None
+    function: OllamaFunction
+
+
+class OllamaMessage(RequestBody):
+    """A message of a chat."""
+
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: Texts | None = None
+    """Images as base64."""
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaBody(RequestBody):
+    """The fields that chats and generations share."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {
+        "keep_alive": Refused("the model stays loaded", accepts_all=True),
+        "truncate": Refused("a prompt that is too long is refused", (False, True)),
+        "shift": Refused("a running prompt is not shortened", (False, True)),
+        "logprobs": Refused("use the OpenAI routes", (False,)),
+        "top_logprobs": Refused("use the OpenAI routes", (0,)),
+        "dimensions": Refused("it is for /api/embed"),
+    }
+
+    model: str
+    stream: bool | None = None
+    """True if absent."""
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    """``json``, or a JSON schema."""
+    options: OllamaOptions | None = None
+    think: Think | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the response is streamed."""
+        return self.stream is not False
+
+
+class OllamaChatBody(OllamaBody):
+    """``POST /api/chat``."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = OllamaBody.unsupported
+
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
+    """An empty list loads the model; it is loaded already."""
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+
+
+class OllamaGenerateBody(OllamaBody):
+    """``POST /api/generate``."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {
+        **OllamaBody.unsupported,
+        "context": Refused("send the conversation to /api/chat", ([],)),
+        "template": Refused("a request cannot set the template", ("",)),
+    }
+
+    prompt: str | None = None
+    """An absent prompt loads the model; it is loaded already."""
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    """Whether the prompt is used without the chat template."""
+    images: Texts | None = None
+
+
+class OllamaEmbedBody(RequestBody):
+    """``POST /api/embed``."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {
+        "keep_alive": Refused("the model stays loaded", accepts_all=True),
+        "options": Refused("they do not concern embeddings", accepts_all=True),
+    }
+
+    model: str
+    input: str | Texts
+    truncate: bool | None = None
+    """Whether long inputs are cut at the end; true if absent."""
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+
+class OllamaShowBody(RequestBody):
+    """``POST /api/show``."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {
+        "verbose": Refused("the answer has all that is known", (False, True))
+    }
+
+    model: str | None = None
+    name: str | None = None
+    """The older name of ``model``."""

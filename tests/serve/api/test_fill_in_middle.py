@@ -1,0 +1,39 @@
+"""Prompts that fill in the middle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.chatting import chatting
+
+from penstock.serve.api import fill_in_middle
+from penstock.serve.api.fill_in_middle import Markers, fill_in_prompt
+from penstock.testing import FakePipeline, FakeTokenizer
+
+PSM, SPM = Markers("^", "~", "|"), Markers("^", "~", "|", suffix_first=True)
+
+
+@pytest.mark.parametrize(("family", "text"), [(PSM, "^ab~cd|"), (SPM, "~cd^ab")])
+def test_order(family: Markers, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill_in_middle, "FAMILIES", (Markers("<none>", "x", "y"), family))
+    ids = fill_in_prompt(FakeTokenizer(), "ab", "cd", "suffix")
+    assert bytes(ids).decode() == text
+
+
+async def test_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = FakePipeline.answering(lambda prompt: prompt + "!more")
+    async with chatting(pipeline) as server:
+        refused = await server.refusal("/v1/completions", prompt="a", suffix="b")
+        assert (refused["param"], refused["code"]) == ("suffix", "unsupported_parameter")
+        monkeypatch.setattr(fill_in_middle, "FAMILIES", (PSM,))
+        monkeypatch.setattr(fill_in_middle, "ENDS", ("!",))
+        found = await server.complete(prompt=["ab", ""], suffix="cd", max_tokens=50)
+        assert [choice["text"] for choice in found["choices"]] == ["^ab~cd|", "^~cd|"]
+        assert [choice["finish_reason"] for choice in found["choices"]] == ["stop", "stop"]
+        assert (await server.complete(prompt="ab", suffix="", max_tokens=2))["choices"][0]["text"] == "ab"
+        ollama: Any = {"prompt": "ab", "suffix": "cd", "stream": False}
+        assert (await server.post("/api/generate", **ollama)).json()["response"] == "^ab~cd|"
+        for more, param in (({"echo": True}, "echo"), ({"prompt": [1, 2]}, "suffix")):
+            refused = await server.refusal("/v1/completions", **{"prompt": "a", "suffix": "b", **more})
+            assert refused["param"] == param

@@ -1,0 +1,170 @@
+"""Ollama's API: chats, generations, embeddings, and the list of models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chatting import THINKING, Chatting, chatting
+
+from penstock.assembly import load_tokenizer, load_work
+from penstock.config import PipelineConfig
+from penstock.testing import FakePipeline
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+STOP = {"stop": ["b"]}
+
+
+def script(prompt: str) -> str:
+    if "Think" in prompt:
+        return "<think>Hm.</think>Yes."
+    if "weather?" in prompt and "tool: " not in prompt:
+        return 'I look. <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+    return prompt.split("</tool_call>\n")[-1].removesuffix("assistant: ")
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Chatting]:
+    async with chatting(FakePipeline.answering(script), template=THINKING) as opened:
+        yield opened
+
+
+async def lines(server: Chatting, path: str, **body: Any) -> list[Any]:
+    response = await server.post(path, **body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("application/x-ndjson")
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+async def test_chat_streams_json_lines_unless_told_otherwise(server: Chatting) -> None:
+    *first, last = await lines(
+        server, "/api/chat", messages=user("Hi"), options={"temperature": 0, "num_ctx": 64}
+    )
+    assert "".join(line["message"]["content"] for line in first) == "user: Hi"
+    assert not any(line["done"] for line in first)
+    assert (last["done"], last["done_reason"], last["message"]["content"]) == (True, "stop", "")
+    assert last["eval_count"] == 9
+    assert last["prompt_eval_count"] > 8
+    assert last["total_duration"] > 0
+    whole = (await server.post("/api/chat", messages=user("Hi"), stream=False, keep_alive="5m")).json()
+    assert whole["message"] == {"role": "assistant", "content": "user: Hi"}
+    assert (whole["done"], whole["eval_count"], whole["model"]) == (True, 9, "demo")
+    cut = await server.http.post(
+        "/api/chat",
+        json={"model": "demo:latest", "messages": user("Hi"), "stream": False, "options": {"num_predict": 2}},
+    )
+    assert (cut.json()["message"]["content"], cut.json()["done_reason"]) == ("us", "length")
+    loaded = (await server.post("/api/chat", messages=[])).json()
+    assert loaded["done_reason"] == "load"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools(server: Chatting, stream: bool) -> None:
+    given: Any = {"messages": user("weather?"), "tools": [WEATHER], "stream": stream}
+    if stream:
+        said = [line["message"] for line in await lines(server, "/api/chat", **given)]
+        [calls] = [one["tool_calls"] for one in said if "tool_calls" in one]
+        content = "".join(one["content"] for one in said)
+    else:
+        message = (await server.post("/api/chat", **given)).json()["message"]
+        calls, content = message["tool_calls"], message["content"]
+    assert content == "I look."
+    assert calls[0]["function"] == {"index": 0, "name": "get_weather", "arguments": {"city": "Paris"}}
+    given["messages"] += [
+        {"role": "assistant", "content": content, "tool_calls": [{"function": calls[0]["function"]}]},
+        {"role": "tool", "tool_name": "get_weather", "content": "20"},
+    ]
+    last = await server.post("/api/chat", **{**given, "stream": False})
+    assert last.json()["message"]["content"].endswith("tool: 20"), last.text
+
+
+async def test_thinking(server: Chatting) -> None:
+    whole = (await server.post("/api/chat", messages=user("Think"), stream=False)).json()
+    assert (whole["message"]["thinking"], whole["message"]["content"]) == ("Hm.", "Yes.")
+    hidden = (await server.post("/api/chat", messages=user("Think"), stream=False, think=False)).json()
+    assert hidden["message"] == {"role": "assistant", "content": "Yes."}
+    said = await lines(server, "/api/generate", prompt="Think", think=True)
+    assert "".join(line.get("thinking", "") for line in said) == "Hm."
+    assert "".join(line["response"] for line in said) == "Yes."
+
+
+async def test_generate(server: Chatting) -> None:
+    *first, last = await lines(server, "/api/generate", prompt="Hi", system="S")
+    assert "".join(line["response"] for line in first) == "system: Suser: Hi"
+    assert (last["done_reason"], last["response"]) == ("stop", "")
+    raw = (await server.post("/api/generate", prompt="Hi", raw=True, stream=False)).json()
+    assert raw["response"] == "Hi"
+    stopped = await server.post(
+        "/api/generate", prompt="abc", raw=True, stream=False, options={"stop": ["b"]}
+    )
+    assert stopped.json()["response"] == "a"
+    assert (await server.post("/api/generate")).json()["done_reason"] == "load"
+
+
+async def test_formats_and_description(server: Chatting) -> None:
+    for form in ({"type": "object"}, "json"):  # the fake model has no grammars
+        refused = await server.post("/api/chat", messages=user("x"), format=form)
+        assert refused.json()["error"].startswith("format needs the grammar extra")
+    shown = (await server.post("/api/show")).json()
+    assert shown["capabilities"] == ["completion", "tools", "thinking"]
+    assert shown["model_info"]["llama.context_length"] == 2048
+    assert shown["template"] == THINKING
+
+
+async def test_models_and_errors(server: Chatting) -> None:
+    [model] = (await server.http.get("/api/tags")).json()["models"]
+    assert (model["name"], model["model"]) == ("demo", "demo")
+    assert (await server.http.get("/api/ps")).json()["models"][0]["name"] == "demo"
+    assert "version" in (await server.http.get("/api/version")).json()
+    for path, body, words in (
+        ("/api/chat", {"model": "other", "messages": user("x")}, "other"),
+        ("/api/chat", {"messages": user("x"), "colour": 1}, "unknown field 'colour'"),
+        (
+            "/api/chat",
+            {"messages": user("x"), "options": {"mirostat": 2}},
+            "options.mirostat is not",
+        ),
+        ("/api/chat", {"messages": user("x"), "options": {"num_ctx": 10**6}}, "--max-length is 2048"),
+        ("/api/chat", {"messages": [{"role": "user", "images": ["aaaa"]}]}, "image"),
+        ("/api/chat", {"messages": user("x"), "think": "high"}, "reads no effort"),
+        ("/api/generate", {"prompt": "x", "suffix": "y"}, "no tokens to fill in the middle"),
+        ("/api/generate", {"prompt": "x", "raw": True, "system": "S"}, "system needs the chat template"),
+        ("/api/generate", {"prompt": "x", "context": [1]}, "context is not supported"),
+        ("/api/embed", {"input": "x"}, "task"),
+        ("/api/show", {"model": "other"}, "other"),
+    ):
+        refused = await server.post(path, **body)
+        assert refused.status_code in (400, 404), refused.text
+        assert words in refused.json()["error"], refused.text
+
+
+async def test_embed(embedder: Path) -> None:
+    config = PipelineConfig.from_flat({"model_path": str(embedder)})
+    async with chatting(
+        work=partial(load_work, config), tokenizer=load_tokenizer(config), pipeline_config=config
+    ) as server:
+        name = server.services.model_name
+        ours = await server.http.post("/v1/embeddings", json={"model": name, "input": ["a", "b"]})
+        theirs = await server.http.post("/api/embed", json={"model": name, "input": ["a", "b"]})
+        assert theirs.json()["embeddings"] == [one["embedding"] for one in ours.json()["data"]]
+        assert theirs.json()["prompt_eval_count"] == ours.json()["usage"]["prompt_tokens"]
+        long = await server.http.post("/api/embed", json={"model": name, "input": "a " * 5000})
+        assert len(long.json()["embeddings"]) == 1
+        assert (await server.http.post("/api/show", json={})).json()["capabilities"] == ["embedding"]
