@@ -35,6 +35,8 @@ from penstock.serve.api import (
     rerank,
     schemas,
     scores,
+    speech,
+    speech_schemas,
     tokenization,
     unsupported,
     validation,
@@ -62,6 +64,7 @@ ROUTERS = (
     rerank,
     scores,
     classification,
+    speech,
     batch_routes,
     models,
     adapters,
@@ -230,6 +233,7 @@ def no_effect() -> str:
         message_schema.MessageBlock: "a block of messages",
         message_schema.MessageTool: "a tool of messages",
         message_schema.OutputConfig: "`output_config` of messages",
+        speech_schemas.SpeechBody: "speech",
         ollama_schema.OllamaOptions: "`options` of Ollama",
         ollama_schema.OllamaFunction: "a function of Ollama",
         ollama_schema.OllamaCall: "a call of Ollama",
@@ -239,7 +243,8 @@ def no_effect() -> str:
         ollama_schema.OllamaEmbedBody: "/api/embed",
         ollama_schema.OllamaShowBody: "/api/show",
     }
-    assert set(places) == {*parameters.UNSUPPORTED, *_with_own_tables(schemas.RequestBody)}
+    known = {*parameters.UNSUPPORTED, *_with_own_tables(schemas.RequestBody)}
+    assert set(places) == known, set(places) ^ known
     rows: dict[tuple[str, str, str], list[str]] = {}
     for kind in places:
         for name, field in parameters.unsupported_fields(kind).items():
