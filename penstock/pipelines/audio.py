@@ -38,7 +38,7 @@ from penstock.pipelines.core import (
 from penstock.pipelines.speech_tokens import SpeechTokenGenerationPipeline, create_speech_tokens
 from penstock.pipelines.task_pipeline import TaskPipeline
 from penstock.pipelines.voices import load_voices
-from penstock.weights.hub import resolve_checkpoint
+from penstock.weights.hub import resolve_codec
 from penstock.weights.json_files import read_json_object
 
 if TYPE_CHECKING:
@@ -105,9 +105,7 @@ def codec_folder(config: PipelineConfig, form: SpeechFormat) -> Path:
     given, named = config.speech.codec, form.description.codec
     if given is None and named is not None and (config.model.checkpoint / named).is_dir():
         return config.model.checkpoint / named
-    name = given or named or form.default_codec
-    folder = Path(name).expanduser()
-    return folder if folder.is_dir() else resolve_checkpoint(name)
+    return resolve_codec(given or named or form.default_codec)
 
 
 def codec_encoding(config: PipelineConfig, codec: SupportedCodec) -> str | None:

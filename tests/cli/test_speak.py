@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from support.tiny_llm import write_tiny_llm
-from support.tiny_speech import RATE, FakeCodec, write_tiny_speech
+from support.tiny_speech import RATE, FakeCodecs, write_tiny_speech
 
 from penstock.cli import cli
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _fake_codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.pipelines.audio.load_codec", lambda *_, **__: FakeCodec(1))
+    monkeypatch.setattr("penstock.pipelines.audio.create_audio.__defaults__", (FakeCodecs(),))
 
 
 def run(*arguments: Any, text: str | None = None) -> Result:

@@ -171,6 +171,7 @@ def write_tiny_speech(
     settings = {"codebook_size": SIZE, "codes_per_frame": num_codes, "codec": "codec", "phonemes": False}
     _write(folder / "speech_config.json", settings | description)
     _write(folder / "codec" / "config.json", {"model_type": "fake", "codes_per_frame": num_codes})
+    save_file({"unused": np.zeros(1, np.float32)}, folder / "codec" / "model.safetensors")
     return folder
 
 
