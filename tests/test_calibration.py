@@ -78,7 +78,7 @@ def test_layers_of_every_architecture_are_calibrated(
 
 
 def large_sizes(name: str) -> dict[str, int]:
-    """Layers of so many inputs and outputs that few bits are worth it."""
+    """Layers large enough for encodings with few bits."""
     if name == "gpt2":
         return {"n_embd": 192, "n_inner": 256}
     return {"hidden_size": 192, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 6}

@@ -1,4 +1,4 @@
-"""What a fresh process loads: the edges of Penstock must not pay for torch."""
+"""Imports of a new process: the server, the command line and the client modules do not load torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def _fresh(code: str) -> str:
-    """What ``code`` prints in a process of its own."""
+    """Return what ``code`` prints in a new process."""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()

@@ -1,4 +1,4 @@
-"""Log probabilities: the rows of a forward against numpy, and requests against each request alone."""
+"""Log probabilities: the rows of a forward against numpy, and batched requests against single requests."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_prefixes_are_shared_only_within_a_regime(checkpoint: Path, reference: A
 
 
 def test_drafts_do_not_cross_the_limit(checkpoint: Path, reference: Any) -> None:
-    """Neither those of the text itself nor those of a draft model, which has a limit of its own."""
+    """Tests n-gram drafts and a draft model, which has a separate limit."""
     prompt = [*PROMPT[:8]] * 4
     expected = greedy(reference, prompt, NEW)
     for options in ({"speculative_method": "ngram"}, {"draft_model_path": str(checkpoint)}):

@@ -88,7 +88,7 @@ async def test_arrivals_are_a_poisson_process() -> None:
 
 
 async def test_latencies_include_delays_of_the_client() -> None:
-    """No coordinated omission: the client sends two at a time, and the delay of the others counts."""
+    """No coordinated omission: the client sends two at once, and the delay of later requests counts."""
     client = Client(seconds=0.05)
     found = await run(client, bodies(10), rate=10_000.0, concurrency=2)
     assert client.num_most == 2

@@ -24,7 +24,7 @@ DUO_MODEL = "architectures/duo/model.py"
 
 
 def follow(folder: Path, changes: dict[str, str] | None = None, changed_file: str = MODEL) -> None:
-    """Write the files of the page, with changes to one of them."""
+    """Write the files of the page, one file with changes."""
     for name, text in FILES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def duo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_logits_of_a_block_of_its_own(duo: dict[str, Any]) -> None:
-    """Logits equal plain torch, and are bit-equal alone, in a batch and in chunks."""
+    """Logits equal those of plain torch and are bit-equal for single requests, batches and chunks."""
     config = PipelineConfig.from_flat(
         {"model_path": "tiny-duo", "quantization_encoding": "float32", "deterministic": True}
     )

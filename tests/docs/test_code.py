@@ -37,7 +37,7 @@ EMBEDDER = "./all-MiniLM-L6-v2"
 """The model of sessions with an embeddings model."""
 FOLDERS = ("penstock", "tests", "tools", "examples", "benchmarks")
 NOT_RUN = {"text", "ini", "nginx", "toml", "json", "console"}
-"""Languages of blocks that are shown alone; commands of Penstock in sessions are checked all the same."""
+"""Languages of blocks that are not run. Commands of Penstock in sessions are checked."""
 
 
 @pytest.fixture(scope="module")

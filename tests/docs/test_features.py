@@ -71,7 +71,7 @@ def are_two(llm: LLM, outputs: list[GenerationOutput]) -> None:
 
 def is_cached(llm: LLM, outputs: list[GenerationOutput]) -> None:
     cached = [output.num_cached_tokens > 0 for output in outputs]
-    # Not where the prompt's log probabilities are wanted; and of several, the first alone has those.
+    # Without log probabilities of the prompt; of several outputs only the first one has them.
     assert cached[0] == (outputs[0].prompt_log_probabilities is None)
 
 

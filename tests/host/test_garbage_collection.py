@@ -37,7 +37,7 @@ def test_an_error_ends_it() -> None:
 
 
 def test_nothing_is_frozen_for_good_and_what_was_stays_so() -> None:
-    """In a process of its own: what is frozen here may be anybody's."""
+    """In a new process, because other code may freeze objects of this one."""
     code = """
 import gc
 from penstock.host.garbage_collection import gc_disabled

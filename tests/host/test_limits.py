@@ -44,7 +44,7 @@ def test_a_container(mount: Path) -> None:
     member(mount, "0::/")
     stat = f"anon {GIB}\nfile {4 * GIB}\ninactive_file {GIB}\nactive_file {GIB}\nshmem {2 * GIB}"
     write(mount, memory__max=8 * GIB, memory__current=5 * GIB, memory__stat=stat, cpu__max="150000 100000")
-    assert limits.memory() == (8 * GIB, 5 * GIB)  # the file cache can be had, shared memory cannot
+    assert limits.memory() == (8 * GIB, 5 * GIB)  # the file cache is available, shared memory is not
     assert limits.cores() == 1.5
 
 

@@ -159,7 +159,7 @@ def test_clamped_swish(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> N
 @pytest.mark.parametrize("routing", ["all", "all_normed", "chosen"])
 @pytest.mark.parametrize(("rows", "experts", "top"), [(1, 1, 1), (5, 8, 2), (33, 60, 7), (70, 128, 128)])
 def test_route(ops: Ops, dtype: torch.dtype, routing: Routing, rows: int, experts: int, top: int) -> None:
-    spread = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8  # no two alike, in bfloat16 too
+    spread = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8  # distinct in bfloat16, too
     logits = torch.cat([spread, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
     (topk_weights, topk_ids), (expected, numbers) = (o.route(logits, top, routing) for o in (ops, REFERENCE))
     assert torch.equal(topk_ids, numbers)
@@ -229,7 +229,7 @@ def test_linear(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None
 def adapted(
     ops: Ops, rows: Tensor, rank: int, inputs: int, dtype: torch.dtype, *, ragged: bool = False
 ) -> tuple[PackedLinear, LoRAInputs]:
-    """A fused linear of which all but the middle slice have adapters; NaN is what lies beyond a rank."""
+    """A fused linear layer with adapters on all slices but the middle one; values beyond a rank are NaN."""
     sizes = {"q": 37, "k": 8, "v": 24}
     stops = [37, 45, 69]
     parts = [LinearSlice(n, end - size, end) for (n, size), end in zip(sizes.items(), stops, strict=True)]
@@ -286,7 +286,7 @@ def test_adapters_whose_matrices_lie_otherwise(ops: Ops) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_adapters_alone(ops: Ops, dtype: torch.dtype) -> None:
-    """A base of zeros, so that the adapters' own sums are seen: they hang on the row alone."""
+    """A base layer of zeros shows the sums of the adapters. They depend only on the row."""
     rows = torch.randint(-1, 4, (60,))
     packed, lora = adapted(ops, rows, 12, 40, dtype, ragged=True)
     zeros = ops.pack_linear(torch.zeros(69, 40), packed.encoding, slices=packed.slices)
@@ -452,7 +452,7 @@ def test_attention_over_a_cache_of_another_type(
 
 
 def in_bytes(batch: Batch) -> Batch:
-    """The same keys and values in an int8 cache. Where there are none, the scales are NaN."""
+    """The same keys and values in an int8 cache. Scales of unused slots are NaN."""
     pairs = batch.kv.cache.float()
     scales = pairs.abs().amax(-1).clamp_min(1e-12) / 127
     cache = (pairs / scales[..., None]).nan_to_num(127).round().to(torch.int8)

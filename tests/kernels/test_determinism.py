@@ -1,4 +1,4 @@
-"""Deterministic back ends: each row's bits alone are its bits in any batch, at any place, on any thread."""
+"""Deterministic back ends: a row has the same bits in any batch, at any position, on any thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROWS = 150
 """More than any kernel takes at once."""
 
 QUICKLY = settings(max_examples=examples(4), phases=[Phase.explicit, Phase.reuse, Phase.generate])
-"""No shrinking: an example says what it says, and there are mistakes below that are to be found soon."""
+"""No shrinking: failing examples are readable as drawn, and the tests of mistakes below are faster."""
 
 Run = Callable[[Ops, Tensor], tuple[Tensor, ...]]
 """An operation on some rows of a batch, ``[R]`` of them: its results, row by row."""
@@ -248,8 +248,8 @@ def test_every_operation_is_compared() -> None:
     assert set(CASES) == set(OPERATIONS)
 
 
-def depends_on_the_row_alone(ops: Ops, run: Run) -> None:
-    """Asserts it of random batches of random rows."""
+def check_rows_are_independent(ops: Ops, run: Run) -> None:
+    """Compare random batches of random rows with the whole batch, bit by bit."""
     everything = torch.arange(ROWS)
     whole = run(ops, everything)
 
@@ -274,10 +274,10 @@ def depends_on_the_row_alone(ops: Ops, run: Run) -> None:
 @pytest.mark.parametrize(
     "case", [f"{name}/{what}".rstrip("/") for name, cases in CASES.items() for what in cases]
 )
-def test_a_row_alone_is_the_row_in_a_batch(ops: Ops, dtype: torch.dtype, case: str) -> None:
+def test_rows_of_a_batch_equal_single_rows(ops: Ops, dtype: torch.dtype, case: str) -> None:
     torch.manual_seed(0)
     name, _, what = case.partition("/")
-    depends_on_the_row_alone(ops, CASES[name][what](dtype))
+    check_rows_are_independent(ops, CASES[name][what](dtype))
 
 
 # ---- attention ----
@@ -298,7 +298,7 @@ def text_of(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 def attend(
     ops: Ops, texts: Sequence[tuple[Text, int, int]], block_size: int, **options: object
 ) -> list[Tensor]:
-    """Attention of one batch: of each text the rows begin:end, with what comes before them in the cache.
+    """Return the attention of the rows begin:end of each text; earlier tokens are in the cache.
 
     The blocks lie anywhere, and keys that are not computed yet are NaN.
     """
@@ -324,10 +324,10 @@ LENGTH = 1150
 """More than two of the chunks that the C++ kernel cuts keys into."""
 
 
-def attention_depends_on_the_row_alone(
+def check_attention_rows_are_independent(
     ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int], **options: object
 ) -> None:
-    """Asserts it of a sequence that is cut anywhere, beside others."""
+    """Compare the attention of a sequence in random chunks and batches with the whole sequence, by bits."""
     torch.manual_seed(0)
     # The reference is slow, and sums keys by the block: its bits are those of the block size.
     length, sizes = (100, [32]) if ops.name == "reference" else (LENGTH, [16, 32, 128])
@@ -370,14 +370,14 @@ OPTIONS: dict[str, dict[str, object]] = {
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_attention_cut_anywhere(ops: Ops, dtype: torch.dtype, options: str) -> None:
-    attention_depends_on_the_row_alone(ops, dtype, (4, 2, 32), **OPTIONS[options])
+    check_attention_rows_are_independent(ops, dtype, (4, 2, 32), **OPTIONS[options])
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("shape", [(3, 3, 24), (2, 1, 80), (5, 1, 40), (8, 1, 64)], ids=str)
 def test_attention_of_other_shapes(ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    attention_depends_on_the_row_alone(ops, dtype, shape)
+    check_attention_rows_are_independent(ops, dtype, shape)
 
 
 # ---- the comparison sees what is wrong ----
@@ -416,11 +416,11 @@ class Misplaced(ReferenceOps):
 
 
 @pytest.mark.usefixtures("_threads")
-def test_the_comparison_sees_what_is_wrong() -> None:
+def test_the_comparison_detects_mistakes() -> None:
     for case in ("small", "of a long row"):
         with pytest.raises(AssertionError):
-            depends_on_the_row_alone(HalvesOfFewRows(), CASES["linear"][case](torch.float32))
+            check_rows_are_independent(HalvesOfFewRows(), CASES["linear"][case](torch.float32))
     with pytest.raises(AssertionError):
-        attention_depends_on_the_row_alone(KeysByCount(), torch.float32, (4, 2, 32))
+        check_attention_rows_are_independent(KeysByCount(), torch.float32, (4, 2, 32))
     with pytest.raises(AssertionError):
-        depends_on_the_row_alone(Misplaced(), CASES["rms_norm"][""](torch.float32))
+        check_rows_are_independent(Misplaced(), CASES["rms_norm"][""](torch.float32))

@@ -16,7 +16,7 @@ BLOCK = 16
 def paged(
     lengths: list[int], kv_heads: int, dim: int, *, window: int | None = None, int8: bool = False
 ) -> tuple[LayerKV, list[np.ndarray]]:
-    """A cache with sequences of these lengths in scattered blocks; each one flat, [2, L, K, D], beside it."""
+    """Return a cache with sequences of these lengths in scattered blocks, and the sequences, [2, L, K, D]."""
     generator = np.random.default_rng(sum(lengths))
     counts = [-(-length // BLOCK) for length in lengths]
     order = generator.permutation(np.arange(1, sum(counts) + 1))

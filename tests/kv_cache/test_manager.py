@@ -459,7 +459,7 @@ def test_a_rollback_does_not_write_into_shared_blocks(caching: bool, regrown: bo
     advance(manager, parent, 50)
     child.update(50)
     manager.fork(parent, child)
-    child.rollback(6)  # 5 tokens are left, of which the last is to be computed
+    child.rollback(6)  # 5 tokens remain, and the last one must be computed
     for token in range(70, 76 if regrown else 70):
         child.update(token)
     for token in range(80, 84):

@@ -95,7 +95,7 @@ def everything_changes(pipeline: TextGenerationPipeline, adapters: dict[str, Pat
     script.manager.load("some", str(adapters["some"]))
     fifth = script.begin("some", None, "all")
     script.run(fifth, 3)
-    script.run(fifth[1:2], 3)  # nobody has an adapter
+    script.run(fifth[1:2], 3)  # no request has an adapter
     script.run(fifth[::2], 3, rows=2)
     script.release(fifth)
     return script

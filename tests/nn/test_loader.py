@@ -197,7 +197,7 @@ def test_weights_that_are_already_packed_are_not_read() -> None:
     whole = Source({name: random(*shape) for name, shape in shapes.items()} | biases)
     layers = build(load(whole, "int8", ReferenceOps()))
     assert not whole.expected
-    source = Source(biases)  # a look at a weight would fail
+    source = Source(biases)  # reading a weight would fail
     loader = Loader(source, "int8", torch.device("cpu"), take_packed=Store([*layers]).take)
     assert all(one is other for one, other in zip(build(loader), layers, strict=True))
     assert source.expected == shapes

@@ -1,4 +1,4 @@
-"""Requests in whatever company, recorded or not, give what each gives alone and eagerly."""
+"""Random schedules, recorded or eager: each request gives the output of a single eager request."""
 
 from __future__ import annotations
 

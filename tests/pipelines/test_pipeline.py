@@ -119,7 +119,7 @@ def test_the_end_of_sequence_is_no_token(pipeline: TextGenerationPipeline) -> No
 
 
 def test_the_pipelines_own_end_of_sequence(checkpoint: Path, pipeline: TextGenerationPipeline) -> None:
-    """It ends contexts that bring no ids of their own and do not ignore it."""
+    """It ends contexts without end-of-sequence ids that do not ignore it."""
     (plain,) = generate(pipeline, [context_of(PROMPT)])
     config = pipeline.config
     ending = TextGenerationPipeline(config, type(pipeline.model), plain[0])
@@ -360,7 +360,7 @@ def test_bfloat16_is_close(checkpoint: Path, reference: Any) -> None:
 
 
 class NextToken(PipelineModel[TextContext]):
-    """A model with the page's methods alone: behind token t stands t + 1."""
+    """A model with only the methods of the page: token t + 1 follows token t."""
 
     @classmethod
     def calculate_max_seq_len(cls, pipeline_config: Any, huggingface_config: Any) -> int:

@@ -253,7 +253,7 @@ def test_counts_follow_every_move(moves: list[tuple[str, int]], with_prompt: boo
             context.rollback(min(number, len(context.generated_tokens)))
         elif move == "reset":
             context.reset()
-        elif move == "cut":  # past the back of whoever counts
+        elif move == "cut":  # without notifying the counter
             end = max(context.end_idx - number, 4)
             if end <= context.end_idx and context.start_idx < end - 1 and len(context.generated_tokens):
                 context.set_token_indices(active_idx=end, end_idx=end)

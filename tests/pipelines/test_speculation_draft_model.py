@@ -1,4 +1,4 @@
-"""The draft model: it follows each text, in a cache of its own, and changes none."""
+"""The draft model: it has a separate cache, follows each text, and changes no output."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_mixed_batch(request: pytest.FixtureRequest, target: Path, draft: str)
 
 
 def test_the_draft_samples_with_the_targets_numbers(target: Path) -> None:
-    """Else a sampled text would hardly ever be drafted, however alike the models."""
+    """With other random numbers, drafts of sampled text would rarely be accepted, even for similar models."""
     pipeline, _ = opened(target, target)
     sampling = SamplingParams(temperature=1.0, top_k=-1, seed=11)
     outcome(pipeline, [context_of(PROMPT, 40, sampling_params=sampling)])

@@ -85,7 +85,7 @@ def contexts_with(compiler: Any, max_new: int = 70) -> list[TextContext]:
 
 @pytest.fixture
 def plain(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What comes without drafts and without jumps."""
+    """The outputs without drafts and without forced tokens."""
     with monkeypatch.context() as patch:
         patch.setattr("penstock.pipelines.drafting.forced_tokens", lambda *_: [])
         given = outcome(pipeline, contexts_with(compiler))

@@ -1,4 +1,4 @@
-"""Several clients share a batch: who gets a place, who gives way, and what that costs."""
+"""Fairness between clients of a batch: admission, preemption, and the number of preemptions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Run:
         return dict(*self.pipeline.trace[before:])
 
     def steps_until(self, name: str) -> int:
-        """Steps until a request has a token."""
+        """Return the number of steps until a request has a token."""
         for count in range(1, 2000):
             self.step()
             if self.tokens[name]:
@@ -62,7 +62,7 @@ class Run:
         return Counter(name[0] for name, context in self.contexts.items() if context.is_assigned_to_cache)
 
 
-def test_clients_are_admitted_in_turn_and_each_in_its_own_order() -> None:
+def test_clients_alternate_and_keep_their_own_order() -> None:
     run = Run(max_batch_size=1)
     for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
         run.submit(name, 3, new=2)
@@ -70,7 +70,7 @@ def test_clients_are_admitted_in_turn_and_each_in_its_own_order() -> None:
     assert run.admitted == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
 
 
-def test_free_places_are_shared_evenly() -> None:
+def test_free_batch_slots_are_shared_evenly() -> None:
     run = Run()
     for number in range(9):
         run.submit(f"a{number}", 1, new=20)
@@ -83,7 +83,7 @@ def test_free_places_are_shared_evenly() -> None:
     assert run.scheduler.num_preemptions == 0
 
 
-def test_a_client_that_holds_all_places_gives_way_at_once() -> None:
+def test_a_client_that_fills_the_batch_is_preempted_at_once() -> None:
     run = Run()
     for number in range(32):
         run.submit(f"a{number}", 4, new=60)
@@ -98,7 +98,7 @@ def test_a_client_that_holds_all_places_gives_way_at_once() -> None:
     run.finish()
 
 
-def test_a_waiting_client_gets_its_share_and_no_more() -> None:
+def test_a_waiting_client_gets_exactly_its_share() -> None:
     run = Run(max_batch_size=8, max_batch_input_tokens=64)
     for number in range(16):
         run.submit(f"a{number}", 4, new=100)
@@ -114,7 +114,7 @@ def test_a_waiting_client_gets_its_share_and_no_more() -> None:
     run.finish()
 
 
-def test_a_client_that_holds_the_blocks_gives_way_too() -> None:
+def test_a_client_that_holds_all_blocks_is_preempted() -> None:
     run = Run(24, max_batch_size=8)
     for number in range(3):
         run.submit(f"a{number}", 4, new=28)
@@ -126,7 +126,7 @@ def test_a_client_that_holds_the_blocks_gives_way_too() -> None:
     run.finish()
 
 
-def test_one_client_alone_is_never_preempted_for_its_own() -> None:
+def test_a_single_client_is_not_preempted_for_its_own_requests() -> None:
     run = Run()
     for number in range(20):
         run.submit(f"a{number}", 4, new=30)
@@ -135,8 +135,8 @@ def test_one_client_alone_is_never_preempted_for_its_own() -> None:
     assert run.admitted == [f"a{number}" for number in range(20)]
 
 
-def test_requests_one_after_the_other_preempt_once() -> None:
-    """After the first one a place is kept free for a while."""
+def test_consecutive_requests_cause_one_preemption() -> None:
+    """After the first preemption, one batch slot stays reserved for some steps."""
     run = Run()
     for number in range(8):
         run.submit(f"a{number}", 4, new=400)
@@ -154,7 +154,7 @@ def test_requests_one_after_the_other_preempt_once() -> None:
     run.finish()
 
 
-def test_a_long_prompt_lets_a_short_one_of_another_client_pass() -> None:
+def test_a_short_prompt_of_another_client_overtakes_a_long_one() -> None:
     run = Run()
     run.submit("a", 160, new=1)
     run.step()
@@ -172,7 +172,7 @@ def test_two_long_prompts_take_turns() -> None:
     run.finish()
 
 
-def test_a_long_prompt_does_not_starve_behind_ever_new_clients() -> None:
+def test_new_clients_do_not_starve_a_long_prompt() -> None:
     run = Run()
     run.submit("a", 64, new=1)
     names = iter("bcdefghijklmnopqrstuvwxyzBCDEFGHIJKLMNOPQRSTUVWXYZ")
@@ -185,7 +185,7 @@ def test_a_long_prompt_does_not_starve_behind_ever_new_clients() -> None:
     run.finish()
 
 
-def test_a_low_priority_does_not_take_the_place_of_a_higher_one() -> None:
+def test_a_lower_priority_does_not_preempt_a_higher_one() -> None:
     run = Run(max_batch_size=2)
     run.submit("a1", 4, new=20, priority=1)
     run.submit("a2", 4, new=20, priority=1)
@@ -196,7 +196,7 @@ def test_a_low_priority_does_not_take_the_place_of_a_higher_one() -> None:
     run.finish()
 
 
-def test_blocks_are_taken_from_the_client_that_holds_the_most() -> None:
+def test_the_client_with_the_most_blocks_is_preempted() -> None:
     run = Run(10, max_batch_size=4)
     run.submit("a1", 4, new=16)
     run.submit("a2", 4, new=16)

@@ -1,4 +1,4 @@
-"""Culprits are found by halves; where nothing runs nobody is."""
+"""Fault isolation by bisection: failing requests are found; if no part runs, the error is raised."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DONE = TextGenerationStatus.END_OF_SEQUENCE
 
 
 class ModelRunner:
-    """A pipeline that only notes whom it is given, and fails where one of some is among them."""
+    """A pipeline that records its batches and fails if a batch contains one of the given requests."""
 
     kv = NullKVCache()
 
@@ -55,11 +55,11 @@ def run(names: str, faults: str) -> tuple[ModelRunner, dict[str, PenstockError]]
     return forwards, failures
 
 
-def test_a_batch_that_runs_is_run_once() -> None:
+def test_a_batch_without_errors_runs_once() -> None:
     assert run("abcde", "")[0].parts == ["abcde"]
 
 
-def test_the_search_goes_by_halves_and_runs_everybody_else_once() -> None:
+def test_bisection_runs_every_other_request_once() -> None:
     forwards, failures = run("abcdefgh", "cf")
     assert forwards.parts == "abcdefgh abcd ab cd c d efgh ef e f gh".split()
     assert list(failures) == ["c", "f"]
@@ -67,12 +67,12 @@ def test_the_search_goes_by_halves_and_runs_everybody_else_once() -> None:
     assert not forwards.failures
 
 
-def test_half_of_an_odd_batch() -> None:
+def test_bisection_of_an_odd_batch() -> None:
     assert run("abc", "c")[0].parts == ["abc", "ab", "c"]
 
 
 @given(st.integers(2, 40), st.data())
-def test_exactly_the_culprits_end_and_the_search_is_short(size: int, data: st.DataObject) -> None:
+def test_only_failing_requests_end_after_few_runs(size: int, data: st.DataObject) -> None:
     names = "".join(chr(256 + number) for number in range(size))
     faults = "".join(data.draw(st.sets(st.sampled_from(names[1:]), max_size=min(5, size - 1))))
     forwards, failures = run(names, faults)
@@ -81,14 +81,14 @@ def test_exactly_the_culprits_end_and_the_search_is_short(size: int, data: st.Da
     assert len(forwards.parts) <= 1 + 2 * len(faults) * (size - 1).bit_length()
 
 
-def test_an_error_of_the_request_stays_what_it_is() -> None:
+def test_a_request_error_is_not_changed() -> None:
     forwards, refusal = ModelRunner(), InputError("no such adapter")
     forwards.culprits = {"b": refusal}
     _, failures = Isolation(forwards).execute(batch("ab"), 1)
     assert failures == {"b": refusal}
 
 
-def test_where_no_part_runs_the_last_error_passes() -> None:
+def test_the_last_error_is_raised_if_no_part_runs() -> None:
     forwards = ModelRunner()
     forwards.culprits = {name: ZeroDivisionError(name) for name in "ab"}
     with pytest.raises(ZeroDivisionError, match="b"):
@@ -97,19 +97,19 @@ def test_where_no_part_runs_the_last_error_passes() -> None:
     assert not forwards.failures
 
 
-def test_the_search_is_given_up_after_some_in_a_row() -> None:
+def test_bisection_stops_after_several_failures_in_a_row() -> None:
     forwards, names = ModelRunner(), [str(number) for number in range(100)]
     forwards.culprits = {name: ZeroDivisionError(name) for name in names}
     with pytest.raises(ZeroDivisionError, match="7"):
         Isolation(forwards).execute({name: text_context([1]) for name in names}, 1)
 
 
-def test_many_culprits_end_where_somebody_runs() -> None:
+def test_many_failing_requests_end_if_another_one_runs() -> None:
     _, failures = run("abcdefghijklmnop", "bcdefghijklmnop")
     assert len(failures) == 15
 
 
-def test_alone_the_second_in_a_row_is_too_many() -> None:
+def test_two_failures_of_a_single_request_in_a_row_raise() -> None:
     forwards = ModelRunner()
     forwards.culprits = {name: ZeroDivisionError(name) for name in "abd"}
     isolation = Isolation(forwards)

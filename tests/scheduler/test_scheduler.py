@@ -1,4 +1,4 @@
-"""Scripted workloads, and exactly which request has how many rows in which step."""
+"""Scripted workloads: the exact number of rows of each request in each step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Trace = list[dict[str, int]]
 
 
 class Run:
-    """A scheduler over a fake pipeline, and what came out of it."""
+    """A scheduler with a fake pipeline; records the outputs."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class Run:
         return context
 
     def step(self, num_steps: int = 1) -> Trace:
-        """One step, and its rows."""
+        """Run one step and return its rows."""
         before = len(self.pipeline.trace)
         for name, output in self.scheduler.step(num_steps).items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
         return self.pipeline.trace[before:]
 
     def finish(self, num_steps: int = 1) -> Trace:
-        """All steps until nothing is left to do, and their rows; the output is what each gives alone."""
+        """Run all steps and return their rows; check that outputs equal those of single requests."""
         trace: Trace = []
         while self.scheduler.has_work:
             trace += self.step(num_steps)
@@ -87,7 +87,7 @@ class Run:
 # -- Continuous batching --------------------------------------------------------------------------------
 
 
-def test_a_request_alone() -> None:
+def test_a_single_request() -> None:
     run = Run()
     run.submit("a", 5, new=3)
     assert (run.scheduler.num_waiting, run.scheduler.num_running) == (1, 0)
@@ -113,14 +113,14 @@ def test_a_request_ends_at_its_end_of_sequence() -> None:
     assert len(run.tokens["a"]) == 2
 
 
-def test_places_in_the_batch_are_given_in_order_of_arrival() -> None:
+def test_requests_are_admitted_in_order_of_arrival() -> None:
     run = Run(max_batch_size=2)
     for name in "abc":
         run.submit(name, 3, new=2)
     assert run.finish() == [{"a": 3, "b": 3}, {"a": 1, "b": 1}, {"c": 3}, {"c": 1}]
 
 
-def test_the_more_urgent_goes_first() -> None:
+def test_higher_priorities_are_admitted_first() -> None:
     run = Run(max_batch_size=1)
     run.submit("a", 3, new=1)
     run.submit("b", 3, new=1, priority=1)
@@ -132,14 +132,14 @@ def test_the_more_urgent_goes_first() -> None:
 # -- Chunks and the budget -------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_is_cut_and_gives_one_output_token_at_its_end() -> None:
+def test_a_chunked_prompt_gives_one_output_token_at_its_end() -> None:
     run = Run()
     run.submit("a", 36, new=2)
     assert run.finish() == [{"a": 16}, {"a": 16}, {"a": 4}, {"a": 1}]
     assert len(run.tokens["a"]) == 2
 
 
-def test_generation_goes_on_beside_a_long_prompt() -> None:
+def test_decoding_continues_during_a_long_prompt() -> None:
     run = Run()
     run.submit("a", 3, new=5)
     run.step()
@@ -147,7 +147,7 @@ def test_generation_goes_on_beside_a_long_prompt() -> None:
     assert run.finish() == [{"a": 1, "b": 15}, {"a": 1, "b": 15}, {"a": 1, "b": 10}, {"a": 1}]
 
 
-def test_the_rest_of_the_budget_goes_to_the_next_prompt_unless_it_is_too_small_a_chunk() -> None:
+def test_the_remaining_budget_goes_to_the_next_prompt_from_the_minimum_chunk_on() -> None:
     run = Run()
     run.submit("a", 10, new=1)
     run.submit("b", 10, new=1)
@@ -160,7 +160,7 @@ def test_the_rest_of_the_budget_goes_to_the_next_prompt_unless_it_is_too_small_a
     assert run.finish() == [{"a": 10}, {"b": 10}]
 
 
-def test_a_whole_prompt_above_the_budget_runs_in_a_step_of_its_own() -> None:
+def test_an_unchunked_prompt_above_the_budget_runs_in_a_separate_step() -> None:
     run = Run(whole_prompts=True)
     for name, length in (("a", 6), ("b", 40), ("c", 10), ("d", 7)):
         run.submit(name, length, new=1)
@@ -171,14 +171,14 @@ def test_a_whole_prompt_above_the_budget_runs_in_a_step_of_its_own() -> None:
     assert not run.scheduler.failures
 
 
-def test_nobody_overtakes_a_prompt_that_does_not_get_its_chunk() -> None:
+def test_no_request_overtakes_a_prompt_without_a_chunk() -> None:
     run = Run(min_chunk_size=7)
     for name, length in (("a", 12), ("b", 9), ("c", 2)):
         run.submit(name, length, new=1)
     assert run.finish() == [{"a": 12}, {"b": 9, "c": 2}]
 
 
-def test_a_more_urgent_prompt_passes_one_that_is_being_computed() -> None:
+def test_a_prompt_of_higher_priority_overtakes_a_running_prompt() -> None:
     run = Run()
     run.submit("a", 40, new=1)
     run.step()
@@ -186,7 +186,7 @@ def test_a_more_urgent_prompt_passes_one_that_is_being_computed() -> None:
     assert run.finish() == [{"b": 16}, {"b": 4, "a": 12}, {"a": 12}]
 
 
-def test_a_prompt_moves_on_in_every_step_of_a_full_batch() -> None:
+def test_a_prompt_progresses_in_each_step_of_a_full_batch() -> None:
     run = Run(max_batch_size=4, max_batch_input_tokens=6, min_chunk_size=6)
     for name in "abc":
         run.submit(name, 2, new=8)
@@ -195,7 +195,7 @@ def test_a_prompt_moves_on_in_every_step_of_a_full_batch() -> None:
     assert [rows["d"] for rows in run.finish() if "d" in rows] == [3, 3, 3]
 
 
-def test_without_chunks_a_prompt_waits_until_it_fits_whole() -> None:
+def test_an_unchunked_prompt_waits_until_it_fits() -> None:
     run = Run(enable_chunked_prefill=False)
     run.submit("a", 3, new=3)
     run.step()
@@ -211,7 +211,7 @@ def test_a_batch_is_no_larger_than_the_budget() -> None:
     assert run.finish() == [{"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"d": 1}, {"d": 1}]
 
 
-def test_tokens_that_a_grammar_forced_are_computed_with_the_next() -> None:
+def test_forced_tokens_are_computed_with_the_next_token() -> None:
     run = Run(max_batch_input_tokens=5)
     a = run.submit("a", 2, new=9)
     run.submit("b", 2, new=4)
@@ -234,7 +234,7 @@ def test_several_steps_at_once(num_steps: int, lengths: list[int]) -> None:
     assert [rows["a"] for rows in trace if "a" in rows] == [3, *lengths[1:]]
 
 
-def test_several_steps_stop_where_the_shortest_output_ends() -> None:
+def test_multiple_steps_end_with_the_shortest_output() -> None:
     run = Run()
     run.submit("a", 3, new=2)
     run.submit("b", 3, new=6)
@@ -242,7 +242,7 @@ def test_several_steps_stop_where_the_shortest_output_ends() -> None:
     assert run.step(4) == [{"b": 1}] * 4
 
 
-def test_nobody_is_preempted_for_several_steps() -> None:
+def test_multiple_steps_preempt_no_request() -> None:
     run = Run(4)
     run.submit("a", 4, new=5)
     run.submit("b", 4, new=3)
@@ -253,7 +253,7 @@ def test_nobody_is_preempted_for_several_steps() -> None:
 # -- Shared prefixes -------------------------------------------------------------------------------------
 
 
-def test_a_known_beginning_is_not_computed_again() -> None:
+def test_a_cached_prefix_is_not_recomputed() -> None:
     run = Run()
     prompt = list(range(1, 11))
     run.submit("a", prompt, new=1)
@@ -263,12 +263,12 @@ def test_a_known_beginning_is_not_computed_again() -> None:
     assert b.num_cached_tokens == 8
 
 
-def test_equal_prompts_that_arrive_at_once_are_computed_once() -> None:
+def test_equal_concurrent_prompts_are_computed_once() -> None:
     run = Run()
     prompt = list(range(1, 25))
     for name in "abc":
         run.submit(name, prompt, new=2)
-    run.submit("d", 3, new=2)  # passes those who wait
+    run.submit("d", 3, new=2)  # overtakes waiting requests
     assert run.finish() == [
         {"a": 16},
         {"a": 8, "d": 3},
@@ -277,7 +277,7 @@ def test_equal_prompts_that_arrive_at_once_are_computed_once() -> None:
     ]
 
 
-def test_who_waits_for_a_prefix_goes_on_when_its_owner_is_gone() -> None:
+def test_a_request_that_waits_for_a_prefix_continues_when_its_owner_ends() -> None:
     run = Run()
     prompt = list(range(1, 25))
     run.submit("a", prompt, new=2)
@@ -299,7 +299,7 @@ def test_a_prompt_waits_until_its_blocks_are_free() -> None:
     assert run.scheduler.num_preemptions == 0
 
 
-def test_the_youngest_is_preempted_and_goes_on_exactly() -> None:
+def test_the_latest_request_is_preempted_and_continues_exactly() -> None:
     run = Run(5)
     run.submit("a", 4, new=12)
     run.submit("b", 4, new=12)
@@ -313,7 +313,7 @@ def test_the_youngest_is_preempted_and_goes_on_exactly() -> None:
     assert run.tokens == run.expected
 
 
-def test_the_least_urgent_is_preempted_before_the_youngest() -> None:
+def test_the_lowest_priority_is_preempted_before_the_latest_request() -> None:
     run = Run(5)
     run.submit("a", 4, new=12, priority=-1)
     run.submit("b", 4, new=12)
@@ -345,7 +345,7 @@ def test_cached_tokens_are_counted_once() -> None:
     assert run.contexts["b"].num_cached_tokens == 0
 
 
-def test_a_prompt_lacking_blocks_waits_while_another_generates() -> None:
+def test_a_prompt_without_blocks_waits_during_decoding() -> None:
     ready = {"b"}
     run = Run(9, max_batch_input_tokens=4, ready=lambda context: context.request_id in ready)
     run.submit("a", 24, new=1)
@@ -608,7 +608,7 @@ def test_cancelling_what_has_ended_or_never_was_does_nothing() -> None:
 # -- Readiness and failures ------------------------------------------------------------------------------
 
 
-def test_who_is_not_ready_waits_and_others_pass() -> None:
+def test_requests_overtake_one_that_is_not_ready() -> None:
     ready = {"b"}
     run = Run(ready=lambda context: context.request_id in ready)
     run.submit("a", 3, new=1)
@@ -621,7 +621,7 @@ def test_who_is_not_ready_waits_and_others_pass() -> None:
     assert run.finish() == [{"a": 3}]
 
 
-def test_who_cannot_become_ready_fails_alone() -> None:
+def test_a_request_that_cannot_become_ready_fails_without_others() -> None:
     def ready(context: TextContext) -> bool:
         if context.request_id == "a":
             raise InputError("the grammar does not compile")
@@ -635,7 +635,7 @@ def test_who_cannot_become_ready_fails_alone() -> None:
     assert run.pipeline.released == ["a", "b"]
 
 
-def test_a_step_looks_at_few_contexts_however_long_the_queue() -> None:
+def test_a_step_checks_few_contexts_of_a_long_queue() -> None:
     asked: list[str] = []
     run = Run(ready=lambda context: bool(asked.append(context.request_id)), max_batch_size=3)
     for number in range(200):
@@ -646,7 +646,7 @@ def test_a_step_looks_at_few_contexts_however_long_the_queue() -> None:
         asked.clear()
 
 
-def test_any_error_while_asking_ends_the_one_who_is_asked() -> None:
+def test_an_error_in_ready_ends_its_request_only() -> None:
     def ready(context: TextContext) -> bool:
         if context.request_id == "a":
             raise KeyError("a mistake of ours")
@@ -662,7 +662,7 @@ def test_any_error_while_asking_ends_the_one_who_is_asked() -> None:
     assert "mistake" not in str(error)
 
 
-def test_a_failing_forward_leaves_all_as_it_was() -> None:
+def test_a_failed_forward_changes_no_state() -> None:
     run = Run(isolates_faults=False)
     run.submit("a", 20, new=3)
     run.submit("b", 4, new=3)
@@ -676,7 +676,7 @@ def test_a_failing_forward_leaves_all_as_it_was() -> None:
     assert run.finish() == [{"a": 4}, {"a": 1}, {"a": 1}]
 
 
-def test_who_makes_the_forward_fail_ends_and_the_others_make_their_step() -> None:
+def test_requests_that_fail_the_forward_end_and_others_continue() -> None:
     run = Run()
     for name in "abcd":
         run.submit(name, 3, new=4)
@@ -692,7 +692,7 @@ def test_who_makes_the_forward_fail_ends_and_the_others_make_their_step() -> Non
 
 
 @pytest.mark.parametrize("isolates_faults", [True, False])
-def test_whom_the_pipeline_gives_up_ends_alone(isolates_faults: bool) -> None:
+def test_a_context_that_the_pipeline_fails_ends_without_others(isolates_faults: bool) -> None:
     run = Run(isolates_faults=isolates_faults)
     run.submit("a", 3, new=3)
     run.submit("b", 3, new=3)
@@ -703,7 +703,7 @@ def test_whom_the_pipeline_gives_up_ends_alone(isolates_faults: bool) -> None:
     assert run.finish() == [{"b": 1}] * 2
 
 
-def test_who_was_admitted_is_said_once() -> None:
+def test_each_admission_is_reported_once() -> None:
     run = Run(5)
     run.submit("a", 4, new=12)
     run.submit("b", 4, new=12)
@@ -715,7 +715,7 @@ def test_who_was_admitted_is_said_once() -> None:
     assert admitted == [["a", "b"], *[[]] * (len(admitted) - 1)]
 
 
-def test_a_step_costs_what_its_batch_does_however_long_the_queue() -> None:
+def test_the_cost_of_a_step_does_not_depend_on_the_queue() -> None:
     def num_calls(num_waiting: int) -> int:
         run = Run(1000, max_batch_size=3)
         for number in range(num_waiting):
@@ -741,7 +741,7 @@ def test_a_step_costs_what_its_batch_does_however_long_the_queue() -> None:
     assert num_calls(10_000) == num_calls(10)
 
 
-def test_a_leak_is_noticed_when_nothing_is_left_to_do() -> None:
+def test_a_block_leak_is_detected_when_the_scheduler_is_idle() -> None:
     run = Run()
     run.submit("a", 3, new=1)
     run.kv._pools[0].allocate(1)

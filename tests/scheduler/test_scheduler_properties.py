@@ -1,4 +1,4 @@
-"""Random workloads on random machines: everybody is served once, exactly, and nothing is done in vain."""
+"""Random workloads and limits: each request gets its exact output once, and no step is wasted."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ requests = st.builds(
 
 
 class Workload:
-    """Runs requests on a machine and notes what becomes of each."""
+    """Runs requests and records the result of each."""
 
     def __init__(self, machine: Machine, requests: list[Request]) -> None:
         self.machine, self.now = machine, 0
@@ -142,7 +142,7 @@ class Workload:
         try:
             outputs = self.scheduler.step(self.machine.num_steps)
         except FloatingPointError:
-            return  # nobody's fault, for nothing ran: the next step repeats it
+            return  # no part of the batch ran, so that no request fails: the next step repeats it
         failed = dict(self.scheduler.failures)
         self.scheduler.failures.clear()
         assert failed.keys() <= self.pipeline.culprits
@@ -175,7 +175,7 @@ class Workload:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(machines, st.lists(requests, min_size=1, max_size=12))
-def test_everybody_is_served_once_and_exactly(machine: Machine, requests: list[Request]) -> None:
+def test_each_request_gets_its_exact_output_once(machine: Machine, requests: list[Request]) -> None:
     work = Workload(machine, requests)
     work.run()
     event("preempted" if work.scheduler.num_preemptions else "not preempted")
@@ -193,7 +193,7 @@ def test_everybody_is_served_once_and_exactly(machine: Machine, requests: list[R
 
 @settings(max_examples=examples(40), deadline=None)
 @given(machines, st.lists(requests, min_size=1, max_size=12))
-def test_nothing_is_computed_twice_but_after_a_preemption(machine: Machine, requests: list[Request]) -> None:
+def test_tokens_are_recomputed_only_after_a_preemption(machine: Machine, requests: list[Request]) -> None:
     work = Workload(machine, requests)
     work.run()
     breaks = 0
@@ -216,7 +216,7 @@ def test_nothing_is_computed_twice_but_after_a_preemption(machine: Machine, requ
 
 @settings(max_examples=examples(30), deadline=None)
 @given(machines, st.lists(requests.map(lambda one: replace(one, fails_after=None)), min_size=2, max_size=9))
-def test_those_who_generate_are_in_every_step(machine: Machine, requests: list[Request]) -> None:
+def test_decoding_requests_are_in_every_step(machine: Machine, requests: list[Request]) -> None:
     work = Workload(machine, requests)
     work.run()
     if work.scheduler.num_preemptions or any(request.cancelled_after is not None for request in requests):
@@ -255,8 +255,8 @@ def test_requests_of_a_client_are_admitted_in_order(machine: Machine, requests: 
 
 @settings(max_examples=60, deadline=None)
 @given(machines, st.lists(requests, min_size=2, max_size=14))
-def test_places_are_exchanged_a_bounded_number_of_times(machine: Machine, requests: list[Request]) -> None:
-    """Each preemption makes the shares more even; only arrivals and ends undo that."""
+def test_the_number_of_preemptions_is_bounded(machine: Machine, requests: list[Request]) -> None:
+    """Each preemption makes the shares more even; only arrivals and ends make them uneven again."""
     work = Workload(replace(machine, num_blocks=400), requests)
     work.run()
     assert work.scheduler.num_preemptions <= len(requests) * machine.max_batch_size

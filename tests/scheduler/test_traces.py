@@ -1,4 +1,4 @@
-"""Whole workloads as tables: who has how many rows in which step.
+"""Whole workloads as tables: the number of rows of each request in each step.
 
 Above the line the machine, then the requests: name, step before which it comes, prompt tokens, new tokens,
 and perhaps its priority. Below it one column a request and one line a step; ``.`` is a step without it,
@@ -113,7 +113,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_who_runs_when(name: str) -> None:
+def test_rows_of_each_step(name: str) -> None:
     script, expected = re.split(r"\n *-+\n", TABLES[name])
     machine_line, *request_lines = script.strip().splitlines()
     header, *lines = [line.split() for line in expected.strip().splitlines()]
@@ -121,7 +121,7 @@ def test_who_runs_when(name: str) -> None:
 
 
 def traced(machine: dict[str, int], requests: list[list[str]], header: list[str]) -> list[list[str]]:
-    """What really happens, in the form of the tables."""
+    """Return the actual steps as a table."""
     pipeline = FakePipeline(
         kv_manager(machine["blocks"], enable_prefix_caching=bool(machine.get("caching", 1)))
     )

@@ -21,7 +21,7 @@ def queue_of(names: str, scan_limit: int = 4) -> WaitingQueue[Waiter]:
 
 
 def served(queue: WaitingQueue[Waiter], ready: str) -> str:
-    """The entries served in one step, all of those that are ready."""
+    """Serve all ready entries in one step and return them."""
 
     def is_ready(entry: Waiter) -> bool:
         return entry.request_id in ready
@@ -41,7 +41,7 @@ def test_the_smallest_key_is_served_first() -> None:
     assert len(queue) == 0
 
 
-def test_looking_takes_nothing_out() -> None:
+def test_iterating_removes_no_entry() -> None:
     queue = queue_of("a")
     for _ in range(2):
         entry = queue.first_ready(lambda entry: True)
@@ -50,14 +50,14 @@ def test_looking_takes_nothing_out() -> None:
     assert "a" in queue
 
 
-def test_who_is_not_ready_lets_others_pass_and_keeps_its_place() -> None:
+def test_an_entry_that_is_not_ready_is_overtaken_and_keeps_its_position() -> None:
     queue = queue_of("abcd")
     assert served(queue, "bd") == "bd"
     queue.push(Waiter("e", (0, 9)))
     assert served(queue, "ace") == "ace"
 
 
-def test_removed_entries_are_passed_over_wherever_they_stand() -> None:
+def test_removed_entries_are_skipped_at_any_position() -> None:
     queue = queue_of("abcd")
     assert served(queue, "c") == "c"
     removed = queue.remove("a")  # it stands aside
@@ -74,7 +74,7 @@ def test_an_entry_may_come_back() -> None:
     assert served(queue, "ab") == "ab"
 
 
-def test_a_step_looks_at_few_in_vain_and_all_get_their_turn() -> None:
+def test_a_step_checks_few_unready_entries_and_reaches_all_in_turn() -> None:
     queue = queue_of("abcdefgh", scan_limit=2)
     looks = 0
 
@@ -92,7 +92,7 @@ def test_a_step_looks_at_few_in_vain_and_all_get_their_turn() -> None:
     assert steps == 3
 
 
-def test_clients_are_served_by_rank_and_each_in_its_own_order() -> None:
+def test_clients_are_served_by_rank_in_their_own_order() -> None:
     ranks = {"x": (1,), "y": (0,)}
     queue: WaitingQueue[Waiter] = WaitingQueue(4, ranks.__getitem__)
     for place, name in enumerate("abcd"):

@@ -1,4 +1,4 @@
-"""What happens to every request around the routes: ids, log lines, the gate, errors nobody foresaw."""
+"""What happens to every request around the routes: ids, log lines, the gate, unexpected errors."""
 
 from __future__ import annotations
 

@@ -507,7 +507,7 @@ def test_a_context_is_a_text_context() -> None:
 
 
 def test_a_long_prompt_leaves_the_interpreter_to_others() -> None:
-    """A server's event loop goes on while a thread encodes what somebody sent."""
+    """The event loop of a server continues while a thread encodes a prompt."""
     tokenizer = FakeTokenizer(max_length=None)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(tokenizer.encode_text, "a").result()

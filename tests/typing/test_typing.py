@@ -1,4 +1,4 @@
-"""Names that load lazily are there, and have their types for those who check theirs."""
+"""Names that load lazily are there, and type checkers see their types."""
 
 from __future__ import annotations
 

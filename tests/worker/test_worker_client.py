@@ -176,7 +176,7 @@ async def test_counts_of_running_requests() -> None:
         gate.open()
 
 
-# -- Requests that fail alone ----------------------------------------------------------------------------
+# -- Single requests that fail ---------------------------------------------------------------------------
 
 
 async def test_a_request_that_cannot_fit_is_refused_with_the_numbers() -> None:

@@ -59,7 +59,7 @@ def plain_facts(rng: random.Random) -> str:
 
 
 def introduction(rng: random.Random) -> str:
-    """Somebody says who they are."""
+    """The user says their name."""
     name = pick(rng, GIRLS if rng.random() < 0.5 else BOYS)
     age, city, job = rng.randrange(20, 70), pick(rng, CITIES), a(pick(rng, JOBS))
     liking = pick(rng, ["music", "books", "long walks", "cooking"])

@@ -102,7 +102,7 @@ def thing_color(rng: random.Random) -> Pair:
 
 
 def opposite(rng: random.Random) -> Pair:
-    """The opposite of a word."""
+    """Ask for the opposite of a word."""
     words = table("facts", "opposites")
     word, other = rng.choice(list(words.items()))
     if word not in {"old", "young"} and rng.random() < 0.5 and other not in words:

@@ -81,7 +81,7 @@ def make_thing(rng: random.Random, thing: str, fields: list[str]) -> dict[str, A
 
 
 def some_fields(rng: random.Random, available: list[str]) -> list[str]:
-    """Two to four of the fields, in any order; both where there are only two."""
+    """Two to four of the fields in any order; both fields if there are only two."""
     if len(available) == 2:
         return available
     return rng.sample(available, rng.randrange(2, min(4, len(available)) + 1))

@@ -16,7 +16,7 @@ from .words import ANIMALS, BOYS, GIRLS, NOUNS, PET_NAMES, PLACES, a, pick, stra
 
 @dataclass(frozen=True)
 class Character:
-    """Somebody in a story: a name, what they are, and how the text refers to them."""
+    """A character of a story: name, kind, and pronouns."""
 
     name: str
     kind: str

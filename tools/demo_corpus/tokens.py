@@ -107,7 +107,7 @@ class Encoder:
 class Packer:
     """Packs an endless, seeded stream of documents into rows; ``made`` counts what went in.
 
-    ``distinct`` leaves out what came before: for measuring, where each text should count once.
+    ``distinct`` leaves out repeated texts, so that each text counts once in measurements.
     """
 
     encoder: Encoder

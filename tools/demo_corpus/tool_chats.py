@@ -1,6 +1,6 @@
 """Chats with tools: a request, the call, the tool's answer, and a sentence made of it.
 
-Users bring tools of their own, with other names, wording and parameters.  Drawing these at random
+Users define tools with other names, wording and parameters.  Drawing these at random
 (``texts/tools.txt``) teaches the model to read the list of tools rather than to remember it.
 """
 
@@ -129,7 +129,7 @@ def wording(rng: random.Random, section: str, key: str) -> str:
 
 
 def reworded(rng: random.Random, name: str) -> OfferedTool:
-    """The demo tool ``name``, half of the time in somebody else's words."""
+    """The demo tool ``name``, with a different description in half of the cases."""
     properties = PARAMETERS[name]
     own_words = rng.random() < 0.5
     if name == "get_weather" and rng.random() < 0.6:

@@ -90,7 +90,7 @@ def a(noun: str) -> str:
 
 
 def upper_first(text: str) -> str:
-    """Capitalize the first letter and leave the rest alone."""
+    """Capitalize the first letter and keep the rest."""
     return text[:1].upper() + text[1:]
 
 
@@ -111,7 +111,7 @@ def plural(noun: str) -> str:
 
 
 def strange_word(rng: random.Random) -> str:
-    """A word that nobody knows, so that the model learns to say so."""
+    """An unknown word, so that the model learns to say that it does not know it."""
     return "".join(pick(rng, SYLLABLES) for _ in range(rng.randrange(2, 5)))
 
 

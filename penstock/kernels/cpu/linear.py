@@ -208,7 +208,7 @@ class CpuLinear(ReferenceOps):
         return torch.empty(shape, dtype=dtype)
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        """A tensor made of weights alone, which a kernel reads."""
+        """A tensor computed only from weights, which a kernel reads."""
         return tensor
 
 

@@ -1,4 +1,4 @@
-"""Weights in rows are multiplied as they are in panels, to the bit, and packed when somebody asks."""
+"""Lazily packed weights: products of rows and of panels are bit-equal, and packing happens on request."""
 
 from __future__ import annotations
 

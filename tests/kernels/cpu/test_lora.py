@@ -1,4 +1,4 @@
-"""Adapters on the kernels: shared by threads or not, alone or recorded, a row's bits are its own."""
+"""Adapters on the kernels: a row's bits do not depend on threads, other rows or recording."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def of(lora: LoRAInputs, rows: Tensor) -> LoRAInputs:
 @pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "rank"), [(20, 12), (700, 64), (1500, 16)])
-def test_a_row_is_what_it_is_alone(
+def test_rows_of_a_batch_equal_single_rows(
     ops: CpuOps, dtype: torch.dtype, inputs: int, rank: int, threads: int
 ) -> None:
     """Over a base of zeros, which hides no bit. Of narrow ones a row is one thread's, several wide ones are
@@ -118,7 +118,7 @@ def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, given: Mapping[str, T
 @pytest.mark.matrix
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
 @pytest.mark.parametrize(("inputs", "count"), [(33, 1), (33, 6), (700, 1), (700, 8), (700, 60)])
-def test_a_recorded_layer_reads_what_is_there_now(
+def test_a_recorded_layer_reads_the_current_adapters(
     ops: CpuOps, encoding: str, inputs: int, count: int, threads: int
 ) -> None:
     """Other adapters in the same slots, of other ranks, on other slices."""
@@ -161,14 +161,14 @@ def test_recorded_on_the_reference() -> None:
     )
 
 
-def test_a_layer_that_nobody_adapts_is_recorded_without(ops: CpuOps) -> None:
+def test_a_layer_without_adapters_is_recorded_without_them(ops: CpuOps) -> None:
     packed = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
     other = room(20, 12, torch.float32, names="")
     plan = compiled(ops, packed, other, torch.randn(3, 20), torch.tensor([0, 1, -1]), torch.tensor([1]))
     assert len(plan) == 4
 
 
-def test_matrices_that_lie_otherwise_are_not_compiled(ops: CpuOps) -> None:
+def test_matrices_with_another_layout_are_not_compiled(ops: CpuOps) -> None:
     """They are the reference's, which cannot be part of a plan."""
     packed = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
     lora = filled(20, 12, torch.float32)

@@ -275,7 +275,7 @@ def test_rounds_end_where_every_row_has(ops: CpuOps) -> None:
 
 
 def test_a_row_that_is_no_distribution_goes_on(ops: CpuOps) -> None:
-    """With some token of the table; what comes of it is not used."""
+    """Uses any token of the table; the result is not used."""
     step = tiny_language_model(ops)
 
     def broken(ops: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:

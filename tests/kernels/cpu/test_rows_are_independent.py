@@ -94,7 +94,7 @@ def test_attention_on_one_thread_and_on_several(
 ) -> None:
     queries, pairs = sequence(dtype)
     results = []
-    for threads in (1, 2, 5):  # from 2 on, the chunks of keys of this few items are tasks of their own
+    for threads in (1, 2, 5):  # with 2 or more threads, the chunks of keys of few items are separate tasks
         torch.set_num_threads(threads)
         results.append(attend_pieces(ops, queries, pairs, pieces, 32, None, in_bytes=in_bytes))
     assert torch.equal(results[0], results[1])

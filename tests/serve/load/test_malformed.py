@@ -1,4 +1,4 @@
-"""Requests that nobody means, over a socket and to a real model: refused, soon, and nothing breaks."""
+"""Malformed requests over a socket to a real model are refused quickly and change nothing."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ async def test_every_field_with_every_wrong_value(server: ServerProcess) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_as_much_as_there_can_be(server: ServerProcess) -> None:
-    """Whoever sends it waits, and nobody else does."""
+    """Only the sender waits."""
     looks = asyncio.create_task(keep_looking(server))
     statuses = await post_all(server, encoded(HUGE), seconds=600)
     assert statuses.keys() == {400}
@@ -229,7 +229,7 @@ async def test_as_much_as_there_can_be(server: ServerProcess) -> None:
 
 
 async def keep_looking(server: ServerProcess) -> None:
-    """For ever: somebody else's requests, which wait for no other's prompt."""
+    """Send requests of another client until cancelled; they do not wait for other prompts."""
     async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
         while True:
             assert (await client.get("/health")).status_code == 200

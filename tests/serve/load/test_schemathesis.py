@@ -1,6 +1,6 @@
 """What schemathesis makes of the server's own document: requests that fit it, and requests that do not.
 
-It brings a dozen packages, so the tests run where somebody has installed it.
+It brings a dozen packages, so the tests run only if it is installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process that runs the model is killed in the middle of everything: every client is told, once."""
+"""The worker process is killed under load: every client gets exactly one error."""
 
 from __future__ import annotations
 

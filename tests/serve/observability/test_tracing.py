@@ -111,7 +111,9 @@ def test_disabled_tracing_imports_nothing() -> None:
 
 def test_an_endpoint() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    Tracing.to_endpoint("http://127.0.0.1:9/v1/traces").close()  # nobody listens there, and nothing is sent
+    Tracing.to_endpoint(
+        "http://127.0.0.1:9/v1/traces"
+    ).close()  # no server listens there, and nothing is sent
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
