@@ -64,7 +64,7 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
     from penstock.assembly import load_tokenizer, load_work
     from penstock.host.progress import GenerationProgress
     from penstock.serve.app import create_app
-    from penstock.serve.batches.batch_dispatch import BatchRunner
+    from penstock.serve.batches.batch_dispatch import BatchDispatcher
     from penstock.serve.batches.batch_lines import check_unique, finished_ids, read_lines, remaining
     from penstock.serve.service_factory import build_services, close_services
     from penstock.worker.client import WorkerClient
@@ -95,7 +95,7 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
                     counts["tokens"] += num_tokens
                     progress.advance(num_tokens=num_tokens, num_prompts=1)
 
-                runner = BatchRunner(
+                runner = BatchDispatcher(
                     create_app(services),
                     _BATCHES_AT_ONCE * worker.info.max_batch_size,
                     is_stopping=lambda: False,

@@ -55,7 +55,7 @@ class Classification:
     """``[labels]`` float32."""
 
 
-class EmbeddingsResult:
+class EmbeddingsBuilder:
     """Takes the output of one context.
 
     Args:
@@ -271,12 +271,12 @@ class EmbeddingsMethods:
         use_tqdm: bool,
     ) -> list[EmbeddingsResponse]:
         """Run one request for each entry of ``fields`` and return the outputs in their order."""
-        results: list[EmbeddingsResult] = []
+        results: list[EmbeddingsBuilder] = []
         with self._runner.exclusive():
             try:
                 for index, one in enumerate(fields):
                     context = self._embeddings_context(index, len(fields), outputs, one)
-                    results.append(EmbeddingsResult(context))
+                    results.append(EmbeddingsBuilder(context))
                     self._check_context(index, len(fields), context)
                 self._run_embeddings(results, use_tqdm)
             except BaseException:
@@ -285,7 +285,7 @@ class EmbeddingsMethods:
                 raise
         return [one.response for one in results if one.response is not None]
 
-    def _run_embeddings(self, results: Sequence[EmbeddingsResult], use_tqdm: bool) -> None:
+    def _run_embeddings(self, results: Sequence[EmbeddingsBuilder], use_tqdm: bool) -> None:
         progress = GenerationProgress(len(results), shown=use_tqdm)
         with deferred_interrupts() as deliver_interrupt, progress:
             for served in self._runner.run(results, seconds=STREAMING_LATENCY_BUDGET):

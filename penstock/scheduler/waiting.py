@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 
-class Entry(Protocol):
+class QueueEntry(Protocol):
     """An entry of the queue."""
 
     @property
@@ -23,7 +23,7 @@ class Entry(Protocol):
         ...
 
 
-EntryT = TypeVar("EntryT", bound=Entry)
+EntryT = TypeVar("EntryT", bound=QueueEntry)
 _Rank: TypeAlias = tuple[int, ...]
 
 _SPARE = 64

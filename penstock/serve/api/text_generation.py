@@ -26,7 +26,7 @@ from penstock.serve.services import Services
 Body = TypeVar("Body", bound=RequestBody)
 
 
-class ResponseBuilder(Protocol):
+class ChoiceResponseBuilder(Protocol):
     """Builds the response of one API from the output: the whole object, or the events of a stream."""
 
     @property
@@ -105,7 +105,7 @@ async def answer_request(
     request: Request,
     services: Services,
     job: GenerationJob,
-    response: ResponseBuilder,
+    response: ChoiceResponseBuilder,
     *,
     stream: bool,
     with_usage: bool = False,
@@ -160,7 +160,7 @@ async def answer_request(
 
 async def response_events(
     run: GenerationRun,
-    response: ResponseBuilder,
+    response: ChoiceResponseBuilder,
     turns: Turns,
     *,
     with_usage: bool = False,

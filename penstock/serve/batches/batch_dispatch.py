@@ -74,7 +74,7 @@ async def post(app: ASGIApp, path: str, body: dict[str, object]) -> Answer:
     return Answer(sent[0]["status"], headers.get(b"x-request-id", b"").decode(), data)
 
 
-class BatchRunner:
+class BatchDispatcher:
     """Runs the lines of a batch, several at a time, and reports each result at once.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from penstock.errors import InputError
-from penstock.serve.batches.batch_dispatch import BatchRunner, StoppedError
+from penstock.serve.batches.batch_dispatch import BatchDispatcher, StoppedError
 from penstock.serve.batches.batch_lines import (
     BadLine,
     BatchRequest,
@@ -130,7 +130,7 @@ class BatchManager:
                     saved = time.monotonic()
                     self.batches.put(batch)
 
-            runner = BatchRunner(
+            runner = BatchDispatcher(
                 self._app,
                 services.worker.info.max_batch_size,
                 is_stopping=lambda: bool(services.gate.reason),

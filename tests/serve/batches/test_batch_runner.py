@@ -12,7 +12,7 @@ import pytest
 from support.chatting import Chatting, chatting
 
 from penstock.errors import InputError
-from penstock.serve.batches.batch_dispatch import BatchRunner, StoppedError, post
+from penstock.serve.batches.batch_dispatch import BatchDispatcher, StoppedError, post
 from penstock.serve.batches.batch_lines import (
     PRIORITY,
     BadLine,
@@ -49,7 +49,7 @@ async def run(
         reports.append((is_good, num_tokens))
 
     app = server.http._transport.app  # type: ignore[attr-defined]
-    runner = BatchRunner(app, concurrency, is_stopping=lambda: False, on_result=keep)
+    runner = BatchDispatcher(app, concurrency, is_stopping=lambda: False, on_result=keep)
     await runner.run(iter(lines))
     return results, reports
 
@@ -112,7 +112,7 @@ async def test_stopping_leaves_lines_without_results() -> None:
     async with chatting(FakePipeline.saying("x" * 200)) as server:
         app = server.http._transport.app  # type: ignore[attr-defined]
         results: list[bytes] = []
-        runner = BatchRunner(
+        runner = BatchDispatcher(
             app, 2, is_stopping=lambda: len(results) >= 3, on_result=lambda one, *_: results.append(one)
         )
         with pytest.raises(StoppedError):
