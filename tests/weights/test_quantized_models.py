@@ -1,0 +1,88 @@
+"""Models of quantized checkpoints with adapters, packed files and compiled steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import packed_checkpoints as packers
+from support.adapters import peft_logits, write_adapter
+from support.checkpoints import DECODERS, write_checkpoint
+from support.packed_checkpoints import write_packed_checkpoint
+from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+
+from penstock.assembly import check_checkpoint, pack_checkpoint
+from penstock.kernels.cpu import available_isas
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.pipelines import PipelineConfig
+
+TOKENS = random_tokens(20, 120, seed=5)
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+CASES: dict[str, tuple[packers.Packer, dict[str, Any]]] = {
+    "awq": (packers.awq(), {"quant_method": "awq", "bits": 4, "group_size": 32}),
+    "fp8": (
+        packers.fp8((128, 128), name="weight_scale_inv"),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
+}
+needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (llama,) = (one for one in DECODERS if one.name == "llama")
+    assert llama.tiny_config
+    folder = tmp_path_factory.mktemp(request.param)
+    plain = write_checkpoint(folder / "floats", llama.tiny_config() | SIZES)
+    return write_packed_checkpoint(plain, folder / "packed", *CASES[request.param])
+
+
+def logits_of(checkpoint: Path, adapter: str | None = None, **config: Any) -> torch.Tensor:
+    pipeline = open_pipeline(checkpoint, **({"quantization_encoding": None} | config))
+    return step_logits(pipeline, [context_of(TOKENS, adapter=adapter)])[0].float()
+
+
+def test_adapters(checkpoint: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(checkpoint / "plain", tmp_path)
+    expected = peft_logits(checkpoint / "plain", adapter, TOKENS)
+    found = logits_of(checkpoint, "tone", lora=(f"tone={adapter}",))
+    assert float((found - expected).norm() / expected.norm()) < 0.06
+    assert float((found - logits_of(checkpoint)).norm() / expected.norm()) > 0.1
+
+
+@needs_kernels
+def test_packed_files(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    expected = logits_of(checkpoint)
+    config = PipelineConfig.from_flat({"model_path": str(checkpoint), "max_batch_size": 8})
+    pack_checkpoint(config)
+    for name in ("pack_linear", "pack_quantized", "pack_lazily"):
+        monkeypatch.setattr(CpuOps, name, lambda *_, **__: pytest.fail("packed again"), raising=False)
+    assert torch.equal(logits_of(checkpoint), expected)
+
+
+def test_the_check_of_a_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock import assembly
+
+    monkeypatch.setattr(assembly, "load_tokenizer", lambda _: "tokenizer")
+    assert check_checkpoint(PipelineConfig.from_flat({"model_path": str(checkpoint)})) == "tokenizer"
+
+
+@needs_kernels
+def test_compiled_steps_give_the_same_bits(checkpoint: Path) -> None:
+    logits: dict[bool, list[torch.Tensor]] = {}
+    status: dict[bool, str] = {}
+    for planned in (False, True):
+        pipeline = open_pipeline(checkpoint, quantization_encoding=None, enable_prefix_caching=False)
+        pipeline.session.use_plans = planned
+        context, logits[planned] = context_of(TOKENS), []
+        for _ in range(8):
+            (row,) = step_logits(pipeline, [context])
+            logits[planned].append(row)
+            feed(pipeline, context, int(row[-1].argmax()))
+        status[planned] = pipeline.session.plan_status
+    assert status[True].startswith("planned"), status
+    assert not status[False].startswith("planned")
+    assert all(torch.equal(one, other) for one, other in zip(*logits.values(), strict=True))
