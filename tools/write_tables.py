@@ -41,6 +41,7 @@ from penstock.serve.api import (
     unsupported,
     validation,
 )
+from penstock.serve.api.llama_cpp import llama_cpp_routes, llama_cpp_schema
 from penstock.serve.api.messages import message_routes, message_schema
 from penstock.serve.api.ollama import ollama_routes, ollama_schema
 from penstock.serve.api.responses import response_routes, response_schema
@@ -60,6 +61,7 @@ ROUTERS = (
     response_routes,
     message_routes,
     ollama_routes,
+    llama_cpp_routes,
     embeddings,
     rerank,
     scores,
@@ -234,6 +236,9 @@ def no_effect() -> str:
         message_schema.MessageTool: "a tool of messages",
         message_schema.OutputConfig: "`output_config` of messages",
         speech_schemas.SpeechBody: "speech",
+        llama_cpp_schema.LlamaCppBody: "/completion, /infill",
+        llama_cpp_schema.LlamaCppCompletionBody: "/completion",
+        llama_cpp_schema.InfillBody: "/infill",
         ollama_schema.OllamaOptions: "`options` of Ollama",
         ollama_schema.OllamaFunction: "a function of Ollama",
         ollama_schema.OllamaCall: "a call of Ollama",

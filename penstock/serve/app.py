@@ -27,6 +27,7 @@ from penstock.serve.api import (
     speech,
     tokenization,
 )
+from penstock.serve.api.llama_cpp import llama_cpp_routes
 from penstock.serve.api.messages import message_routes
 from penstock.serve.api.ollama import ollama_routes
 from penstock.serve.api.responses import response_routes
@@ -72,6 +73,7 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     if services.config.state_dir is not None and services.task is PipelineTask.TEXT_GENERATION:
         response_routes.open_state(services)
     app.include_router(ollama_routes.text_router, dependencies=text)  # POST /api/chat, /api/generate
+    app.include_router(llama_cpp_routes.router, dependencies=text)  # POST /completion, /infill
     embedder = [_needs(PipelineTask.EMBEDDINGS_GENERATION)]
     app.include_router(embeddings.router, dependencies=embedder)  # POST /v1/embeddings, /pooling
     app.include_router(rerank.router, dependencies=embedder)  # POST /v1/rerank, /v2/rerank, /rerank

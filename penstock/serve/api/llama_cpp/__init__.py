@@ -1,0 +1,1 @@
+"""The native routes of llama.cpp's server."""

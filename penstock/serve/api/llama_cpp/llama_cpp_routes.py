@@ -1,0 +1,180 @@
+"""``/completion`` and ``/infill``: native routes of llama.cpp's server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from penstock.serve.api.choice_decoder import ChoiceDelta
+from penstock.serve.api.completions import CompletionRequest
+from penstock.serve.api.generation import in_pool
+from penstock.serve.api.llama_cpp.llama_cpp_schema import InfillBody, LlamaCppBody, LlamaCppCompletionBody
+from penstock.serve.api.text_generation import answer_request, checked_body, note
+from penstock.serve.api.translation import Translation
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.http.sse import OpenAIStream, event
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.services import Services
+
+router = APIRouter(route_class=JsonRoute, tags=["llama.cpp"])
+
+FIELDS: Mapping[str, str] = {
+    "max_tokens": "n_predict",
+    "repetition_penalty": "repeat_penalty",
+    "structured_outputs.json": "json_schema",
+    "structured_outputs.grammar": "grammar",
+    "structured_outputs": "json_schema",
+    "suffix": "input_suffix",
+}
+"""Field of a completion request -> field of llama.cpp's request."""
+_SAME = "temperature top_k top_p min_p stop stream presence_penalty frequency_penalty ignore_eos".split()
+
+
+@router.post(
+    "/completion",
+    response_class=Response,
+    openapi_extra=body_of(LlamaCppCompletionBody),
+    responses=generated("The completion; with `stream`, its events."),
+)
+async def llama_cpp_completion(request: Request) -> Response:
+    """Continue a prompt, in llama.cpp's format."""
+    return await _answer(request, LlamaCppCompletionBody)
+
+
+@router.post(
+    "/infill",
+    response_class=Response,
+    openapi_extra=body_of(InfillBody),
+    responses=generated("The text between prefix and suffix; with `stream`, its events."),
+)
+async def llama_cpp_infill(request: Request) -> Response:
+    """Fill in the middle of a text, in llama.cpp's format."""
+    return await _answer(request, InfillBody)
+
+
+class LlamaCppBuilder(OpenAIStream):
+    """Builds the objects of one response.
+
+    Args:
+        body: the request.
+        completion: the completion request that it was translated to.
+        record: has the times of the request.
+    """
+
+    def __init__(self, body: LlamaCppBody, completion: CompletionRequest, record: RequestRecord) -> None:
+        self._body = body
+        self._completion = completion
+        self._choice = completion.job.choices[0]
+        self._record = record
+
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Iterable[bytes]:
+        """Yield the JSON of a response that is not streamed."""
+        piece = pieces[0]
+        yield msgspec.json.encode(self._last(piece.content, piece.token_ids, usage))
+
+    def begin(self) -> bytes:
+        """Return the events before the first delta: none."""
+        return b""
+
+    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+        """Return the event of a delta; nothing if it has no text."""
+        if not piece.content:
+            return ()
+        tokens = piece.token_ids if self._body.return_tokens else []
+        return (event({"index": 0, "content": piece.content, "tokens": tokens, "stop": False}),)
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Return the last event."""
+        return event(self._last("", [], usage))
+
+    def _last(self, text: str, token_ids: list[int], usage: dict[str, Any]) -> dict[str, Any]:
+        choice, context = self._choice, self._completion.job.contexts[0]
+        stop = choice.stop_match
+        kind = "limit" if choice.finish_reason == "length" else "eos" if stop is None else "word"
+        return {
+            "index": 0,
+            "content": text,
+            "tokens": token_ids if self._body.return_tokens else [],
+            "id_slot": -1,
+            "stop": True,
+            "model": self._completion.body.model,
+            "tokens_predicted": usage["completion_tokens"],
+            "tokens_evaluated": usage["prompt_tokens"],
+            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "truncated": False,
+            "stop_type": kind,
+            "stopping_word": stop or "",
+            "prompt": context.prompt if isinstance(context.prompt, str) else "",
+            "generation_settings": {"seed": context.sampling_params.seed},
+            "timings": self._timings(usage),
+        }
+
+    def _timings(self, usage: dict[str, Any]) -> dict[str, Any]:
+        record, end = self._record, time.perf_counter()
+        first = record.first_token_at or end
+        reading, writing = first - (record.admitted_at or record.received), end - first
+        num_read, num_written = usage["prompt_tokens"], usage["completion_tokens"]
+        return {
+            "prompt_n": num_read,
+            "prompt_ms": reading * 1000,
+            "prompt_per_second": num_read / max(reading, 1e-9),
+            "predicted_n": num_written,
+            "predicted_ms": writing * 1000,
+            "predicted_per_second": num_written / max(writing, 1e-9),
+        }
+
+
+async def _answer(request: Request, kind: type[LlamaCppBody]) -> Response:
+    services, record = Services.of(request), RequestRecord.of(request)
+    raw = await request.json()
+
+    def prepare() -> tuple[LlamaCppBody, CompletionRequest]:
+        body = checked_body(services, kind, raw)
+        translation = Translation(_completion(services, body), (), (), FIELDS)
+        with translation.errors_named():
+            return body, CompletionRequest.of(services, translation.chat)
+
+    body, completion = await in_pool(request, prepare)
+    note(completion.body, record, completion.job.contexts[0])
+    builder = LlamaCppBuilder(body, completion, record)
+    return await answer_request(request, services, completion.job, builder, stream=bool(body.stream))
+
+
+def _completion(services: Services, body: LlamaCppBody) -> dict[str, Any]:
+    """Return the completion request of a request.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    given: dict[str, Any] = {
+        name: getattr(body, name) for name in ("model", *_SAME) if getattr(body, name) is not None
+    }
+    if body.seed is not None and body.seed != -1:
+        given["seed"] = body.seed
+    if body.repeat_penalty is not None:
+        given["repetition_penalty"] = body.repeat_penalty
+    if body.json_schema is not None and body.grammar:
+        raise RequestProblem(400, "json_schema and grammar both ask for a format: send one", param="grammar")
+    if body.json_schema is not None:
+        given["structured_outputs"] = {"json": body.json_schema}
+    elif body.grammar:
+        given["structured_outputs"] = {"grammar": body.grammar}
+    limit = -1 if body.n_predict is None else body.n_predict
+    given["max_tokens"] = services.worker.info.max_length if limit < 0 else limit
+    if isinstance(body, InfillBody):
+        if not body.input_suffix:
+            raise RequestProblem(400, "input_suffix is empty: use /completion", param="input_suffix")
+        extra = "".join(f"{one.filename}\n{one.text}\n" for one in body.input_extra or ())
+        given |= {
+            "prompt": extra + body.input_prefix + (body.prompt or ""),
+            "suffix": body.input_suffix,
+        }
+    elif isinstance(body, LlamaCppCompletionBody):
+        given["prompt"] = body.prompt
+    return given

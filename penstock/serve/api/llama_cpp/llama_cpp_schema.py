@@ -1,0 +1,89 @@
+"""The schemas of ``/completion`` and ``/infill``, with llama.cpp's field names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from penstock.serve.api.schemas import Number, RequestBody, Texts, TokenIds
+from penstock.serve.api.unsupported import Refused
+
+_NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p and temperature"
+
+
+class LlamaCppBody(RequestBody):
+    """The fields that both routes share."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {
+        "cache_prompt": Refused("the prefix cache is always on", (True, False)),
+        "dry_multiplier": Refused(_NO_SAMPLER, (0, 0.0)),
+        "dynatemp_range": Refused(_NO_SAMPLER, (0, 0.0)),
+        "id_slot": Refused("the scheduler chooses the slot", (-1,)),
+        "logit_bias": Refused("send it to /v1/completions", ([],)),
+        "min_keep": Refused("at least one token is always kept", (0, 1)),
+        "mirostat": Refused(_NO_SAMPLER, (0,)),
+        "n_indent": Refused("the output is not changed", (0,)),
+        "n_keep": Refused("a running prompt is not shortened", (0,)),
+        "n_probs": Refused("send logprobs to /v1/completions", (0,)),
+        "penalize_nl": Refused("line ends are tokens like others", (True,)),
+        "post_sampling_probs": Refused("send logprobs to /v1/completions", (False,)),
+        "repeat_last_n": Refused("the penalty counts the prompt and the whole output", (-1, 64)),
+        "samplers": Refused("the order of the samplers is fixed"),
+        "t_max_predict_ms": Refused("--request-timeout limits the time", (0,)),
+        "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
+        "timings_per_token": Refused("timings are at the end", (False,)),
+        "top_n_sigma": Refused(_NO_SAMPLER, (-1, -1.0)),
+        "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
+        "xtc_probability": Refused(_NO_SAMPLER, (0, 0.0)),
+    }
+
+    model: str = ""
+    n_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
+    """Maximum number of new tokens; -1 means the limit of the model."""
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=2**64)] | None = None
+    """-1 draws a seed."""
+    stop: str | Texts | None = None
+    stream: bool | None = None
+    repeat_penalty: Annotated[Number, Field(gt=0)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    ignore_eos: bool | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
+    """An EBNF grammar."""
+    return_tokens: bool | None = None
+    """Whether the response has the ids of the generated tokens."""
+
+
+class LlamaCppCompletionBody(LlamaCppBody):
+    """``POST /completion``."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = LlamaCppBody.unsupported
+
+    prompt: str | TokenIds
+
+
+class InfillExtra(RequestBody):
+    """A file around the text."""
+
+    filename: str
+    text: str
+
+
+class InfillBody(LlamaCppBody):
+    """``POST /infill``."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = LlamaCppBody.unsupported
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[InfillExtra] | None = None
+    """Placed before the prefix, each with its name."""
+    prompt: str | None = None
+    """Placed after the prefix."""

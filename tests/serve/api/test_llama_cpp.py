@@ -1,0 +1,71 @@
+"""The native routes of llama.cpp's server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.chatting import chatting, events_of
+
+from penstock.serve.api import fill_in_middle
+from penstock.serve.api.fill_in_middle import Markers
+from penstock.testing import FakePipeline
+
+
+def echoing() -> FakePipeline:
+    return FakePipeline.answering(lambda prompt: prompt)
+
+
+async def test_completion() -> None:
+    async with chatting(echoing()) as server:
+        whole = (
+            await server.http.post("/completion", json={"prompt": "Hello", "return_tokens": True})
+        ).json()
+        assert (whole["content"], whole["stop_type"], whole["stop"]) == ("Hello", "eos", True)
+        assert whole["tokens"] == list(b"Hello")
+        assert (whole["tokens_evaluated"], whole["tokens_predicted"], whole["model"]) == (5, 6, "demo")
+        assert whole["timings"]["predicted_n"] == 6
+        word = await server.post("/completion", prompt="Hello", stop=["l"], n_predict=-1, seed=-1)
+        assert (word.json()["content"], word.json()["stop_type"], word.json()["stopping_word"]) == (
+            "He",
+            "word",
+            "l",
+        )
+        cut = await server.post("/completion", prompt=list(b"Hello"), n_predict=2, cache_prompt=False)
+        assert (cut.json()["content"], cut.json()["stop_type"]) == ("He", "limit")
+        *first, last = events_of((await server.post("/completion", prompt="Hello", stream=True)).text)
+        assert "".join(one["content"] for one in first) == "Hello"
+        assert not any(one["stop"] for one in first)
+        assert (last["stop"], last["content"], last["stop_type"]) == (True, "", "eos")
+
+
+async def test_infill(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with chatting(echoing()) as server:
+        given: Any = {"input_prefix": "ab", "input_suffix": "cd", "n_predict": 50}
+        assert (await server.refusal("/infill", **given))["param"] == "input_suffix"
+        monkeypatch.setattr(fill_in_middle, "FAMILIES", (Markers("^", "~", "|"),))
+        found = await server.post("/infill", **given)
+        assert found.json()["content"] == "^ab~cd|"
+        extra = [{"filename": "f", "text": "t"}]
+        found = await server.post("/infill", **given, input_extra=extra, prompt="x")
+        assert found.json()["content"] == "^f\nt\nabx~cd|"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/completion", {}, "prompt"),
+        ("/completion", {"prompt": "x", "mirostat": 2}, "mirostat"),
+        ("/completion", {"prompt": "x", "colour": 2}, "colour"),
+        ("/completion", {"prompt": "x", "samplers": ["top_k"]}, "samplers"),
+        ("/completion", {"prompt": "x", "repeat_penalty": 0}, "repeat_penalty"),
+        ("/completion", {"prompt": "x", "json_schema": {}}, "json_schema"),
+        ("/completion", {"prompt": "x", "json_schema": {}, "grammar": "x"}, "grammar"),
+        ("/completion", {"prompt": "x" * 3000}, "prompt"),
+        ("/infill", {"input_prefix": "a", "input_suffix": ""}, "input_suffix"),
+        ("/infill", {"input_prefix": "a"}, "input_suffix"),
+    ],
+)
+async def test_refusals_name_the_field(path: str, body: dict[str, Any], param: str) -> None:
+    async with chatting() as server:
+        assert (await server.refusal(path, **body))["param"] == param
