@@ -154,7 +154,8 @@ class Qwen25Vision:
         layout = WindowLayout.of(grids, self.merge, self.window)
         order = layout.order.to(device)
         images = image_step(ops, [height * width for height, width in grids], device)
-        windows = replace(images, row_offsets=layout.row_offsets.to(device))
+        offsets = layout.row_offsets.to(device)
+        windows = replace(images, row_offsets=offsets, blocks=ops.sequence_blocks(offsets))
         coordinates = patch_coordinates(grids, self.merge)[layout.order]
         cos, sin = axial_rotary_rows(coordinates, self.head_dim, self.base)
         rows = ((cos.to(device), sin.to(device)),)
