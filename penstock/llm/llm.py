@@ -31,6 +31,7 @@ from penstock.llm.prompts import (
     as_batch,
     as_conversations,
     params_for_each,
+    split_prompts,
 )
 from penstock.llm.speech import Speech, SpeechMethods, SpeechStream
 from penstock.llm.text_requests import TextRequests
@@ -147,8 +148,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             TaskMismatchError: the model does not generate text.
         """
         self._check_task("LLM.generate", PipelineTask.TEXT_GENERATION)
-        batch = as_batch(prompts)
-        is_one = isinstance(prompts, str) or batch == [prompts]
+        batch, is_one = split_prompts(prompts)
         return self._text.generate(
             [
                 {"prompt": prompt, "images": own}

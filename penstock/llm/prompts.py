@@ -22,12 +22,17 @@ _NO_BATCH = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts, from a list or a single prompt. The tokenizer checks each of them."""
+    return split_prompts(prompts)[0]
+
+
+def split_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """Return (a list of prompts, whether a single prompt was given)."""
     if isinstance(prompts, _NO_BATCH) or not isinstance(prompts, Iterable):
-        return [prompts]
+        return [prompts], True
     batch = list(prompts)
     if batch and all(_is_token(one) for one in batch):
-        return [cast("list[int]", batch)]
-    return cast("list[Prompt]", batch)
+        return [cast("list[int]", batch)], True
+    return cast("list[Prompt]", batch), False
 
 
 def _is_token(value: object) -> bool:

@@ -104,10 +104,9 @@ FLAGS = {
         "deterministic: needs quantization_encoding to be one of float32, bfloat16",
     ),
     "unknown task": (["generate", *PROMPT, "--task", "chat"], "task: must be one of auto, text-generation"),
-    "task of another architecture": (
+    "speech with a text model": (
         ["generate", *PROMPT, "--task", "speech-token-generation"],
-        "architecture 'llama' has no pipeline for the task speech-token-generation "
-        "(it has: text-generation, embeddings-generation)",
+        "is no speech model that is recognised: its vocabulary has no speech tokens",
     ),
     "missing configuration": (["generate", *PROMPT, "--config-file", "none.json"], "none.json"),
     "configuration of no kind": (["generate", *PROMPT, "--config-file", "a.ini"], ".json or .toml"),

@@ -115,6 +115,7 @@ MAY_NAME_ENCODINGS = (
     "kernels/encodings/",
     "weights/formats/",  # a format returns the encoding that it reads
     "kernels/cpu/packing.py",  # the numbers of encodings in the C++ kernels
+    "codecs/",  # a codec states the encodings of its layers
 )
 ELEMENT_TYPES = {"float32", "bfloat16", "float16", "int8", "uint8"}
 """These names are also element types, which other files may name in these places."""
@@ -123,6 +124,7 @@ NAMES_OF_ELEMENT_TYPES = (
     "config/pipeline.py",  # of the KV cache
     "weights/gguf_config.py",  # of the activations
     "bench/random_weights.py",  # of a checkpoint that is written
+    "media/audio_files.py",  # of samples
 )
 
 
