@@ -95,3 +95,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
         **arguments,
     )
     assert output.token_ids == text[0, ids.shape[1] :].tolist()
+    settings = {"max_batch_input_tokens": 8, "max_batch_size": 2, "kv_cache_block_size": 16}
+    with LLM(tmp_path, quantization_encoding="float32", **settings) as llm:  # in small chunks
+        first, second = llm.chat([chat_with("What?", images)] * 2, GREEDY, use_tqdm=False)
+    assert first.token_ids == second.token_ids == output.token_ids
