@@ -133,7 +133,8 @@ def test_mistakes_do_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch, t
         "it is refused",
     ):
         assert words in result.stderr
-    assert result.stdout.splitlines()[-1].endswith("fine!")  # the refused question is forgotten
+    assert result.stdout.splitlines()[-1].endswith("fine!")
+    assert "refuse" not in result.stdout  # the refused question is forgotten
 
 
 def test_commands_show_values() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.asgi import eventually
+from support.engines import FakeEngine
 from support.tiny_embedder import write_tiny_embedder
 
 from penstock import LLM, AsyncLLM, SamplingParams
@@ -99,6 +100,17 @@ async def test_cancelling_a_task_cancels_its_requests() -> None:
         with pytest.raises(PromptTooLongError):
             await llm.generate(["a", [1] * 100_000, "c"], endless)
         await eventually(lambda: worker.num_outstanding == 0)
+
+
+async def test_a_closed_stream_cancels_at_the_engine() -> None:
+    engine = FakeEngine(is_paused=True)  # the request ends only if it is cancelled
+    config = PipelineConfig.from_flat({"model_path": "demo"})
+    async with AsyncLLM.from_config(config, worker=engine) as llm:
+        task = asyncio.create_task(llm.generate(["a", "b"], GREEDY))
+        await eventually(lambda: len(engine.contexts) == 2)
+        task.cancel()
+        await asyncio.wait((task,))
+        assert sorted(engine.cancelled) == sorted(context.request_id for context in engine.contexts)
 
 
 async def test_several_at_once_and_more_than_the_queue_holds() -> None:

@@ -307,6 +307,13 @@ async def test_codex_request(caplog: pytest.LogCaptureFixture) -> None:
         ({"input": "Hi", "tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name"),
         ({"input": "Hi", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
         ({"input": "Hi", "conversation": "c"}, "conversation"),
+        (
+            {
+                "instructions": "I",
+                "input": [{"role": "developer", "content": "D"}, {"role": "", "content": "x"}],
+            },
+            "input[1]",
+        ),
         ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "Hi", "max_output_tokens": 2, "min_tokens": 3}, "min_tokens"),
         ({"input": "Hi", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
