@@ -4,9 +4,9 @@
     python benchmarks/speech.py --shape orpheus-150m --transformers --json out.json
 
 The shapes have the sizes of public language models, with the codec of each: NeuCodec, or SNAC at 24 kHz. Each
-engine generates the same number of tokens from the same prompt, greedily, ignores the end, and decodes as many
-codes. Random weights write no valid frames: each token stands for a code. With --transformers, generation by
-transformers and decoding by the codec's own package run in turn with Penstock. A round runs both; the result
+engine generates the same number of tokens from the same prompt, greedily, ignores the end, and decodes as
+many codes. Random weights write no valid frames: each token stands for a code. With --transformers, generation
+by transformers and decoding by the codec's own package run in turn with Penstock. A round runs both; the result
 is the median of the rounds.
 
 - ``first audio``: seconds from the request to the first chunk of a stream.
@@ -66,8 +66,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Name -> ``config.json``. Each has the number of parameters of the public model, and the Nano its vocabulary;
-the layers are those of Llamas of that size."""
+"""Name -> ``config.json``. Each has the number of parameters of the public model, the Nano also its
+vocabulary; the layers are those of Llamas of that size."""
 SNAC_SIZES = {
     "sampling_rate": 24000,
     "encoder_dim": 48,
