@@ -3,11 +3,11 @@
     python benchmarks/speech.py --shape neutts-nano --encoding int8
     python benchmarks/speech.py --shape orpheus-150m --transformers --json out.json
 
-The shapes have the sizes of public language models, with the codec of each: NeuCodec, or SNAC at 24 kHz. Each
-engine generates the same number of tokens from the same prompt, greedily, ignores the end, and decodes as
-many codes. Random weights write no valid frames: each token stands for a code. With --transformers, generation
-by transformers and decoding by the codec's own package run in turn with Penstock. A round runs both; the result
-is the median of the rounds.
+The shapes have the sizes of public language models, with the codec of each: NeuCodec, or SNAC at 24 kHz.
+Each engine generates the same number of tokens from the same prompt, greedily, ignores the end, and
+decodes as many codes. Random weights write no valid frames: each token stands for a code. With
+--transformers, generation by transformers and decoding by the codec's own package run in turn with
+Penstock. A round runs both; the result is the median of the rounds.
 
 - ``first audio``: seconds from the request to the first chunk of a stream.
 - ``real-time factor``: seconds of the whole request, per second of audio.
