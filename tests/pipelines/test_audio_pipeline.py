@@ -179,8 +179,13 @@ def test_audio_after_the_last_token_takes_no_tokens_and_no_blocks(folder: Path) 
 def test_a_context_that_only_has_audio_left_is_never_preempted(folder: Path) -> None:
     model = Model(folder, audio_chunk_frames=2, kv_cache_memory=22 << 12, kv_cache_block_size=16)
     model.pipeline._max_frames = 1
-    contexts = [model.context(f"r{i}", params={"max_new_tokens": 24 + 8 * i}) for i in range(4)]
+    counts = (120, 120, 120, 30)  # the last one ends first and would be preempted first
+    params = [{"max_new_tokens": count, "ignore_eos": True} for count in counts]
+    contexts = [model.context(f"r{i}", params=one) for i, one in enumerate(params)]
     chunks = model.run(contexts, 8)
+    assert model.scheduler.num_preemptions > 0
+    assert len(contexts[3].generated_tokens) == 30
+    assert not any(context.is_initial_prompt for context in contexts), "one was preempted after its tokens"
     for context in contexts:
         np.testing.assert_array_equal(np.concatenate(chunks[context.request_id]), whole(model, context))
 
