@@ -155,10 +155,10 @@ class Socket:
             self.num_polls = max(self.num_polls, self.frames[0][0])
         return int(self.frames[0][0] <= self.num_polls)
 
-    def recv(self, flags: int) -> bytes:
+    def recv_multipart(self, flags: int) -> list[bytes]:
         if not self.frames or self.frames[0][0] > self.num_polls:
             raise zmq.Again
-        return self.frames.pop(0)[1]
+        return [self.frames.pop(0)[1]]
 
 
 @pytest.mark.parametrize(("num_polls", "num_packed"), [(1, 0), (3, 2), (9, 5)])
