@@ -1,0 +1,6 @@
+"""The training of the demo voice: espeak-ng, a small NeuCodec, and a small Llama that writes its codes."""
+
+from __future__ import annotations
+
+SAMPLE_RATE = 16_000
+"""Samples per second of the codec."""

@@ -1,0 +1,180 @@
+"""The codec of the demo voice: a small NeuCodec, trained with an encoder of its own that is not exported.
+
+Training uses the quantizer and the decoder of transformers. The loss compares magnitudes of spectra at three
+resolutions and log mel spectra; there is no discriminator.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import NeuCodecConfig
+from transformers.models.neucodec.modeling_neucodec import NeuCodecDecoder, NeuCodecQuantizer
+
+from . import SAMPLE_RATE
+
+HOP = 480
+"""Samples of a frame: 33 frames per second."""
+LEVELS = (4, 4, 4, 4, 4, 4)
+NUM_CODES = 4096
+_MELS, _MEL_FFT, _MEL_HOP = 80, 1024, 160
+_ROWS, _FRAMES = 8, 36  # a batch
+
+
+def codec_config() -> NeuCodecConfig:
+    """Return the shape: NeuCodec at 16 kHz with 4,096 codes instead of 65,536."""
+    return NeuCodecConfig(
+        hidden_size=160,
+        intermediate_size=320,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=40,
+        downsampling_ratios=[2, 4, 4, 5, 3],
+        quantization_dim=192,
+        quantization_levels=list(LEVELS),
+        input_sampling_rate=SAMPLE_RATE,
+        output_sampling_rate=SAMPLE_RATE,
+        activation_dropout=0.0,
+        semantic_model_config={
+            "model_type": "wav2vec2-bert",
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "intermediate_size": 32,
+        },
+    )
+
+
+def mel_filters() -> Tensor:  # [80, 513]
+    """Return triangular filters from 50 to 8,000 Hz, evenly spaced on the mel scale."""
+    low, high = (2595 * math.log10(1 + hertz / 700) for hertz in (50, 8000))
+    points = 700 * (10 ** (torch.linspace(low, high, _MELS + 2, dtype=torch.float64) / 2595) - 1)
+    bins = torch.arange(_MEL_FFT // 2 + 1, dtype=torch.float64) * SAMPLE_RATE / _MEL_FFT
+    rising = (bins - points[:-2, None]) / (points[1:-1] - points[:-2])[:, None]
+    falling = (points[2:, None] - bins) / (points[2:] - points[1:-1])[:, None]
+    return torch.minimum(rising, falling).clamp(min=0).float()
+
+
+_FILTERS = mel_filters()
+
+
+def magnitudes(samples: Tensor, size: int, hop: int) -> Tensor:  # [B, size / 2 + 1, F] of [B, S]
+    """Return the magnitudes of the short-time Fourier transform."""
+    window = torch.hann_window(size)
+    spectrum = torch.stft(samples, size, hop, size, window, pad_mode="constant", return_complex=True)
+    return spectrum.abs()
+
+
+def log_mel(samples: Tensor) -> Tensor:  # [B, 80, F] of [B, S]
+    """Return the log mel spectrum, 100 frames per second."""
+    return (_FILTERS @ magnitudes(samples, _MEL_FFT, _MEL_HOP)).clamp(min=1e-4).log()
+
+
+class Encoder(nn.Module):
+    """Turns log mel spectra into the inputs of the quantizer."""
+
+    def __init__(self, config: NeuCodecConfig, width: int = 192) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(3 * _MELS, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.GroupNorm(1, width),
+                nn.Conv1d(width, width, 5, padding=2),
+                nn.GELU(),
+                nn.Conv1d(width, width, 1),
+            )
+            for _ in range(3)
+        )
+        self.last = nn.Conv1d(width, config.quantization_dim, 1)
+
+    def forward(self, samples: Tensor) -> Tensor:  # [B, F, Q] of [B, S]
+        frames = samples.shape[1] // HOP
+        mel = (log_mel(samples)[..., 1 : 3 * frames + 1] + 4) / 3
+        mel = mel.reshape(len(samples), _MELS, frames, 3).permute(0, 1, 3, 2)
+        hidden = self.first(mel.reshape(len(samples), 3 * _MELS, frames))
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.last(hidden).transpose(1, 2)
+
+
+class Codec(nn.Module):
+    """Encoder, quantizer and decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = codec_config()
+        self.encoder = Encoder(config)
+        self.quantizer = NeuCodecQuantizer(config)
+        self.decoder = NeuCodecDecoder(config)
+        with torch.no_grad():  # begin quietly
+            self.decoder.head.linear.bias[: self.decoder.head.n_fft // 2 + 1] -= 1.0
+
+    def encode(self, samples: Tensor) -> Tensor:  # [F] int64 of [S]
+        """Return the codes of one waveform, which is padded to whole frames."""
+        samples = nn.functional.pad(samples, (0, -len(samples) % HOP))
+        return self.quantizer(self.encoder(samples[None]))[1][0, :, 0].long()
+
+    def decode(self, codes: Tensor) -> Tensor:  # [F * HOP] of [F]
+        """Return the waveform of codes."""
+        return self.decoder(self.quantizer.from_codes(codes[None, :, None]))[0, 0]
+
+    def forward(self, samples: Tensor) -> Tensor:  # [B, S] of [B, S]
+        return self.decoder(self.quantizer(self.encoder(samples))[0])[:, 0]
+
+    def exported(self) -> dict[str, Tensor]:
+        """Return the weights of quantizer and decoder in bfloat16, named as transformers names them."""
+        state = {f"quantizer.{name}": value for name, value in self.quantizer.state_dict().items()}
+        state |= {f"decoder.{name}": value for name, value in self.decoder.state_dict().items()}
+        return {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
+
+
+def loss_of(made: Tensor, wanted: Tensor) -> Tensor:
+    """Return the distance of spectra of ``[B, S]``."""
+    total = torch.zeros(())
+    for size in (256, 640, 1600):
+        a, b = magnitudes(made, size, size // 4), magnitudes(wanted, size, size // 4)
+        total = total + (a.clamp(min=1e-3).log() - b.clamp(min=1e-3).log()).abs().mean()
+        total = total + 0.5 * (a - b).square().sum().sqrt() / b.square().sum().sqrt()
+    return total / 3 + (log_mel(made) - log_mel(wanted)).abs().mean()
+
+
+def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_only: bool, seed: int) -> None:
+    """Train a codec on waveforms.
+
+    Args:
+        codec: changed in place.
+        speech: waveforms ``[S]``.
+        steps: number of steps.
+        decoder_only: keep encoder and quantizer, so that codes stay the same, and end with a learning rate
+            of 0. Otherwise the learning rate ends at half of its peak.
+        seed: chooses the pieces of speech.
+    """
+    peak = 5e-4 if decoder_only else 1e-3
+    trained = codec.decoder if decoder_only else codec
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=peak, betas=(0.8, 0.99), weight_decay=0.01)
+    total = steps if decoder_only else 2 * steps
+    rng = random.Random(seed)
+    stream = torch.cat([nn.functional.pad(one, (0, -len(one) % HOP)) for one in speech])
+    size, average, started = HOP * _FRAMES, 0.0, time.perf_counter()
+    for step in range(steps):
+        factor = min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / total)))
+        for group in optimizer.param_groups:
+            group["lr"] = peak * factor
+        starts = [rng.randrange(len(stream) - size) for _ in range(_ROWS)]
+        samples = torch.stack([stream[start : start + size] for start in starts])
+        samples = samples * torch.empty(_ROWS, 1).uniform_(0.7, 1.1)
+        loss = loss_of(codec(samples), samples)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
+        if step % 100 == 99:
+            seconds = time.perf_counter() - started
+            print(f"codec step {step + 1}  loss {average:.4f}  {seconds:.0f} s", flush=True)

@@ -1,0 +1,68 @@
+"""Speech by espeak-ng, through the C library of the package `espeakng-loader`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import SAMPLE_RATE
+
+_SYNCHRONOUS_RETRIEVAL = 2  # audio goes to the callback, espeak_Synth returns when all is made
+_RATE_PARAMETER = 1
+_SILENCE = 1e-3
+_MARGIN = 400  # samples of silence that stay at both ends
+
+
+class Espeak:
+    """One voice of espeak-ng. A process can have one at a time.
+
+    Args:
+        voice: a voice name of espeak-ng.
+        words_per_minute: speed.
+    """
+
+    def __init__(self, voice: str = "en-us", words_per_minute: int = 150) -> None:
+        import espeakng_loader
+
+        self._library = ctypes.CDLL(str(espeakng_loader.get_library_path()))
+        data = str(espeakng_loader.get_data_path()).encode()
+        self._sample_rate = self._library.espeak_Initialize(_SYNCHRONOUS_RETRIEVAL, 0, data, 0)
+        if self._sample_rate <= 0:
+            raise RuntimeError("espeak-ng could not be initialised")
+        if self._library.espeak_SetVoiceByName(voice.encode()) != 0:
+            raise ValueError(f"espeak-ng has no voice {voice!r}")
+        self._library.espeak_SetParameter(_RATE_PARAMETER, words_per_minute, 0)
+        self._parts: list[np.ndarray] = []
+        callback_type = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
+        )
+        self._callback = callback_type(self._receive)  # the library keeps no reference
+        self._library.espeak_SetSynthCallback(self._callback)
+
+    def _receive(self, samples: ctypes._Pointer[ctypes.c_short], count: int, _events: int) -> int:
+        if samples and count:
+            self._parts.append(np.ctypeslib.as_array(samples, (count,)).copy())
+        return 0
+
+    def __call__(self, text: str) -> Tensor:  # [S] float32 at SAMPLE_RATE, without silence at the ends
+        """Return the speech of a text."""
+        self._parts.clear()
+        data = text.encode() + b"\0"
+        self._library.espeak_Synth(data, ctypes.c_size_t(len(data)), 0, 1, 0, 1, None, None)
+        self._library.espeak_Synchronize()
+        samples = torch.from_numpy(np.concatenate(self._parts)).float() / 32768
+        loud = (samples.abs() > _SILENCE).nonzero()
+        samples = samples[max(0, int(loud[0]) - _MARGIN) : int(loud[-1]) + _MARGIN]
+        return resample(samples, self._sample_rate, SAMPLE_RATE)
+
+
+def resample(samples: Tensor, from_rate: int, to_rate: int) -> Tensor:
+    """Resample ``[S]`` by cutting or extending its spectrum."""
+    size = round(len(samples) * to_rate / from_rate)
+    spectrum = torch.fft.rfft(samples)
+    bins = size // 2 + 1
+    spectrum = torch.nn.functional.pad(spectrum, (0, max(0, bins - len(spectrum))))[:bins]
+    return torch.fft.irfft(spectrum, n=size) * (size / len(samples))

@@ -1,0 +1,84 @@
+"""Word error rates by the package `pocketsphinx`, and mel distances."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .codec import log_mel
+from .sentences import recogniser_grammar
+
+_PADDING = 4000  # samples of silence at both ends
+
+
+class Recogniser:
+    """Recognises English speech; it knows the grammar of `demo_voice.sentences`, or only a general model.
+
+    Args:
+        with_grammar: whether the recogniser expects sentences of the grammar.
+    """
+
+    def __init__(self, *, with_grammar: bool) -> None:
+        from pocketsphinx import Decoder
+
+        if not with_grammar:
+            self._decoder = Decoder(loglevel="FATAL")
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "sentences.gram")
+            path.write_text(recogniser_grammar())
+            self._decoder = Decoder(loglevel="FATAL", jsgf=str(path), lm=None)
+
+    def __call__(self, samples: Tensor) -> list[str]:
+        """Return the words in ``[S]`` at 16 kHz."""
+        padded = nn.functional.pad(samples, (_PADDING, _PADDING))
+        data = (padded * 0.8 * 32767).clamp(-32767, 32767).to(torch.int16).numpy().tobytes()
+        self._decoder.start_utt()
+        self._decoder.process_raw(data, full_utt=True)
+        self._decoder.end_utt()
+        hypothesis = self._decoder.hyp()
+        return hypothesis.hypstr.split() if hypothesis else []
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text as the recogniser writes them."""
+    return re.sub(r"[^a-z' ]", "", text.lower()).split()
+
+
+def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return the number of insertions, deletions and substitutions between two texts."""
+    row = list(range(len(second) + 1))
+    for index, one in enumerate(first, 1):
+        above, row = row, [index]
+        for column, other in enumerate(second, 1):
+            row.append(min(above[column] + 1, row[-1] + 1, above[column - 1] + (one != other)))
+    return row[-1]
+
+
+def mel_distance(first: Tensor, second: Tensor) -> float:
+    """Return the mean absolute difference of log mel spectra along the best alignment in time.
+
+    The alignment is that of dynamic time warping with steps (1, 0), (0, 1) and (1, 1).
+    """
+    a, b = log_mel(first[None])[0].T[::2], log_mel(second[None])[0].T[::2]  # 50 frames per second
+    costs = (a[:, None] - b[None]).abs().mean(-1)
+    rows, columns = costs.shape
+    values = costs.tolist()
+    total = [[float("inf")] * (columns + 1) for _ in range(rows + 1)]
+    steps = [[0] * (columns + 1) for _ in range(rows + 1)]
+    total[0][0] = 0.0
+    for row in range(1, rows + 1):
+        for column in range(1, columns + 1):
+            before = min(
+                (total[row - 1][column - 1], steps[row - 1][column - 1]),
+                (total[row - 1][column], steps[row - 1][column]),
+                (total[row][column - 1], steps[row][column - 1]),
+            )
+            total[row][column] = before[0] + values[row - 1][column - 1]
+            steps[row][column] = before[1] + 1
+    return total[rows][columns] / steps[rows][columns]
