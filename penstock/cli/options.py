@@ -58,19 +58,29 @@ def serve_options(function: Decorated) -> Decorated:
     return _with_options(function, serve_fields(), _serve_group)
 
 
-def config_from_flags(flags: Mapping[str, object]) -> PipelineConfig:
+def config_from_flags(flags: Mapping[str, object], *, default_model: str | None = None) -> PipelineConfig:
     """Return the configuration from the flags of `config_options`, the environment and the file.
+
+    Args:
+        flags: the values of the flags.
+        default_model: the model of the command if none of the three names one.
 
     Raises:
         ConfigError: unknown name, wrong type or impossible value.
     """
-    return configs_from_flags(flags)[0]
+    return configs_from_flags(flags, default_model=default_model)[0]
 
 
-def configs_from_flags(flags: Mapping[str, object]) -> tuple[PipelineConfig, ServeConfig]:
+def configs_from_flags(
+    flags: Mapping[str, object], *, default_model: str | None = None
+) -> tuple[PipelineConfig, ServeConfig]:
     """Return both configurations from flags, the environment and the file.
 
     All commands read the same environment and file, which may also contain settings of other commands.
+
+    Args:
+        flags: the values of the flags.
+        default_model: the model of the command if none of the three names one.
 
     Raises:
         ConfigError: unknown name, wrong type or impossible value.
@@ -79,6 +89,8 @@ def configs_from_flags(flags: Mapping[str, object]) -> tuple[PipelineConfig, Ser
     flags = _with_model(flags)
     given = {name: value for name, value in flags.items() if value != ()}  # a flag that may be repeated
     values = collect_values([*config_fields(), *serve_fields()], given, "flag", os.environ)
+    if default_model is not None:
+        values.setdefault("model_path", (default_model, "default"))
     return PipelineConfig.from_given(values), ServeConfig.from_given(values)
 
 

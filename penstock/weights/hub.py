@@ -13,12 +13,15 @@ from penstock.weights.json_files import read_json_object
 from penstock.weights.safetensors import SHARD_INDEX
 
 DEMO = "demo"
-"""The name of the embedded model."""
+"""The name of the embedded text model."""
+DEMO_VOICE = "demo-voice"
+"""The name of the embedded speech model."""
 
 PICKLED_FILE = "pytorch_model.bin"
 """The weights of codecs that are not published as safetensors files."""
 
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo"
+_EMBEDDED = {DEMO: _DEMO_FOLDER, DEMO_VOICE: _DEMO_FOLDER / "voice"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _DOWNLOADED_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
 _CONVERT = "convert the model with transformers, from_pretrained(...).save_pretrained(folder)"
@@ -30,8 +33,9 @@ def resolve_checkpoint(model_path: str, revision: str = "main", gguf_file: str |
     """Return the folder or the GGUF file of a checkpoint; download it if necessary.
 
     Args:
-        model_path: ``demo``, a folder, a GGUF file, or a model id on the Hugging Face hub. A path (starts
-            with ``.``, ``/`` or ``~``, has more than one separator, or exists) is never searched on the hub.
+        model_path: ``demo``, ``demo-voice``, a folder, a GGUF file, or a model id on the Hugging Face hub. A
+            path (starts with ``.``, ``/`` or ``~``, has more than one separator, or exists) is never searched
+            on the hub.
         revision: branch, tag or commit of a hub model.
         gguf_file: name of a GGUF file in the folder or the hub model, or a unique part of the name. Without
             it, safetensors files are preferred, and a single GGUF file is used.
@@ -40,8 +44,8 @@ def resolve_checkpoint(model_path: str, revision: str = "main", gguf_file: str |
         CheckpointNotFoundError: the model does not exist or cannot be reached.
         CheckpointError: the checkpoint cannot be loaded.
     """
-    if model_path == DEMO:
-        return _checked(_DEMO_FOLDER, gguf_file)
+    if model_path in _EMBEDDED:
+        return _checked(_EMBEDDED[model_path], gguf_file)
     if _is_local(model_path):
         return _checked(Path(os.path.abspath(os.path.expanduser(model_path))), gguf_file)
     return _checked(_download(model_path, revision, gguf_file), None)
@@ -82,7 +86,7 @@ def resolve_codec(path: str, revision: str = "main") -> Path:
 
 def local_name(model_path: str) -> str:
     """Return the served name of a model: the name of its folder or GGUF file, or its id on the hub."""
-    if model_path == DEMO or not _is_local(model_path):
+    if model_path in _EMBEDDED or not _is_local(model_path):
         return model_path
     path = Path(os.path.abspath(os.path.expanduser(model_path)))
     name = path.stem if path.suffix.lower() == gguf.SUFFIX and not path.is_dir() else path.name

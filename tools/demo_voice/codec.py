@@ -130,7 +130,7 @@ class Codec(nn.Module):
     def exported(self) -> dict[str, Tensor]:
         """Return the weights of quantizer and decoder in bfloat16, named as transformers names them."""
         state = {f"quantizer.{name}": value for name, value in self.quantizer.state_dict().items()}
-        state |= {f"decoder.{name}": value for name, value in self.decoder.state_dict().items()}
+        state |= {f"acoustic_decoder.{name}": value for name, value in self.decoder.state_dict().items()}
         return {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
 
 
