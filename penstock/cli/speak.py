@@ -13,7 +13,6 @@ from penstock.cli.formatting import GroupedCommand
 from penstock.cli.generate import sampling_option
 from penstock.cli.options import config_from_flags, config_options, print_settings
 from penstock.errors import InputError, TaskMismatchError
-from penstock.weights.hub import DEMO_VOICE
 
 if TYPE_CHECKING:
     from penstock.llm.speech import Speech
@@ -64,6 +63,8 @@ def command(
     start = time.perf_counter()
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
     sampling = {name: flags.pop(name) for name in names}
+    from penstock.weights.hub import DEMO_VOICE
+
     config = config_from_flags(flags, default_model=DEMO_VOICE)
     if print_config:
         print_settings(config.describe())
