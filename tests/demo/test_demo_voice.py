@@ -1,0 +1,61 @@
+"""The embedded demo voice speaks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock import LLM
+from penstock.llm.speech import Speech
+
+TEXTS = ("Hello world.", "Good morning Anna.", "The old man bought a red book.")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo-voice", task="audio-generation", kv_cache_memory="8MiB") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def speeches(llm: LLM) -> list[Speech]:
+    return llm.speak(list(TEXTS), use_tqdm=False)
+
+
+def test_the_speech_is_as_long_as_its_text(speeches: list[Speech]) -> None:
+    for text, speech in zip(TEXTS, speeches, strict=True):
+        assert speech.sample_rate == 16_000
+        assert not speech.is_cut
+        assert 0.035 * len(text) < speech.seconds < 0.12 * len(text)
+        assert 0.1 < np.abs(speech.audio).max() < 1.5
+
+
+def test_texts_sound_different(speeches: list[Speech]) -> None:
+    lengths = [len(speech.audio) for speech in speeches]
+    assert len(set(lengths)) == len(lengths)
+
+
+def test_a_text_alone_and_in_a_batch_sound_alike(llm: LLM, speeches: list[Speech]) -> None:
+    alone = llm.speak(TEXTS[1], use_tqdm=False)
+    assert alone.num_tokens == speeches[1].num_tokens
+    np.testing.assert_allclose(alone.audio, speeches[1].audio, atol=0.02)
+
+
+def test_a_recogniser_understands_it(speeches: list[Speech], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pocketsphinx", reason="the recogniser is not installed")
+    import torch
+
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
+    from demo_voice.measure import Recogniser, edit_distance, words_of
+
+    recogniser = Recogniser(with_grammar=True)
+    errors = [
+        edit_distance(words_of(text), recogniser(torch.from_numpy(speech.audio)))
+        for text, speech in zip(TEXTS, speeches, strict=True)
+    ]
+    assert sum(errors) <= 5  # of 12 words; espeak-ng's own speech of them has 1
