@@ -30,7 +30,7 @@ _CHOICES = tuple(name for name in ENCODINGS.names if not ENCODINGS[name].is_floa
 def command(encoding: str, out: str | None, as_json: bool, print_config: bool, **flags: Any) -> None:
     """Write a quantized checkpoint in the format of compressed-tensors.
 
-    Penstock, transformers and vLLM load it. All linear layers have the encoding: int4 has 4-bit integers in
+    Penstock and transformers load it. All linear layers have the encoding: int4 has 4-bit integers in
     groups of 32 inputs, calibrated like an int4 load; int8 has 8-bit integers with a scale per output.
     Embeddings, norms, routers and the output head are copied.
     """

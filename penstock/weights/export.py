@@ -1,4 +1,4 @@
-"""Writing of quantized checkpoints in the format of compressed-tensors, which transformers and vLLM read.
+"""Writing of quantized checkpoints in the format of compressed-tensors, which transformers reads.
 
 Layers in groups are stored as packed codes (``pack-quantized``), layers with a scale per output as int8
 (``int-quantized``, with activations that are quantized per token). All other tensors are copied.

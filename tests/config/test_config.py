@@ -432,6 +432,7 @@ def test_every_setting_in_bytes_takes_sizes() -> None:
         "encoder_cache_memory",
         "max_image_bytes",
         "max_body_size",
+        "max_file_size",
         "worker_memory_limit",
     }
     fields = {field.name: field for field in (*config_fields(), *serve_fields())}
