@@ -95,13 +95,20 @@ def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
 def load_serving_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
     """Return the tokenizer of `load_tokenizer` for a process that must not load torch.
 
-    If the model reads images, they are prepared in processes of their own, which start here. ``close`` ends
-    them.
+    If the model reads images, they are prepared in processes of their own, which start here.
+    `close_tokenizer` ends them.
     """
     tokenizer = load_tokenizer(config, catalog)
-    if tokenizer.reads_images:
+    if getattr(tokenizer, "reads_images", False):  # a registered `PipelineTokenizer` need not have it
         tokenizer.use_processes()
     return tokenizer
+
+
+def close_tokenizer(tokenizer: Any) -> None:
+    """End the processes of a tokenizer, if it has a method for it; `PipelineTokenizer` requires none."""
+    close = getattr(tokenizer, "close", None)
+    if close is not None:
+        close()
 
 
 def memory_of_weights(config: PipelineConfig) -> PrefaultedMemory:

@@ -16,7 +16,7 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
-from penstock.assembly import load_serving_tokenizer, load_work
+from penstock.assembly import close_tokenizer, load_serving_tokenizer, load_work
 from penstock.config import PipelineConfig, PipelineOptions
 from penstock.errors import ConfigError, InputError, TaskMismatchError
 from penstock.llm.async_runner import AsyncRunner, gathered
@@ -135,7 +135,7 @@ class AsyncLLM:
         """End the worker. Running requests have `grace` seconds to finish; then they fail."""
         await self._worker.stop(grace)
         if self.tokenizer is not None:
-            self.tokenizer.close()
+            close_tokenizer(self.tokenizer)
         self.tokenizer = None
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, Unpack
 from penstock.assembly import (
     CATALOG,
     Catalog,
+    close_tokenizer,
     load_pipeline,
     load_scheduler,
     load_tokenizer,
@@ -332,7 +333,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         with self._runner.exclusive():
             self.pipeline.close()
             self._runner.close()
-            self.tokenizer.close()
+            close_tokenizer(self.tokenizer)
             del self.pipeline, self._scheduler
 
     def __enter__(self) -> Self:

@@ -52,11 +52,12 @@ class TestLocal:
     def test_demo_is_the_embedded_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert hub._DEMO_FOLDER == Path(hub.__file__).parents[1] / "demo"
         folder = touch(tmp_path / "embedded", "config.json", "model.safetensors")
-        monkeypatch.setattr(hub, "_DEMO_FOLDER", folder)
+        monkeypatch.setitem(hub._EMBEDDED, "demo", folder)
         touch(tmp_path / "demo", "config.json", "model.safetensors")
         monkeypatch.chdir(tmp_path)
         assert resolve_checkpoint("demo") == folder
         assert resolve_checkpoint("./demo") == tmp_path / "demo"
+        assert resolve_checkpoint("demo-voice") == hub._DEMO_FOLDER / "voice"
 
     @pytest.mark.parametrize(
         "path", ["/no/such", "./gone", "~/gone", "~nobody/gone", "a/b/c", "../gone", "/" + "x" * 500]

@@ -1,7 +1,6 @@
 """msgpack with numpy arrays, the format of contexts and responses between processes.
 
     >>> import numpy as np
-import numpy.typing as npt
     >>> encode, decode = msgpack_numpy_encoder(), msgpack_numpy_decoder(np.ndarray)
     >>> decode(encode(np.arange(3))).tolist()
     [0, 1, 2]

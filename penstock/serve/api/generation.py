@@ -252,7 +252,7 @@ def _joined(parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
 async def in_pool(request: Request, function: Callable[[], T]) -> T:
     """Run a function in the thread pool, off the event loop. The body must have been read."""
     services, body = Services.of(request), await request.body()
-    if services.tokenizer.reads_images and _IMAGE in body:
+    if getattr(services.tokenizer, "reads_images", False) and _IMAGE in body:
         limits = TimeLimits(services.config, RequestRecord.of(request))
         return await limits.within(services.images.run(function))
     return await asyncio.get_running_loop().run_in_executor(services.pool_for(len(body)), function)
