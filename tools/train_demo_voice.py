@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--from", dest="first", choices=STAGES, default=STAGES[0])
     parser.add_argument("--to", dest="last", choices=STAGES, default=STAGES[-1])
     parser.add_argument("--codec-steps", type=int, default=3000)
-    parser.add_argument("--decoder-steps", type=int, default=2000)
+    parser.add_argument("--decoder-steps", type=int, default=600)
     parser.add_argument("--minutes", type=float, default=62, help="time for the language model")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
