@@ -12,7 +12,7 @@ import pytest
 from penstock import LLM
 from penstock.llm.speech import Speech
 
-TEXTS = ("Hello world.", "Good morning Anna.", "The old man bought a red book.")
+TEXTS = ("Please open the door.", "See you in summer.", "The old man bought a red book.")
 ROOT = Path(__file__).parents[2]
 
 
@@ -58,4 +58,4 @@ def test_a_recogniser_understands_it(speeches: list[Speech], monkeypatch: pytest
         edit_distance(words_of(text), recogniser(torch.from_numpy(speech.audio)))
         for text, speech in zip(TEXTS, speeches, strict=True)
     ]
-    assert sum(errors) <= 5  # of 12 words; espeak-ng's own speech of them has 1
+    assert sum(errors) <= 6  # of 15 words; another sentence has an error in nearly each word
