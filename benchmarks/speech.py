@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from codec_sizes import SMALL_ENCODER
+from codec_sizes import SNAC as SNAC_SIZES
 from torch import Tensor
 
 from penstock.bench.random_weights import write_random_checkpoint
@@ -68,29 +70,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 """Name -> ``config.json``. Each has the number of parameters of the public model, the Nano also its
 vocabulary; the layers are those of Llamas of that size."""
-SNAC_SIZES = {
-    "sampling_rate": 24000,
-    "encoder_dim": 48,
-    "encoder_rates": [2, 4, 8, 8],
-    "decoder_dim": 1024,
-    "decoder_rates": [8, 8, 4, 2],
-    "attn_window_size": None,
-    "codebook_size": 4096,
-    "codebook_dim": 8,
-    "vq_strides": [4, 2, 1],
-    "noise": True,
-    "depthwise": True,
-}
-SMALL_ENCODER = {
-    "model_type": "wav2vec2-bert",
-    "hidden_size": 1024,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "output_hidden_size": 1024,
-    "feature_projection_input_dim": 8,
-}
-"""The semantic encoder of NeuCodec, which decoding does not use, cut down."""
 PROMPT_TOKENS = 120
 
 

@@ -165,8 +165,8 @@ class Qwen3Vision:
         step = image_step(ops, [height * width for height, width in grids], device)
         cos, sin = axial_rotary_rows(patch_coordinates(grids, self.merge), self.head_dim, self.base)
         rows = ((cos.to(device), sin.to(device)),)
-        places = torch.cat([self.interpolate(grid) for grid in grids])
-        x, residual = ops.add(self.patches(patches, step), places), None
+        positions = torch.cat([self.interpolate(grid) for grid in grids])
+        x, residual = ops.add(self.patches(patches, step), positions), None
         mergers, stacked = dict(self.deepstack), []
         for index, block in enumerate(self.blocks):
             x, residual = block(x, residual, step, rows)
@@ -198,8 +198,8 @@ class Qwen3Vision:
 
 
 def _corners(count: int, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the table rows below and above ``count`` evenly spaced places, each with its weight."""
-    places = torch.linspace(0, side - 1, count)
-    below = places.long()
-    share = places - below
+    """Return the table rows below and above ``count`` evenly spaced positions, each with its weight."""
+    positions = torch.linspace(0, side - 1, count)
+    below = positions.long()
+    share = positions - below
     return (below, 1 - share), ((below + 1).clamp(max=side - 1), share)
