@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from time import perf_counter, sleep
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class Figure:
         """The median of the runs."""
         return statistics.median(self.runs)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the figure as plain data for JSON."""
         spread = {"median": self.median, "lowest": min(self.runs), "highest": max(self.runs)}
         return {"work": self.work, "of": self.of, "unit": self.unit, **spread, "runs": self.runs}

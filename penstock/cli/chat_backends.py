@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from penstock.llm.llm import LLM
 
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
+Messages: TypeAlias = Sequence[Mapping[str, object]]
 
 _TIMEOUT = 600.0
 """Seconds without data after which the server is taken for dead."""
@@ -39,7 +39,7 @@ class Backend(Protocol):
     name: str
     """The name of the model."""
 
-    def answer(self, messages: Messages, settings: Mapping[str, Any]) -> Iterator[Piece]:
+    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[Piece]:
         """Yield the answer in pieces. Closing the iterator cancels the request.
 
         Raises:
@@ -107,7 +107,7 @@ class ServerBackend:
             model = str(listed[0]["id"])
         self.name = model
 
-    def answer(self, messages: Messages, settings: Mapping[str, Any]) -> Iterator[Piece]:
+    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[Piece]:
         """Yield the answer in pieces."""
         body = {
             "model": self.name,
@@ -123,7 +123,7 @@ class ServerBackend:
                     continue
                 yield from _pieces(json.loads(data.removeprefix("data: ")))
 
-    def _open(self, path: str, body: Mapping[str, Any] | None) -> HTTPResponse:
+    def _open(self, path: str, body: Mapping[str, object] | None) -> HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers)
         try:

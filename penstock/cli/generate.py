@@ -213,7 +213,7 @@ def _messages(text: str, system: str | None, images: Sequence[Path]) -> list[Any
     return [*before, {"role": "user", "content": content}]
 
 
-def _response_format(path: Path | None) -> dict[str, Any] | None:
+def _response_format(path: Path | None) -> dict[str, object] | None:
     if path is None:
         return None
     try:
@@ -234,7 +234,7 @@ def _print_several(
     loaded: float,
     *,
     as_json: bool,
-    more: dict[str, Any] | None = None,
+    more: dict[str, object] | None = None,
 ) -> None:
     num_generated = sum(output.num_generated_tokens for output in outputs)
     speed = num_generated / max(seconds, 1e-9)
@@ -272,7 +272,7 @@ def _run(stream: TextStream, loaded: float, *, silent: bool) -> Timings:
     return Timings(loaded, first - start, end - first, num_first)
 
 
-def _as_json(output: GenerationOutput, timings: Timings) -> dict[str, Any]:
+def _as_json(output: GenerationOutput, timings: Timings) -> dict[str, object]:
     num_generated = output.num_generated_tokens
     return {
         **_output_as_json(output),
@@ -285,8 +285,8 @@ def _as_json(output: GenerationOutput, timings: Timings) -> dict[str, Any]:
     }
 
 
-def _output_as_json(output: GenerationOutput) -> dict[str, Any]:
-    shown: dict[str, Any] = {
+def _output_as_json(output: GenerationOutput) -> dict[str, object]:
+    shown: dict[str, object] = {
         "text": output.text,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
@@ -363,7 +363,7 @@ def _print_memory_plan(llm: LLM) -> None:
     Console(stderr=True).print(llm.pipeline.memory_plan.table())
 
 
-def _speculation(llm: LLM) -> dict[str, Any]:
+def _speculation(llm: LLM) -> dict[str, object]:
     """Return the speculation counts for the JSON object; empty without speculation."""
     stats = llm.pipeline.speculation_stats
     is_used = llm.config.speculative.method is not None or stats.num_forced > 0

@@ -160,7 +160,7 @@ class PipelineConfig:
     @classmethod
     def from_flat(
         cls,
-        values: Mapping[str, Any],
+        values: Mapping[str, object],
         source: str = "argument",
         *,
         environment: Mapping[str, str] | None = None,

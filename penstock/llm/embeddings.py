@@ -266,7 +266,7 @@ class EmbeddingsMethods:
 
     def _embeddings(
         self,
-        fields: Sequence[Mapping[str, Any]],
+        fields: Sequence[Mapping[str, object]],
         outputs: tuple[EmbeddingsOutput, ...] | None,
         use_tqdm: bool,
     ) -> list[EmbeddingsResponse]:

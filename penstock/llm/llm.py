@@ -71,7 +71,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     _runner_class: ClassVar[type[BatchRunner]] = BatchRunner
 
     def __init__(self, model: str | PathLike[str] = "demo", **config: Unpack[PipelineOptions]) -> None:
-        given: dict[str, Any] = {**config}
+        given: dict[str, object] = {**config}
         if "model_path" in given:
             raise ConfigError("model_path", "is the first argument of LLM: leave out model_path")
         self._begin(PipelineConfig.from_flat({"model_path": model, **given}, "LLM"), CATALOG)
@@ -113,7 +113,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
-        response_format: Mapping[str, Any] | None = None,
+        response_format: Mapping[str, object] | None = None,
         adapter: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
         images: Image | Sequence[Image] | None = None,
@@ -172,7 +172,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         tools: Tools | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, object] | None = None,
         use_tqdm: bool = True,
         *,
         n: int = 1,
@@ -180,7 +180,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
-        response_format: Mapping[str, Any] | None = None,
+        response_format: Mapping[str, object] | None = None,
         adapter: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
     ) -> list[GenerationOutput]:
@@ -223,11 +223,11 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         *,
         messages: Conversation | None = None,
         tools: Tools | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, object] | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         grammar: Grammar | None = None,
-        response_format: Mapping[str, Any] | None = None,
+        response_format: Mapping[str, object] | None = None,
         adapter: str | None = None,
         images: Image | Sequence[Image] | None = None,
     ) -> TextStream:

@@ -214,12 +214,12 @@ class SpeechMethods:
 
     def _speech_options(
         self, voice: str | None, codes: Sequence[int], transcription: str, adapter: str | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the fields of requests that all parts of all texts share."""
         if voice is not None and len(codes):
             raise InputError("give either voice or audio_prompt_tokens: both choose a voice")
         known = self.pipeline.voices
-        chosen: Mapping[str, Any] = {
+        chosen: Mapping[str, object] = {
             "audio_prompt_tokens": [int(code) for code in codes],
             "audio_prompt_transcription": transcription,
         }

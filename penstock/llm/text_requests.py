@@ -42,12 +42,12 @@ class TextRequests:
 
     def generate(
         self,
-        prompts: Sequence[dict[str, Any]],
+        prompts: Sequence[dict[str, object]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         options: OutputOptions,
         use_tqdm: bool,
         *,
-        response_format: Mapping[str, Any] | None,
+        response_format: Mapping[str, object] | None,
         **fields: Any,
     ) -> list[GenerationOutput]:
         """Run requests; ``fields`` are request fields, each one value for all prompts or one for each."""

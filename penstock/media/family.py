@@ -56,7 +56,7 @@ class VisionFamily(ABC):
     def __init__(
         self,
         config: HuggingFaceConfig,
-        processor_config: Mapping[str, Any],
+        processor_config: Mapping[str, object],
         token_text: Callable[[int], str],
     ) -> None:
         self.config = config
@@ -80,7 +80,7 @@ class VisionFamily(ABC):
         It contains the text of `image_token_id` once for each row of the encoder.
         """
 
-    def processor_options(self, detail: str) -> dict[str, Any]:
+    def processor_options(self, detail: str) -> dict[str, object]:
         """Return keyword arguments for a call of the image processor.
 
         Args:

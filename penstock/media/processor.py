@@ -47,7 +47,7 @@ class ProcessorRequest(msgspec.Struct, array_like=True):
 
     num_bytes: int
     max_pixels: int
-    options: dict[str, Any]
+    options: dict[str, object]
 
 
 class ArrayHeader(msgspec.Struct, array_like=True):
@@ -71,7 +71,7 @@ class ImageProcessor(Protocol):
     """Decodes images and prepares them for a model."""
 
     def process(
-        self, data: bytes, options: Mapping[str, Any], max_pixels: int
+        self, data: bytes, options: Mapping[str, object], max_pixels: int
     ) -> tuple[Arrays, tuple[int, int]]:
         """Return the outputs of the processor for a list of one image, and the width and height of the image.
 
@@ -108,7 +108,7 @@ class LocalProcessor:
         self._processor: Any = None
 
     def process(
-        self, data: bytes, options: Mapping[str, Any], max_pixels: int
+        self, data: bytes, options: Mapping[str, object], max_pixels: int
     ) -> tuple[Arrays, tuple[int, int]]:
         image = decode_image(data, max_pixels)
         processor = self._load()
@@ -167,7 +167,7 @@ class ProcessorPool:
             self._idle.put(one)
 
     def process(
-        self, data: bytes, options: Mapping[str, Any], max_pixels: int
+        self, data: bytes, options: Mapping[str, object], max_pixels: int
     ) -> tuple[Arrays, tuple[int, int]]:
         deadline = time.monotonic() + self._timeout
         try:
@@ -218,7 +218,7 @@ class _Process:
         self._kill()
 
     def run(
-        self, data: bytes, options: Mapping[str, Any], max_pixels: int, timeout: float
+        self, data: bytes, options: Mapping[str, object], max_pixels: int, timeout: float
     ) -> tuple[Arrays, tuple[int, int]]:
         """Process one image within ``timeout`` seconds; see `ImageProcessor.process`."""
         self.start()
@@ -312,13 +312,13 @@ def read_into(stream: Any, target: memoryview) -> None:
         target = target[count:]
 
 
-def read_processor_config(checkpoint: Path) -> dict[str, Any]:
+def read_processor_config(checkpoint: Path) -> dict[str, object]:
     """Return ``processor_config.json`` and ``preprocessor_config.json`` of a checkpoint, merged.
 
     Raises:
         CheckpointError: a file is not a JSON object.
     """
-    merged: dict[str, Any] = {}
+    merged: dict[str, object] = {}
     for name in ("processor_config.json", "preprocessor_config.json"):
         path = checkpoint / name
         try:

@@ -190,7 +190,7 @@ class ServeConfig:
     @classmethod
     def from_flat(
         cls,
-        values: Mapping[str, Any],
+        values: Mapping[str, object],
         source: str = "argument",
         *,
         environment: Mapping[str, str] | None = None,

@@ -196,7 +196,7 @@ class TextTokenizer:
         params = sampling_params_with_stops(request)
         check_token_ids_in_params(params, self.vocab_size)
         schema, grammar = output_format(request)
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             "prompt": tokens.tolist() if text is None else text,
             "max_length": total_length(len(tokens), params, self.max_length),
             "tokens": tokens,

@@ -10,7 +10,6 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -136,9 +135,9 @@ def _compressed(rows: Mapping[str, Tensor], encoding: str) -> dict[str, Tensor]:
     }
 
 
-def _section(encoding: str, ignored: list[str]) -> dict[str, Any]:
+def _section(encoding: str, ignored: list[str]) -> dict[str, object]:
     kind = encoding_named(encoding)
-    weights: dict[str, Any] = {"num_bits": kind.bits, "type": "int", "symmetric": True, "dynamic": False}
+    weights: dict[str, object] = {"num_bits": kind.bits, "type": "int", "symmetric": True, "dynamic": False}
     inputs = None
     if kind.group_size is None:
         weights |= {"strategy": "channel"}

@@ -41,7 +41,7 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     name: str
     """The name of its class in `penstock.errors`."""
     message: str
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     """Its attributes that are numbers, texts, None or lists of them."""
 
     @classmethod

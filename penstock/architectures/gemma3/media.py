@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from penstock.config import HuggingFaceConfig
 from penstock.errors import ConfigError
@@ -18,7 +17,7 @@ class Gemma3Family(VisionFamily):
     def __init__(
         self,
         config: HuggingFaceConfig,
-        processor_config: Mapping[str, Any],
+        processor_config: Mapping[str, object],
         token_text: Callable[[int], str],
     ) -> None:
         super().__init__(config, processor_config, token_text)

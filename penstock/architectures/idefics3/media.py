@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from penstock.media.family import Arrays, ProcessedImage, VisionFamily
@@ -20,8 +18,8 @@ class Idefics3Family(VisionFamily):
     def image_token_id(self) -> int:
         return self.config.integer("image_token_id", 128257, minimum=0)
 
-    def processor_options(self, detail: str) -> dict[str, Any]:
-        options: dict[str, Any] = {"return_row_col_info": True}
+    def processor_options(self, detail: str) -> dict[str, object]:
+        options: dict[str, object] = {"return_row_col_info": True}
         if detail != "auto":
             options["do_image_splitting"] = detail == "high"
         return options

@@ -332,7 +332,7 @@ class TokenGenerator(Protocol[Context]):
 class EmbeddingsGenerator(Protocol[Context]):
     """A pipeline that computes embeddings."""
 
-    def encode(self, batch: dict[str, Context]) -> dict[str, Any]:
+    def encode(self, batch: dict[str, Context]) -> dict[str, object]:
         """Compute the embeddings of each context (by request id)."""
 
 

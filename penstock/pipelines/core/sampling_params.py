@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -93,7 +92,7 @@ class SamplingParams:
         """Whether logits are adjusted before sampling: by rules, penalties or a minimum length."""
         return self.min_new_tokens > 0 or self.has_logit_rules or self.needs_penalties
 
-    def _checked(self) -> dict[str, Any]:
+    def _checked(self) -> dict[str, object]:
         """Return each field as a plain Python value. InputError names the first invalid field."""
         numbers = {name: checked_number(name, getattr(self, name), *_RANGES[name]) for name in _RANGES}
         return {

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.json_parts import Parts, array, event_parts, with_members
 from penstock.serve.api.token_scores import ChatScores
+from penstock.serve.api.usage import Usage
 from penstock.serve.http.sse import DONE, EventTemplate, OpenAIStream, event
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
@@ -73,7 +74,7 @@ class ChatResponse(OpenAIStream):
         self._begun: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Parts:
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Parts:
         """Yield the JSON of a response that is not streamed."""
         choices = (self._choice(index, piece) for index, piece in enumerate(pieces))
         more: dict[str, Any] = {"usage": usage}
@@ -84,7 +85,7 @@ class ChatResponse(OpenAIStream):
             members["prompt_logprobs"] = self._prompt_scores()
         return self._envelope.parts("chat.completion", members, **more)
 
-    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the events of a delta; the first event of a choice has the role.
 
         `usage` is the usage including this delta, for streams whose chunks all have a usage. Each chunk
@@ -110,21 +111,21 @@ class ChatResponse(OpenAIStream):
         """Return the events before the first delta: none."""
         return b""
 
-    def end(self, usage: dict[str, Any]) -> bytes:
+    def end(self, usage: Usage) -> bytes:
         """Return the last events: the usage of the whole response, if requested, and the end."""
         return (self._usage_event(usage) if self._include_usage else b"") + DONE
 
-    def _usage_event(self, usage: dict[str, Any]) -> bytes:
+    def _usage_event(self, usage: Usage) -> bytes:
         return event(self._envelope.around("chat.completion.chunk", [], usage=usage))
 
-    def _first(self, index: int, usage: dict[str, Any] | None) -> bytes:
+    def _first(self, index: int, usage: Usage | None) -> bytes:
         more: dict[str, Any] = {}
         if self._prompt_token_ids is not None and not self._begun:
             more["prompt_token_ids"] = self._prompt_token_ids
         self._begun.add(index)
         return self._chunk(index, {"role": "assistant", "content": ""}, usage=usage, **more)
 
-    def _last(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None) -> bytes:
+    def _last(self, index: int, piece: ChoiceDelta, usage: Usage | None) -> bytes:
         return self._chunk(index, {}, finish_reason=piece.finish_reason, usage=usage)
 
     def _template(self, index: int) -> EventTemplate:
@@ -134,7 +135,7 @@ class ChatResponse(OpenAIStream):
         return self._templates[index]
 
     def _scored_chunk(
-        self, index: int, delta: dict[str, Any], piece: ChoiceDelta, usage: dict[str, Any] | None
+        self, index: int, delta: dict[str, Any], piece: ChoiceDelta, usage: Usage | None
     ) -> Parts:
         assert self._scores is not None
         chunk = self._chunk_object(index, delta, piece, usage=usage)
@@ -153,7 +154,7 @@ class ChatResponse(OpenAIStream):
         piece: ChoiceDelta | None = None,
         *,
         finish_reason: str | None = None,
-        usage: dict[str, Any] | None = None,
+        usage: Usage | None = None,
         **more: Any,
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -210,7 +211,7 @@ class ChatResponse(OpenAIStream):
         return delta
 
 
-def _without(usage: dict[str, Any] | None, num_tokens: int) -> dict[str, Any] | None:
+def _without(usage: Usage | None, num_tokens: int) -> Usage | None:
     """Return a usage without its last `num_tokens` tokens."""
     if usage is None or not num_tokens:
         return usage

@@ -10,6 +10,7 @@ from penstock.serve.api.chat_response import Envelope
 from penstock.serve.api.choice_decoder import ChoiceDecoder, ChoiceDelta, PromptScore, Top
 from penstock.serve.api.json_parts import Parts, array, event_parts, with_members
 from penstock.serve.api.token_scores import CompletionScores
+from penstock.serve.api.usage import Usage
 from penstock.serve.http.sse import DONE, EventTemplate, OpenAIStream, event
 
 KIND = "text_completion"
@@ -62,7 +63,7 @@ class CompletionResponse(OpenAIStream):
         self._begun: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, object]) -> Parts:
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Parts:
         """Yield the JSON of a response that is not streamed."""
         choices = (
             with_members(self._choice(index, piece, is_first=True), **self._members(index, piece))
@@ -70,9 +71,7 @@ class CompletionResponse(OpenAIStream):
         )
         return self._envelope.parts(KIND, {"choices": array(choices)}, usage=usage)
 
-    def events(
-        self, index: int, piece: ChoiceDelta, usage: dict[str, object] | None = None
-    ) -> Iterable[bytes]:
+    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the event of a delta; nothing if the delta is empty.
 
         `usage` is the usage so far, for streams whose chunks all have a usage.
@@ -98,11 +97,11 @@ class CompletionResponse(OpenAIStream):
         """Return the events before the first delta: none."""
         return b""
 
-    def end(self, usage: dict[str, object]) -> bytes:
+    def end(self, usage: Usage) -> bytes:
         """Return the last events: the usage of the whole response, if requested, and the end."""
         return (self._usage_event(usage) if self._include_usage else b"") + DONE
 
-    def _usage_event(self, usage: dict[str, object]) -> bytes:
+    def _usage_event(self, usage: Usage) -> bytes:
         return event(self._envelope.around(KIND, [], usage=usage))
 
     def _template(self, index: int) -> EventTemplate:
@@ -117,7 +116,7 @@ class CompletionResponse(OpenAIStream):
             self._templates[index] = EventTemplate(chunk)
         return self._templates[index]
 
-    def _usage_field(self, usage: dict[str, object] | None) -> dict[str, object]:
+    def _usage_field(self, usage: Usage | None) -> dict[str, object]:
         return {"usage": usage} if self._include_usage or usage is not None else {}
 
     def _choice(self, index: int, piece: ChoiceDelta, *, is_first: bool) -> dict[str, object]:

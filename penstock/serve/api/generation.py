@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 
 from penstock.pipelines.core import TextContext
 from penstock.serve.api.choice_decoder import ChoiceDecoder, ChoiceDelta
+from penstock.serve.api.usage import Usage
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.http.sse import wait_for_disconnect
 from penstock.serve.http.time_limits import TimeLimits
@@ -160,7 +161,7 @@ class GenerationRun:
                     pieces[item[0]].append(item[1])
         return [_joined(parts) for parts in pieces]
 
-    def usage(self) -> dict[str, object]:
+    def usage(self) -> Usage:
         """Return OpenAI's ``usage`` of the output so far."""
         choices = self.job.choices
         prompt = self._num_prompt_tokens

@@ -340,7 +340,7 @@ def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int
     return ids
 
 
-def accepted_values(kind: type[RequestBody]) -> dict[str, dict[str, Any]]:
+def accepted_values(kind: type[RequestBody]) -> dict[str, dict[str, object]]:
     """Return a JSON schema of the accepted values for each field of the tables."""
     table = unsupported_fields(kind)
     return {

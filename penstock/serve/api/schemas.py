@@ -7,7 +7,7 @@ servers are in the tables of `penstock.serve.api.parameters`. ``null`` always me
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -51,7 +51,7 @@ class FunctionCall(RequestBody):
     """A tool call of an earlier turn."""
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | dict[str, object] | None = None
     """JSON text, as in responses, or an object."""
 
 
@@ -125,7 +125,7 @@ class FunctionDefinition(RequestBody):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
     """A JSON schema; absent for a function without parameters."""
     strict: bool | None = None
 
@@ -169,7 +169,7 @@ class JsonSchema(RequestBody):
 
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    schema_: dict[str, object] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
     """Has no effect: the output always matches the schema."""
 
@@ -199,13 +199,13 @@ class ResponseFormat(RequestBody):
 class StructuredOutputs(RequestBody):
     """The required format of the output, as one of five kinds. Not part of the OpenAI API."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: dict[str, object] | str | None = Field(None, alias="json")
     """A JSON schema, or its text."""
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1)
     grammar: str | None = None
     """An EBNF grammar."""
-    structural_tag: dict[str, Any] | str | None = None
+    structural_tag: dict[str, object] | str | None = None
 
 
 class StreamOptions(RequestBody):
@@ -261,7 +261,7 @@ class GenerationBody(RequestBody):
 
     # Aliases of fields above.
     repeat_penalty: Annotated[Number, Field(gt=0)] | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: dict[str, object] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
@@ -342,7 +342,7 @@ class ChatBody(GenerationBody):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
 
     # Not in the OpenAI API.
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
@@ -368,7 +368,7 @@ class TokenizeBody(RequestBody):
     add_special_tokens: bool | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None

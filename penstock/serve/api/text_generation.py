@@ -17,6 +17,7 @@ from penstock.serve.api.json_parts import JsonResponse, Turns, gather, spread
 from penstock.serve.api.models import system_fingerprint
 from penstock.serve.api.parameters import UnknownFields, check_combinations
 from penstock.serve.api.schemas import GenerationBody, RequestBody
+from penstock.serve.api.usage import Usage
 from penstock.serve.api.validation import validated
 from penstock.serve.http.problems import Problem, problem_of
 from penstock.serve.http.sse import EventStream
@@ -34,7 +35,7 @@ class ChoiceResponseBuilder(Protocol):
         """The content type of the stream."""
         ...
 
-    def whole(self, pieces: list[ChoiceDelta], usage: dict[str, Any]) -> Iterable[bytes]:
+    def whole(self, pieces: list[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         ...
 
@@ -42,11 +43,11 @@ class ChoiceResponseBuilder(Protocol):
         """Return the events before the first delta."""
         ...
 
-    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the events of a delta of a choice; `usage` is set if each event has the usage so far."""
         ...
 
-    def end(self, usage: dict[str, Any]) -> bytes:
+    def end(self, usage: Usage) -> bytes:
         """Return the events after the last delta."""
         ...
 

@@ -45,7 +45,7 @@ class BatchManager:
         self._app = app
         self._task: asyncio.Task[None] | None = None
         self._new = asyncio.Event()
-        self._current: dict[str, Any] | None = None
+        self._current: dict[str, object] | None = None
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -59,12 +59,12 @@ class BatchManager:
         if self._task is not None and not self._task.get_loop().is_closed():
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
-    def state_of(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def state_of(self, batch: dict[str, object]) -> dict[str, object]:
         """Return the newest state of a batch."""
         current = self._current
         return current if current is not None and current["id"] == batch["id"] else batch
 
-    async def cancel(self, batch: dict[str, Any]) -> dict[str, Any]:
+    async def cancel(self, batch: dict[str, object]) -> dict[str, object]:
         """Cancel a batch. Its results so far become its files. Does nothing if it has ended."""
         batch = self.state_of(batch)
         if batch["status"] not in ACTIVE:
@@ -166,7 +166,7 @@ class BatchManager:
         batch |= {"status": status, f"{status}_at": int(time.time())}
         self.batches.put(batch)
 
-    def _fail(self, batch: dict[str, Any], code: str, message: str) -> None:
+    def _fail(self, batch: dict[str, object], code: str, message: str) -> None:
         data = [{"code": code, "message": message, "param": None, "line": None}]
         batch |= {"status": "failed", "failed_at": int(time.time())}
         batch["errors"] = {"object": "list", "data": data}

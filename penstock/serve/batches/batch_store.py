@@ -53,12 +53,12 @@ class ObjectStore:
         new.write_bytes(msgspec.json.encode(value))
         os.replace(new, path)
 
-    def get(self, name: str, owner: str | None = None) -> dict[str, Any] | None:
+    def get(self, name: str, owner: str | None = None) -> dict[str, object] | None:
         """Return an object; None if there is none, or if it has another owner."""
         if not _ID.fullmatch(name) or not name.startswith(self._kind):
             return None
         try:
-            value: dict[str, Any] = msgspec.json.decode(self._path(name).read_bytes())
+            value: dict[str, object] = msgspec.json.decode(self._path(name).read_bytes())
         except FileNotFoundError:
             return None
         return value if owner is None or value["owner"] == owner else None
@@ -78,12 +78,12 @@ class ObjectStore:
         return self._folder / f"{name}.json"
 
 
-def shown(value: dict[str, Any]) -> dict[str, Any]:
+def shown(value: dict[str, object]) -> dict[str, object]:
     """Return an object without the members that only the server uses."""
     return {name: one for name, one in value.items() if name not in ("owner", "results", "failures")}
 
 
-def file_object(name: str, owner: str, file_name: str, purpose: str, size: int) -> dict[str, Any]:
+def file_object(name: str, owner: str, file_name: str, purpose: str, size: int) -> dict[str, object]:
     """Return the object of a file."""
     return {
         "id": name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -15,6 +14,7 @@ from penstock.serve.api.generation import in_pool
 from penstock.serve.api.llama_cpp.llama_cpp_schema import InfillBody, LlamaCppBody, LlamaCppCompletionBody
 from penstock.serve.api.text_generation import answer_request, checked_body, note
 from penstock.serve.api.translation import Translation
+from penstock.serve.api.usage import Usage
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import body_of, generated
 from penstock.serve.http.problems import RequestProblem
@@ -73,7 +73,7 @@ class LlamaCppBuilder(OpenAIStream):
         self._choice = completion.job.choices[0]
         self._record = record
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Iterable[bytes]:
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         piece = pieces[0]
         yield msgspec.json.encode(self._last(piece.content, piece.token_ids, usage))
@@ -82,18 +82,18 @@ class LlamaCppBuilder(OpenAIStream):
         """Return the events before the first delta: none."""
         return b""
 
-    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the event of a delta; nothing if it has no text."""
         if not piece.content:
             return ()
         tokens = piece.token_ids if self._body.return_tokens else []
         return (event({"index": 0, "content": piece.content, "tokens": tokens, "stop": False}),)
 
-    def end(self, usage: dict[str, Any]) -> bytes:
+    def end(self, usage: Usage) -> bytes:
         """Return the last event."""
         return event(self._last("", [], usage))
 
-    def _last(self, text: str, token_ids: list[int], usage: dict[str, Any]) -> dict[str, Any]:
+    def _last(self, text: str, token_ids: list[int], usage: Usage) -> dict[str, object]:
         choice, context = self._choice, self._completion.job.contexts[0]
         stop = choice.stop_match
         kind = "limit" if choice.finish_reason == "length" else "eos" if stop is None else "word"
@@ -115,7 +115,7 @@ class LlamaCppBuilder(OpenAIStream):
             "timings": self._timings(usage),
         }
 
-    def _timings(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def _timings(self, usage: Usage) -> dict[str, object]:
         record, end = self._record, time.perf_counter()
         first = record.first_token_at or end
         reading, writing = first - (record.admitted_at or record.received), end - first
@@ -146,13 +146,13 @@ async def _answer(request: Request, kind: type[LlamaCppBody]) -> Response:
     return await answer_request(request, services, completion.job, builder, stream=bool(body.stream))
 
 
-def _completion(services: Services, body: LlamaCppBody) -> dict[str, Any]:
+def _completion(services: Services, body: LlamaCppBody) -> dict[str, object]:
     """Return the completion request of a request.
 
     Raises:
         RequestProblem: 400 that names the field.
     """
-    given: dict[str, Any] = {
+    given: dict[str, object] = {
         name: getattr(body, name) for name in ("model", *_SAME) if getattr(body, name) is not None
     }
     if body.seed is not None and body.seed != -1:

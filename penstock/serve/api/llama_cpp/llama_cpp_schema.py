@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -54,7 +54,7 @@ class LlamaCppBody(RequestBody):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     ignore_eos: bool | None = None
-    json_schema: dict[str, Any] | None = None
+    json_schema: dict[str, object] | None = None
     grammar: str | None = None
     """An EBNF grammar."""
     return_tokens: bool | None = None

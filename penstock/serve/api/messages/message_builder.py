@@ -10,6 +10,7 @@ import msgspec
 from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.generation import GenerationJob
 from penstock.serve.api.messages.message_schema import MessagesBody
+from penstock.serve.api.usage import Usage
 from penstock.serve.http.problems import Problem, anthropic_error
 from penstock.serve.http.sse import named_event
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
@@ -42,7 +43,7 @@ class MessageBuilder:
         self._pieces: list[str] = []
         """The text of the last block."""
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Iterable[bytes]:
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a message that is not streamed."""
         (piece,) = pieces
         self._add(piece.events)
@@ -55,11 +56,11 @@ class MessageBuilder:
         message = self._message(stop_reason=None, stop_sequence=None, usage=usage, content=[])
         return named_event({"type": "message_start", "message": message})
 
-    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the events of a delta."""
         return (b"".join(map(named_event, self._add(piece.events))),)
 
-    def end(self, usage: dict[str, Any]) -> bytes:
+    def end(self, usage: Usage) -> bytes:
         """Return the events that end the message."""
         said = self._close()
         said.append({"type": "message_delta", "delta": self._end(), "usage": _usage(usage)})
@@ -148,7 +149,7 @@ class MessageBuilder:
 _NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
-def _usage(usage: dict[str, Any]) -> dict[str, object]:
+def _usage(usage: Usage) -> dict[str, Any]:
     """Return the usage; tokens that were read from the cache do not count as input tokens."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {

@@ -51,7 +51,7 @@ def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation
             messages.add_blocks(message.role, message.content, place)
     tools, tool_places, warnings = _tools(services, body)
     reasoning, unread = _reasoning(services, body)
-    chat: dict[str, Any] = {"model": body.model, "messages": messages.chat, **_choice(body), **reasoning}
+    chat: dict[str, object] = {"model": body.model, "messages": messages.chat, **_choice(body), **reasoning}
     if tools:
         chat["tools"] = tools
     form = body.output_config.format if body.output_config is not None else None
@@ -70,10 +70,10 @@ class _Messages:
     """Builds the messages of a chat."""
 
     def __init__(self) -> None:
-        self.chat: list[dict[str, Any]] = []
+        self.chat: list[dict[str, object]] = []
         self.places: list[str] = []
 
-    def add(self, message: dict[str, Any], place: str) -> None:
+    def add(self, message: dict[str, object], place: str) -> None:
         self.chat.append(message)
         self.places.append(place)
 
@@ -97,7 +97,7 @@ class _Messages:
             self.add({"role": role, "content": ""}, place)
 
 
-def _assistant(blocks: Sequence[MessageBlock], place: str) -> dict[str, Any]:
+def _assistant(blocks: Sequence[MessageBlock], place: str) -> dict[str, object]:
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
         here = f"{place}.content[{index}]"
@@ -116,7 +116,7 @@ def _assistant(blocks: Sequence[MessageBlock], place: str) -> dict[str, Any]:
                 )
             case other:
                 raise _unsupported(other, here, "text, thinking or tool_use")
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    message: dict[str, object] = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -124,7 +124,7 @@ def _assistant(blocks: Sequence[MessageBlock], place: str) -> dict[str, Any]:
     return message
 
 
-def _tool_result(block: MessageBlock, place: str) -> dict[str, Any]:
+def _tool_result(block: MessageBlock, place: str) -> dict[str, object]:
     content = "" if block.content is None else _content(block.content, f"{place}.content")
     if block.is_error:  # chat templates have no mark for it
         content = f"Error: {content}" if isinstance(content, str) else [_text("Error: "), *content]
@@ -143,7 +143,7 @@ def _content(given: str | Sequence[ResultBlock], place: str) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def _part(block: ResultBlock, place: str) -> dict[str, Any]:
+def _part(block: ResultBlock, place: str) -> dict[str, object]:
     source = block.source
     match block.type:
         case "text":
@@ -168,7 +168,7 @@ def _part(block: ResultBlock, place: str) -> dict[str, Any]:
     raise _unsupported(block.type, place, "text, image, document or tool_result")
 
 
-def _text(text: str) -> dict[str, Any]:
+def _text(text: str) -> dict[str, object]:
     return {"type": "text", "text": text}
 
 
@@ -194,7 +194,7 @@ def _tools(services: Services, body: CountTokensBody) -> tuple[list[dict[str, An
     return tools, places, skipped
 
 
-def _choice(body: CountTokensBody) -> dict[str, Any]:
+def _choice(body: CountTokensBody) -> dict[str, object]:
     choice = body.tool_choice
     if choice is None:
         return {}
@@ -213,9 +213,9 @@ def _choice(body: CountTokensBody) -> dict[str, Any]:
     return {"tool_choice": {"any": "required"}.get(choice.type, choice.type), **parallel}
 
 
-def _reasoning(services: Services, body: CountTokensBody) -> tuple[dict[str, Any], list[str]]:
+def _reasoning(services: Services, body: CountTokensBody) -> tuple[dict[str, object], list[str]]:
     """Return the settings of the reasoning, and those that the chat template does not read."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     unread = []
     thinking, config = body.thinking, body.output_config
     if thinking is not None:

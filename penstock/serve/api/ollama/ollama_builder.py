@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.generation import GenerationJob
+from penstock.serve.api.usage import Usage
 from penstock.serve.http.problems import Problem, ollama_error
 from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
@@ -39,7 +40,7 @@ class OllamaBuilder:
         self._hides_thinking = hides_thinking
         self._call: tuple[ToolCallStart, list[str]] | None = None
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Iterable[bytes]:
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         message: dict[str, Any] = {"content": ""}
         for one in [*self._parts(pieces[0].events), *self._end_call()]:
@@ -51,11 +52,11 @@ class OllamaBuilder:
         """Return the lines before the first delta: none."""
         return b""
 
-    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the lines of a delta."""
         return [self._line(part) for part in self._parts(piece.events)]
 
-    def end(self, usage: dict[str, Any]) -> bytes:
+    def end(self, usage: Usage) -> bytes:
         """Return the last lines."""
         lines = [self._line(part) for part in self._end_call()]
         last = self._object({"content": ""}, done=True, **self._end(usage))
@@ -69,19 +70,19 @@ class OllamaBuilder:
         """Return the line of an error that ends the stream."""
         return msgspec.json.encode(ollama_error(problem)) + b"\n"
 
-    def _line(self, part: dict[str, Any]) -> bytes:
+    def _line(self, part: dict[str, object]) -> bytes:
         return msgspec.json.encode(self._object({"content": "", **part}, done=False)) + b"\n"
 
-    def _object(self, message: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def _object(self, message: dict[str, object], **more: Any) -> dict[str, object]:
         plain = {"model": self._model, "created_at": now()}
         if self._is_chat:
             return {**plain, "message": {"role": "assistant", **message}, **more}
         thinking = {"thinking": message["thinking"]} if "thinking" in message else {}
         return {**plain, "response": message["content"], **thinking, **more}
 
-    def _parts(self, events: Sequence[Event]) -> list[dict[str, Any]]:
+    def _parts(self, events: Sequence[Event]) -> list[dict[str, object]]:
         """Return the members that events add to a message; a call is added when it is complete."""
-        parts: list[dict[str, Any]] = []
+        parts: list[dict[str, object]] = []
         for event in events:
             match event:
                 case Content():
@@ -96,7 +97,7 @@ class OllamaBuilder:
                     self._call[1].append(event.text)
         return parts
 
-    def _end_call(self) -> list[dict[str, Any]]:
+    def _end_call(self) -> list[dict[str, object]]:
         if self._call is None:
             return []
         (start, pieces), self._call = self._call, None
@@ -107,7 +108,7 @@ class OllamaBuilder:
         function = {"index": start.index, "name": start.name, "arguments": arguments}
         return [{"tool_calls": [{"id": start.id, "function": function}]}]
 
-    def _end(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def _end(self, usage: Usage) -> dict[str, object]:
         """Return why the output ended, and the counts and times, in nanoseconds."""
         record, end = self._record, time.perf_counter()
         first = record.first_token_at or end

@@ -40,7 +40,7 @@ def model_of(services: Services, name: str) -> str:
 
 def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
     """Return the chat request of ``/api/chat``."""
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, object]] = []
     open_calls: list[str] = []
     for number, message in enumerate(body.messages or ()):
         messages.append(_message(message, number, open_calls))
@@ -74,8 +74,8 @@ def completion_of_generate(services: Services, body: OllamaGenerateBody) -> Tran
     return Translation({**given, "prompt": body.prompt or "", "suffix": body.suffix or None}, (), (), FIELDS)
 
 
-def _shared(services: Services, body: OllamaBody) -> dict[str, Any]:
-    given: dict[str, Any] = {"model": model_of(services, body.model), "stream": body.streams}
+def _shared(services: Services, body: OllamaBody) -> dict[str, object]:
+    given: dict[str, object] = {"model": model_of(services, body.model), "stream": body.streams}
     if body.format == "json":
         given["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):
@@ -101,11 +101,11 @@ def _shared(services: Services, body: OllamaBody) -> dict[str, Any]:
     return given | _thinking(services, body)
 
 
-def _thinking(services: Services, body: OllamaBody) -> dict[str, Any]:
+def _thinking(services: Services, body: OllamaBody) -> dict[str, object]:
     think = body.think
     if think is None:
         return {}
-    settings: dict[str, Any] = {"include_reasoning": think is not False}
+    settings: dict[str, object] = {"include_reasoning": think is not False}
     if services.tokenizer.template_mentions("enable_thinking"):
         settings["chat_template_kwargs"] = {"enable_thinking": think is not False}
     elif think is True and services.parsers.reasoning_format is None:
@@ -119,9 +119,9 @@ def _thinking(services: Services, body: OllamaBody) -> dict[str, Any]:
     return settings
 
 
-def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict[str, Any]:
+def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict[str, object]:
     """Return a message of a chat. Results of tools answer the calls in order, since calls may have no id."""
-    plain: dict[str, Any] = {
+    plain: dict[str, object] = {
         "role": message.role,
         "content": _with_images(message.content or "", message.images),
     }

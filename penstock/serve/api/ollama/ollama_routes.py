@@ -205,7 +205,7 @@ async def _answer(request: Request, body: OllamaBody, job: GenerationJob, *, is_
     return await answer_request(request, Services.of(request), job, builder, stream=body.streams)
 
 
-def _models(services: Services) -> list[dict[str, Any]]:
+def _models(services: Services) -> list[dict[str, object]]:
     names = [services.model_name, *services.worker.adapters]
     return [
         {
@@ -220,7 +220,7 @@ def _models(services: Services) -> list[dict[str, Any]]:
     ]
 
 
-def _details(services: Services) -> dict[str, Any]:
+def _details(services: Services) -> dict[str, object]:
     family = services.pipeline_config.model.huggingface_config.model_type
     return {
         "parent_model": "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -57,7 +57,7 @@ class OllamaFunction(RequestBody):
     }
 
     name: str
-    arguments: dict[str, Any] | None = None
+    arguments: dict[str, object] | None = None
 
 
 class OllamaCall(RequestBody):
@@ -97,7 +97,7 @@ class OllamaBody(RequestBody):
     model: str
     stream: bool | None = None
     """True if absent."""
-    format: Literal["", "json"] | dict[str, Any] | None = None
+    format: Literal["", "json"] | dict[str, object] | None = None
     """``json``, or a JSON schema."""
     options: OllamaOptions | None = None
     think: Think | None = None

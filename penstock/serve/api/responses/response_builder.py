@@ -15,6 +15,7 @@ from penstock.serve.api.responses.response_input import custom_tools_of
 from penstock.serve.api.responses.response_output import OutputItems
 from penstock.serve.api.responses.response_schema import ENCRYPTED_REASONING, ResponsesBody
 from penstock.serve.api.token_scores import ChatScores
+from penstock.serve.api.usage import Usage
 from penstock.serve.http.problems import Problem
 from penstock.serve.http.sse import PING, named_event
 from penstock.serve.services import Services
@@ -58,7 +59,7 @@ class ResponseBuilder:
         self.result = {**self._plain, "status": status, "output": self._output.items, **more}
         return self.result
 
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Iterable[bytes]:
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
         (piece,) = pieces
         scores = piece.scores[self._choice.num_reasoning_tokens :]
@@ -72,12 +73,12 @@ class ResponseBuilder:
             [{"type": kind, "response": self.result} for kind in ("response.created", "response.in_progress")]
         )
 
-    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+    def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the events of a delta."""
         said = self._output.add(piece.events, self._logprobs(piece.scores) if piece.content else ())
         return (self._events(said),) if said else ()
 
-    def end(self, usage: dict[str, Any]) -> bytes:
+    def end(self, usage: Usage) -> bytes:
         """Return the events after the last delta."""
         said = self._finish(usage)
         return self._events([*said, {"type": _FINAL[self.result["status"]], "response": self.result}])
@@ -101,7 +102,7 @@ class ResponseBuilder:
         self._output.close(is_complete=False)
         return self.object("cancelled")
 
-    def _finish(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+    def _finish(self, usage: Usage) -> list[dict[str, Any]]:
         is_complete = self._choice.finish_reason != "length"
         said = self._output.finish(is_complete=is_complete)
         details = None if is_complete else {"reason": "max_output_tokens"}
@@ -174,7 +175,7 @@ def _plain(value: Any) -> Any:
     return value.model_dump(by_alias=True, exclude_none=True) if hasattr(value, "model_dump") else value
 
 
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},

@@ -143,7 +143,7 @@ async def list_input_items(
     stored = await _stored(open_state(services), owner_of(request), response_id)
 
     def page() -> bytes:
-        items: list[dict[str, Any]] = msgspec.json.decode(stored.input)
+        items: list[dict[str, object]] = msgspec.json.decode(stored.input)
         if order == "desc":
             items.reverse()
         names = [item["id"] for item in items]

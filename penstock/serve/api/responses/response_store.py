@@ -40,9 +40,9 @@ class StoredResponse:
     input: bytes
     """The list of input items, including those of the previous responses."""
 
-    def history(self) -> list[dict[str, Any]]:
+    def history(self) -> list[dict[str, object]]:
         """Return the items of the conversation so far: the input, then the output."""
-        items: list[dict[str, Any]] = msgspec.json.decode(self.input)
+        items: list[dict[str, object]] = msgspec.json.decode(self.input)
         return [*items, *msgspec.json.decode(self.body)["output"]]
 
 
@@ -72,7 +72,7 @@ class ResponseStore:
             raise ConfigError("state_dir", f"cannot store responses in {path}: {error}") from error
 
     async def put(
-        self, owner: str, response: dict[str, Any], items: list[dict[str, Any]], *, is_done: bool = True
+        self, owner: str, response: dict[str, object], items: list[dict[str, object]], *, is_done: bool = True
     ) -> None:
         """Store a response, or replace the stored one."""
         await self._run(partial(self._put, owner, response, items, is_done))
