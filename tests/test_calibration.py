@@ -157,7 +157,7 @@ def test_its_progress_counts_every_weight(tiny: Path, monkeypatch: pytest.Monkey
     assert set(counted) == {"loading", "quantising"}
 
 
-def test_nothing_of_it_stays(tiny: Path) -> None:
+def test_calibration_leaves_no_state(tiny: Path) -> None:
     def waiting() -> int:
         return sum(type(one) is LazyWeight and bool(one.parts) for one in gc.get_objects())
 
@@ -182,7 +182,7 @@ def test_a_model_with_faults_is_refused_as_ever(tiny: Path) -> None:
 
 
 @needs_kernels
-def test_numbers_that_are_none_leave_all_inputs_alike(tiny: Path) -> None:
+def test_non_finite_statistics_weigh_all_inputs_equally(tiny: Path) -> None:
     file = tiny / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = torch.nan

@@ -26,14 +26,14 @@ def test_a_gpu_that_is_not_there() -> None:
     assert error.value.field == "devices"
 
 
-def test_what_is_no_device() -> None:
+def test_invalid_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown device type 'tpu'"):
         DeviceSpec(0, "tpu")
     with pytest.raises(ConfigError, match="must not be negative, was -1"):
         DeviceSpec(-1)
 
 
-def test_there_is_always_a_device() -> None:
+def test_at_least_one_device_exists() -> None:
     assert load_devices(scan_available_devices())
 
 

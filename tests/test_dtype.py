@@ -24,7 +24,7 @@ def test_numpy_has_no_bfloat16() -> None:
         DType.bfloat16.to_numpy()
 
 
-def test_what_has_no_name_here() -> None:
+def test_unknown_dtype_names_are_refused() -> None:
     with pytest.raises(ValueError, match="complex64"):
         DType.from_torch(torch.complex64)
     with pytest.raises(ValueError, match="complex128"):

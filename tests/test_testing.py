@@ -35,7 +35,7 @@ def test_tokens_are_bytes() -> None:
     assert (tokenizer.eos, tokenizer.eos_token_ids, tokenizer.vocab_size) == (256, {256}, 257)
 
 
-def test_it_has_a_chat_template_or_none() -> None:
+def test_the_chat_template_is_optional() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     assert FakeTokenizer().render_chat(messages) == "user: Hi\nassistant: "
     assert FakeTokenizer(template="{{ messages | length }}").render_chat(messages) == "1"
@@ -59,7 +59,7 @@ def test_a_prompt_in_chunks_gives_the_same_tokens() -> None:
     assert [batch[context.request_id] for batch in pipeline.batches[:3]] == [2, 3, 1]
 
 
-def test_it_says_what_it_is_told_to_each_and_ends() -> None:
+def test_each_request_gets_the_given_tokens_and_ends() -> None:
     pipeline = FakePipeline.saying("né")
     batch = {"a": context_of("x", request_id="a"), "b": context_of("yz", request_id="b")}
     responses = pipeline.execute(batch, num_steps=10)
@@ -71,7 +71,7 @@ def test_it_says_what_it_is_told_to_each_and_ends() -> None:
         pipeline.execute(batch)
 
 
-def test_it_answers_what_it_is_asked() -> None:
+def test_the_fake_returns_the_requested_output() -> None:
     pipeline = FakePipeline.answering(lambda prompt: f"{prompt}!" * 2)
     for prompt in ("né", "x"):
         assert bytes(generate(pipeline, context_of(prompt), 5)).decode() == f"{prompt}!{prompt}!"

@@ -213,7 +213,7 @@ def test_several_scored_answers_cross_the_limit(checkpoint: Path, reference: Any
         assert_scores(output.log_probabilities.token_log_probabilities, expected)
 
 
-def test_equal_factors_are_no_switch(tmp_path: Path) -> None:
+def test_equal_factors_do_not_switch(tmp_path: Path) -> None:
     config = config_of("llama")
     config["rope_parameters"] |= {"long_factor": FACTORS["short_factor"]}
     pipeline = open_pipeline(write_checkpoint(tmp_path, config))

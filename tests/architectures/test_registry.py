@@ -191,7 +191,7 @@ def test_a_name_is_taken_once_unless_overridden(registry: PipelineRegistry, name
     "architecture", PIPELINE_REGISTRY.architectures, ids=lambda one: f"{one.name}-{one.task.option}"
 )
 class TestWhatIsFound:
-    def test_it_is_found_by_its_type(self, architecture: SupportedArchitecture) -> None:
+    def test_an_architecture_is_found_by_model_type(self, architecture: SupportedArchitecture) -> None:
         found = PIPELINE_REGISTRY.retrieve_architecture(
             config(architecture.name), "x", task=architecture.task
         )

@@ -78,7 +78,7 @@ def test_random_weights_of_a_shape(tmp_path: Path) -> None:
         (("--max-length", "none"), "max_length"),
     ],
 )
-def test_what_cannot_be_measured(flags: tuple[str, ...], words: str) -> None:
+def test_unmeasurable_workloads_are_refused(flags: tuple[str, ...], words: str) -> None:
     result = bench(*flags)
     assert result.exit_code == 2
     assert words in result.stderr

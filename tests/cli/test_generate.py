@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llm(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def test_text_goes_to_standard_output_and_the_summary_to_standard_error(model: Path) -> None:
+def test_text_is_on_standard_output_and_the_summary_on_standard_error(model: Path) -> None:
     result = generate(model, "--prompt", "Hello", "--temperature", "0", "--max-new-tokens", "12")
     assert result.stdout == generated(model, "--prompt", "Hello")["text"] + "\n"
     summary = r"penstock: loaded in \d+\.\d\d s, first token after \d+ ms, 12 tokens at \d+\.\d tokens/s\n"
@@ -149,7 +149,7 @@ def test_the_default_is_256_new_tokens(tmp_path: Path) -> None:
     assert len(json.loads(result.stdout)["token_ids"]) == 256
 
 
-def test_ignore_eos_goes_on_to_the_limit(tmp_path: Path) -> None:
+def test_ignore_eos_generates_up_to_the_limit(tmp_path: Path) -> None:
     model = write_tiny_llm(tmp_path, eos_token_id=list(range(128)))
     assert generated(model, "--prompt", "Hello")["finish_reason"] == "stop"
     assert generated(model, "--prompt", "Hello", "--ignore-eos")["finish_reason"] == "length"
@@ -181,7 +181,7 @@ def test_every_setting_is_a_flag() -> None:
         assert f"--{field.name.replace('_', '-')}" in help
 
 
-def test_without_a_command_there_is_help() -> None:
+def test_without_a_command_help_is_printed() -> None:
     result = CliRunner().invoke(cli, [])
     assert result.exit_code == 0
     assert "generate" in result.stdout

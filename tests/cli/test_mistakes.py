@@ -236,7 +236,7 @@ def test_names_that_are_not_folders(name: str, words: str) -> None:
     assert_refused(run(["generate", "--model", name, *PROMPT]), words)
 
 
-def test_what_a_message_quotes_is_short_and_printable() -> None:
+def test_quoted_values_in_messages_are_short_and_printable() -> None:
     result = run(["generate", "--model", "./" + "a" * 9999 + "\x1b[2J", *PROMPT])
     assert_refused(result, "aaa\\x1b[2J: no such folder")
     assert len(result.stderr) < 2100

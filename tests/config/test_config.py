@@ -443,6 +443,6 @@ def test_every_setting_in_bytes_takes_sizes() -> None:
 
 
 @pytest.mark.parametrize("text", ["4", "4 G", "GiB", "-1GiB", "4GiBs", "1,5GiB", "0.0001KiB"])
-def test_other_texts_are_no_sizes(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_memory: must be a number of bytes.* such as 4GiB"):
         PipelineConfig.from_flat({"kv_cache_memory": text})

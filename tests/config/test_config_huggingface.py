@@ -72,7 +72,7 @@ def test_each_spelling_keeps_its_own_value() -> None:
     assert (config.dtype, config.torch_dtype) == ("float32", "float16")
 
 
-def test_it_can_be_copied_and_sent(config: HuggingFaceConfig) -> None:
+def test_can_be_copied_and_pickled(config: HuggingFaceConfig) -> None:
     assert pickle.loads(pickle.dumps(config)) == config
     assert copy.deepcopy(config).text_config.vocab_size == 10
 

@@ -40,7 +40,7 @@ def test_texts_sound_different(speeches: list[Speech]) -> None:
     assert len(set(lengths)) == len(lengths)
 
 
-def test_a_text_alone_and_in_a_batch_sound_alike(llm: LLM, speeches: list[Speech]) -> None:
+def test_audio_of_a_batch_equals_audio_alone(llm: LLM, speeches: list[Speech]) -> None:
     alone = llm.speak(TEXTS[1], use_tqdm=False)
     assert alone.num_tokens == speeches[1].num_tokens
     np.testing.assert_allclose(alone.audio, speeches[1].audio, atol=0.02)

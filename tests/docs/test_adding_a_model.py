@@ -98,7 +98,7 @@ def duo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return check(tmp_path, monkeypatch, "check_duo.py")
 
 
-def test_logits_of_a_block_of_its_own(duo: dict[str, Any]) -> None:
+def test_logits_of_a_custom_block(duo: dict[str, Any]) -> None:
     """Logits equal those of plain torch and are bit-equal for single requests, batches and chunks."""
     config = PipelineConfig.from_flat(
         {"model_path": "tiny-duo", "quantization_encoding": "float32", "deterministic": True}

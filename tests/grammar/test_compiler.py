@@ -64,7 +64,7 @@ def test_the_matcher_has_accepted_generated_tokens() -> None:
         wait(new_compiler(), context_for("regex", "abc", generated=b"x"))
 
 
-def test_each_matcher_has_the_ends_of_its_context() -> None:
+def test_each_matcher_uses_the_end_tokens_of_its_context() -> None:
     grammars = new_compiler()
     first = wait(grammars, context_for("regex", "a", eos_token_ids={7, 9}))
     second = wait(grammars, context_for("regex", "a", eos_token_ids=set()))
@@ -236,7 +236,7 @@ def test_slow_ones_are_refused_and_others_wait_for_a_thread(monkeypatch: pytest.
     wait(grammars, other)
 
 
-def test_a_thread_ends_when_its_grammar_has_had_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_ends_at_the_time_limit_of_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     original = llguidance_backend.grammar_source
 
     def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
@@ -256,7 +256,7 @@ def test_a_thread_ends_when_its_grammar_has_had_its_time(monkeypatch: pytest.Mon
     assert translated == []
 
 
-def test_a_slow_one_goes_on_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_grammar_does_not_block_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     going_on = threading.Event()
     original = llguidance_backend.grammar_source
 
@@ -277,7 +277,7 @@ def test_a_slow_one_goes_on_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> 
     wait(grammars, context_for("regex", "slow"))
 
 
-def test_what_is_too_large_is_refused_at_once() -> None:
+def test_a_grammar_over_the_limits_is_refused_at_once() -> None:
     with pytest.raises(InputError, match="11 characters, the maximum is 10"):
         new_compiler(max_size=10).ready(context_for("regex", "a" * 11))
 

@@ -37,7 +37,7 @@ def follow(context: TextContext, text: str) -> None:
         ("json_schema", MORE_COUNTS, '"' + "abc123" * 3),
     ],
 )
-def test_what_stalled_a_batch_is_matched(kind: str, grammar: object, text: str) -> None:
+def test_slow_grammars_are_matched(kind: str, grammar: object, text: str) -> None:
     context = wait(new_compiler(), context_for(kind, grammar))
     follow(context, text)
     assert context.generated_tokens.tolist() == list(text.encode())
@@ -90,7 +90,7 @@ def test_more_symbols_than_allowed_are_refused() -> None:
     wait(new_compiler(), context_for("ebnf", grammar))
 
 
-def test_special_tokens_are_no_text_and_the_end_comes_last() -> None:
+def test_special_tokens_are_not_text_and_the_end_is_last() -> None:
     context = wait(new_compiler(), context_for("regex", "(?:.|\n)*x"))
     assert context.matcher is not None
     assert not context.matcher.accept_token(EOS)
@@ -101,7 +101,7 @@ def test_special_tokens_are_no_text_and_the_end_comes_last() -> None:
     assert not context.matcher.is_completed()
 
 
-def test_what_the_user_passes_may_be_of_xgrammar() -> None:
+def test_a_matcher_of_xgrammar_is_accepted() -> None:
     xgr = pytest.importorskip("xgrammar")
     vocabulary = [*(bytes([byte]) for byte in range(256)), b"<end>"]
     info = xgr.TokenizerInfo(vocabulary, xgr.VocabType.RAW, vocab_size=EOS + 1, stop_token_ids=[EOS])

@@ -38,7 +38,7 @@ def test_the_bytes_of_tokens_join_to_the_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "tinyllama", "qwen3"])
-def test_of_real_tokenizers_as_xgrammar_reads_them_too(name: str, shared_data: Path) -> None:
+def test_real_tokenizers_equal_those_of_xgrammar(name: str, shared_data: Path) -> None:
     folder = real(shared_data, name)
     tokenizer = TextTokenizer(folder)
     # Some write a space as that very sign.

@@ -19,7 +19,7 @@ def enabled() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
-def test_it_is_as_it_was_afterwards(was_enabled: bool) -> None:
+def test_the_collector_state_is_restored(was_enabled: bool) -> None:
     if not was_enabled:
         gc.disable()
     with gc_disabled():
@@ -36,7 +36,7 @@ def test_an_error_ends_it() -> None:
     assert gc.isenabled()
 
 
-def test_nothing_is_frozen_for_good_and_what_was_stays_so() -> None:
+def test_frozen_objects_are_unfrozen_except_earlier_ones() -> None:
     """In a new process, because other code may freeze objects of this one."""
     code = """
 import gc

@@ -10,7 +10,7 @@ import pytest
 from penstock.host.interrupts import deferred_interrupts
 
 
-def test_the_block_comes_to_its_end_first() -> None:
+def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
     steps = []
     with pytest.raises(KeyboardInterrupt), deferred_interrupts():  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
@@ -27,7 +27,7 @@ def test_a_second_one_passes_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_error_of_the_block_comes_first() -> None:
+def test_an_error_of_the_block_precedes_the_interrupt() -> None:
     with pytest.raises(ZeroDivisionError), deferred_interrupts():  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         1 / 0  # noqa: B018

@@ -33,7 +33,7 @@ def member(mount: Path, *lines: str) -> None:
     (mount.parent / "member").write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_nothing_limits(mount: Path) -> None:
+def test_without_limits(mount: Path) -> None:
     assert (limits.memory(), limits.cores()) == (None, None)
     member(mount, "0::/a")
     write(mount / "a", memory__max="max", memory__current=5, cpu__max="max 100000")
@@ -56,7 +56,7 @@ def test_the_groups_above_limit_too(mount: Path) -> None:
     assert limits.cores() == 2
 
 
-def test_more_than_the_limit_in_use_leaves_nothing(mount: Path) -> None:
+def test_usage_over_the_limit_leaves_no_memory(mount: Path) -> None:
     member(mount, "0::/")
     write(mount, memory__max=GIB, memory__current=2 * GIB)
     assert limits.memory() == (GIB, 0)

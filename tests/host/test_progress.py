@@ -28,7 +28,7 @@ class Terminal(io.StringIO):
         (io.StringIO, True, False),
     ],
 )
-def test_it_is_drawn_on_a_terminal_only(
+def test_the_bar_is_drawn_on_a_terminal_only(
     stream: type[io.StringIO],
     shown: bool,
     drawn: bool,

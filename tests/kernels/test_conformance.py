@@ -494,7 +494,7 @@ def test_attention_over_bytes_with_all_options(ops: Ops, dtype: torch.dtype, win
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_no_number_shows_through_bytes(ops: Ops, dtype: torch.dtype) -> None:
+def test_non_finite_values_show_in_byte_caches(ops: Ops, dtype: torch.dtype) -> None:
     """Integers have no NaN: the scales carry it."""
     batch = in_bytes(paged([(2, 40), (1, 70)], 2, 64, 16, torch.float32))
     q, k, v = fused_qkv(3, 4, 2, 64, dtype)
@@ -652,9 +652,7 @@ def test_sample_keeps_to_the_kept_tokens(ops: Ops) -> None:
 @pytest.mark.parametrize("rule", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("vocabulary", [17, 1000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_are_no_distribution(
-    ops: Ops, rule: dict[str, float], vocabulary: int, dtype: torch.dtype
-) -> None:
+def test_non_finite_rows(ops: Ops, rule: dict[str, float], vocabulary: int, dtype: torch.dtype) -> None:
     logits = torch.randn(7, vocabulary).to(dtype)
     logits[1, vocabulary - 1] = torch.nan
     logits[2, 3] = torch.inf

@@ -113,7 +113,7 @@ def test_where_a_weight_lies(outputs: int, inputs: int, data: st.DataObject) -> 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @given(outputs=SIZES, inputs=SIZES)
-def test_what_is_filled_up_counts_nothing(encoding: str, outputs: int, inputs: int) -> None:
+def test_padding_of_panels_is_zero(encoding: str, outputs: int, inputs: int) -> None:
     panels = panels_of(encoding).to_panels(rows_of(encoding, outputs, inputs))
     size = 64 * panels["panels"].shape[0], {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
     filled = size[0], -(-inputs // size[1]) * size[1]

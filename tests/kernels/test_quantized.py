@@ -30,7 +30,7 @@ def test_a_row_is_measured_by_its_largest() -> None:
     assert scales.tolist() == [1.0, 0.0, 0.0]
 
 
-def test_the_largest_number_there_is() -> None:
+def test_the_largest_float() -> None:
     integers, scales = quantize(torch.tensor([[3.4e38, -1.7e38]]))
     assert integers.tolist() == [[127, -64]]
     torch.testing.assert_close(scales, torch.tensor([3.4e38 / 127]))

@@ -80,13 +80,13 @@ def test_weights_are_held_once(pipeline: TextGenerationPipeline) -> None:
     assert {cache.untyped_storage().data_ptr() for cache in kv.storage.caches} <= set(pointers)
 
 
-def test_what_is_no_operation_is_noticed() -> None:
+def test_a_call_outside_the_operations_is_detected() -> None:
     x = torch.randn(3, 8)
     with pytest.raises(UnrecordableStepError, match=r"\(3, 8\).* no recorded operation"):
         record(ReferenceOps(), {"x": x}, lambda ops: [ops.rms_norm(x * 2, torch.ones(8), 1e-5)])
 
 
-def test_a_result_that_is_no_operation_is_noticed() -> None:
+def test_a_result_outside_the_operations_is_detected() -> None:
     x = torch.randn(3, 8)
     with pytest.raises(UnrecordableStepError):
         record(ReferenceOps(), {"x": x}, lambda ops: [ops.rms_norm(x, torch.ones(8), 1e-5) + 1])

@@ -188,6 +188,6 @@ def test_rows_taken_and_put() -> None:
     assert x[1].tolist() == [3, 4, 5], "the input stays as it is"
 
 
-def test_a_negative_token_is_no_token_from_the_end() -> None:
+def test_a_negative_token_id_does_not_index_from_the_end() -> None:
     with pytest.raises(IndexError):
         OPS.embedding(torch.tensor([1, -2]), torch.zeros(4, 3))

@@ -34,7 +34,7 @@ async def opened(max_queue_size: int | None = None, **config: Any) -> AsyncItera
         yield llm
 
 
-async def test_it_gives_the_outputs_of_llm() -> None:
+async def test_outputs_equal_those_of_llm() -> None:
     prompts = ["Once upon a time", [5, 6, 7], "One day"]
     sampled = [SamplingParams(max_new_tokens=9, temperature=1.0, seed=seed) for seed in range(3)]
     talk = [{"role": "user", "content": "What is the capital of Germany?"}]

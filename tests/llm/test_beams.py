@@ -248,7 +248,7 @@ def test_an_error_in_the_middle_gives_all_blocks_back(llm: LLM, monkeypatch: pyt
         llm.beam_search(PROMPTS, num_beams=4)
 
 
-def test_the_text_of_a_beam_goes_on_where_the_prompt_ends(shared_data: Path) -> None:
+def test_the_text_of_a_beam_continues_from_the_prompt(shared_data: Path) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
     prompt, the = (tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("One", "the"))
     context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=prompt))

@@ -166,7 +166,7 @@ def values(rows: LogProbabilities | None) -> list[float]:
     return rows.token_log_probabilities
 
 
-def test_log_probabilities_stand_beside_their_tokens(llm: LLM, model: Path) -> None:
+def test_log_probabilities_match_their_tokens(llm: LLM, model: Path) -> None:
     (output,) = llm.generate(PROMPT, SAMPLED, logprobs=3, prompt_logprobs=2)
     text = output.prompt_token_ids + output.token_ids
     scores = torch.log_softmax(oracle_logits(oracle(model), text), -1).numpy()

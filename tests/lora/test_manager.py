@@ -155,7 +155,7 @@ def test_slots_hold_the_requested_adapters_and_evict_the_oldest(steps: list[list
         assert len(evicted) <= len(step)
 
 
-def test_a_slot_is_cleared_of_its_previous_adapter(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
+def test_a_slot_is_cleared_before_reuse(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
     manager = make(2, max_loras=2)
     manager.load("k", str(write(tmp_path / "k", 3.0, "m.k_proj", 4)))
     a, b, k = request("a"), request("b"), request("k")

@@ -75,7 +75,7 @@ def test_a_compressed_stream_arrives_as_it_is_made() -> None:
     assert all(encoder.add(TONE[start : start + 4000]) for start in range(0, 20000, 4000))
 
 
-def test_a_file_that_is_no_audio(tmp_path: Path) -> None:
+def test_a_file_that_is_not_audio_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("soundfile")
     (tmp_path / "a.wav").write_bytes(b"no audio at all")
     with pytest.raises(InputError, match="is no audio file"):

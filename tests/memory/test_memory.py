@@ -246,7 +246,7 @@ def test_a_window_needs_no_more_for_longer_sequences() -> None:
     block_size=st.sampled_from([16, 32, 64]),
     rows=st.lists(st.integers(1, 300), min_size=1, max_size=6),
 )
-def test_with_plenty_all_windows_fit_beside_a_full_step(
+def test_with_enough_memory_all_windows_fit_with_a_full_step(
     window: int, block_size: int, rows: list[int]
 ) -> None:
     group = KVGroup((0,), 1, 1, DType.float32, window=window)

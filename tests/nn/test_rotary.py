@@ -140,7 +140,7 @@ def test_unusable_parameters_of_yarn(parameters: dict[str, Any], message: str) -
         Rotary(config, 64, torch.device("cpu"))
 
 
-def test_parameters_that_are_no_object() -> None:
+def test_rope_parameters_that_are_not_an_object_are_refused() -> None:
     config = HuggingFaceConfig({"max_position_embeddings": 64, "rope_scaling": "linear"})
     with pytest.raises(CheckpointError, match="rope_scaling must be a JSON object, was 'linear'"):
         RotaryConfig.from_huggingface(config, 16)

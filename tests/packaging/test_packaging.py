@@ -108,7 +108,7 @@ def test_the_wheel_has_the_name_of_the_distribution() -> None:
         assert {*names} == {prefix}, path
 
 
-def test_what_tests_need_is_pinned() -> None:
+def test_test_requirements_are_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = names_of([line for line in lines if line and not line.startswith("#")])
     wanted = names_of([one for extra in EXTRAS.values() for one in extra] + PROJECT["dependencies"])
@@ -123,7 +123,7 @@ def test_scripts_can_be_run(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-def test_what_the_image_copies_is_there_and_let_through() -> None:
+def test_files_the_image_copies_exist_and_are_not_ignored() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert ignored[0] == "*"
     copies = re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, flags=re.MULTILINE)
@@ -202,7 +202,7 @@ def test_the_unit_starts_a_server_and_waits_for_its_end() -> None:
     assert settings["RestartPreventExitStatus"] == "2"
 
 
-def test_a_torch_that_is_there_is_shared(tmp_path: Path) -> None:
+def test_an_installed_torch_is_shared(tmp_path: Path) -> None:
     """Of an environment as of a system: the new environment sees it, and pip is not told to replace it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], check=True)
     child = in_scripts(f"share_torch {sys.executable} {tmp_path}/new; constraints_of {tmp_path}/new")

@@ -84,7 +84,9 @@ def uncached_context(tokens: Sequence[int] = PROMPT) -> TextContext:
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_threads")
-def test_cut_anywhere_beside_any_others(pipeline: TextGenerationPipeline, alone: torch.Tensor) -> None:
+def test_bits_are_equal_for_any_chunks_and_any_batch(
+    pipeline: TextGenerationPipeline, alone: torch.Tensor
+) -> None:
     @settings(max_examples=examples(5), phases=[Phase.explicit, Phase.reuse, Phase.generate])
     @given(
         cuts=st.sets(st.integers(1, len(PROMPT) - 1), max_size=4),

@@ -65,7 +65,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
     return open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
 
 
-def test_it_is_what_the_protocols_ask_for(pipeline: TextGenerationPipeline) -> None:
+def test_implements_the_protocols(pipeline: TextGenerationPipeline) -> None:
     as_pipeline: Pipeline[TextContext, Any] = pipeline
     assert as_pipeline.kv is pipeline.kv
     assert isinstance(pipeline, TokenGenerator)
@@ -100,7 +100,7 @@ def test_greedy_and_sampled_rows_side_by_side(pipeline: TextGenerationPipeline) 
     assert together[0] != together[1]
 
 
-def test_the_end_of_sequence_is_no_token(pipeline: TextGenerationPipeline) -> None:
+def test_the_end_of_sequence_is_not_an_output_token(pipeline: TextGenerationPipeline) -> None:
     (plain,) = generate(pipeline, [context_of(PROMPT)])
     end = next(token for token in plain[5:] if token not in plain[:5])
     at = plain.index(end)
@@ -197,7 +197,7 @@ def test_refusals_come_before_any_change(pipeline: TextGenerationPipeline) -> No
         pipeline.execute({"good": good, "again": good})
 
 
-def test_what_a_model_does_not_do(pipeline: TextGenerationPipeline) -> None:
+def test_unsupported_requests_are_refused(pipeline: TextGenerationPipeline) -> None:
     image = TextAndVisionContext(
         prompt="", max_length=60, tokens=np.array(PROMPT), pixel_values=(np.zeros((3, 4, 4)),)
     )
@@ -214,7 +214,7 @@ def test_what_a_model_does_not_do(pipeline: TextGenerationPipeline) -> None:
     pipeline.kv.check_integrity()
 
 
-def test_more_than_the_model_can_do(checkpoint: Path) -> None:
+def test_a_length_beyond_the_model_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"257.*256"):
         open_pipeline(checkpoint, max_length=257)
 
@@ -387,7 +387,7 @@ def test_a_model_may_return_logits_alone(checkpoint: Path) -> None:
     ]
 
 
-def test_a_cache_that_a_model_brings_itself_gets_the_memory_there_is(checkpoint: Path) -> None:
+def test_a_cache_made_by_the_model_gets_the_free_memory(checkpoint: Path) -> None:
     class WithCache(NextToken):
         def load_kv_manager(self, session: Any, available_cache_memory: int) -> KVCacheManager:
             self.given = available_cache_memory

@@ -105,7 +105,7 @@ def test_a_grammar_that_allows_no_token_of_the_model(pipeline: TextGenerationPip
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize(("num_steps", "num_top"), [(1, None), (4, None), (1, 2)])
-def test_logits_that_are_no_numbers(
+def test_non_finite_logits(
     pipeline: TextGenerationPipeline, value: float, num_steps: int, num_top: int | None
 ) -> None:
     plain = texts_of(outcome(pipeline, list(contexts().values())))
@@ -138,7 +138,7 @@ def test_logits_that_are_no_numbers(
     pipeline.kv.check_integrity()
 
 
-def test_a_spoilt_row_behind_a_wrong_draft_is_nobodys(pipeline: TextGenerationPipeline) -> None:
+def test_non_finite_logits_after_a_rejected_draft_are_ignored(pipeline: TextGenerationPipeline) -> None:
     plain = outcome(pipeline, list(contexts().values()))
     original = pipeline.model.execute
 

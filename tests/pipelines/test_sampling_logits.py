@@ -173,7 +173,7 @@ def test_frequency_and_presence_count_the_output_alone() -> None:
     assert result.tolist() == [[0, 0, 0, 0, 0, -1.25, -0.75, 0], [0] * 8]
 
 
-def test_whoever_uses_none_of_it_pays_nothing() -> None:
+def test_rows_without_adjustments_are_not_copied() -> None:
     logits, contexts = random_logits(2), [context_of([1]), context_of([2])]
     assert adjusted(logits, contexts) is logits
     assert all(not context.__dict__ for context in contexts)
@@ -210,7 +210,7 @@ def test_a_prompt_token_that_the_head_cannot_reach_is_not_penalised() -> None:
 
 
 @pytest.mark.parametrize("penalty", [1e300, 5e-324, 1e-9])
-def test_no_penalty_makes_a_logit_that_is_no_number(penalty: float) -> None:
+def test_no_penalty_makes_a_logit_non_finite(penalty: float) -> None:
     context = context_of([0, 1, 2], sampling_params=SamplingParams(repetition_penalty=penalty))
     logits = torch.tensor([[0.0, 5.0, -5.0, 1.0]])
     result = adjusted(logits, [context])
@@ -358,7 +358,7 @@ def test_where_nothing_is_left_the_later_rule_wins(
         assert token.tolist() == [expected]
 
 
-def test_a_banned_end_is_no_better_than_any_banned_token() -> None:
+def test_a_banned_end_token_is_treated_as_any_banned_token() -> None:
     params = SamplingParams(min_new_tokens=5, banned_token_ids=[3, 4])
     result = adjusted(random_logits(), [context_of([1], sampling_params=params, eos_token_ids={3, 5})])
     assert result[0, 3] == result[0, 4] < result[0, 5] < -1e15

@@ -239,7 +239,7 @@ def test_drafts_never_outgrow_the_model(checkpoint: Path) -> None:
     assert [part.next_token for part in response.tokens] == plain
 
 
-def test_log_probabilities_beside_drafts(pipeline: TextGenerationPipeline) -> None:
+def test_log_probabilities_with_drafts(pipeline: TextGenerationPipeline) -> None:
     def scored(request_id: str) -> TextContext:
         return context_of(PROMPT[:9], 1, request_id=request_id, log_probabilities=2)
 

@@ -55,7 +55,7 @@ def test_a_mixed_batch(pipeline: TextGenerationPipeline, mistakes: str) -> None:
         assert stats.mean_tokens > 4
 
 
-def test_tokens_of_a_verified_step_come_with_log_probabilities_of_their_own(
+def test_each_token_of_a_verified_step_has_its_log_probabilities(
     pipeline: TextGenerationPipeline,
 ) -> None:
     def scored() -> TextContext:
@@ -92,7 +92,7 @@ def test_seeds(pipeline: TextGenerationPipeline, seed: int) -> None:
 
 
 @pytest.mark.parametrize("proposer", ["oracle", "ngram"])
-def test_prompts_in_chunks_beside_drafts(pipeline: TextGenerationPipeline, proposer: str) -> None:
+def test_chunked_prompts_with_drafts(pipeline: TextGenerationPipeline, proposer: str) -> None:
     plain = outcome(pipeline, mixed())
     oracle = Oracle(texts_of(plain), MISTAKES["every third wrong"], 4)
     pipeline.proposer = oracle if proposer == "oracle" else NGramProposer(1, 3)
@@ -200,7 +200,7 @@ class Careless(Oracle):
             super().propose(contexts, limits), (-1, VOCABULARY, 10**12), strict=True)]  # fmt: skip
 
 
-def test_ids_that_are_no_tokens_are_dropped(pipeline: TextGenerationPipeline) -> None:
+def test_invalid_draft_ids_are_dropped(pipeline: TextGenerationPipeline) -> None:
     def contexts() -> list[TextContext]:
         return [context_of(PROMPT[:n], 20, request_id=str(n)) for n in (5, 6, 7)]
 

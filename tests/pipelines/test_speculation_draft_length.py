@@ -128,7 +128,7 @@ def test_a_few_slow_steps_do_not_make_it_timid() -> None:
     assert machine.run(50)[0][0] > 7
 
 
-def test_it_comes_back_when_the_text_begins_to_repeat() -> None:
+def test_drafting_resumes_when_the_text_repeats() -> None:
     machine = Machine([0.0], memory_bound)
     machine.run(2000)
     machine.rates = [1.0]

@@ -53,7 +53,9 @@ def first_longest(lengths: list[int]) -> int:
     cut=st.integers(1, 60),
     room=st.integers(1, 9),
 )
-def test_it_finds_what_a_search_finds(text: list[int], least: int, more: int, cut: int, room: int) -> None:
+def test_matches_equal_those_of_a_plain_search(
+    text: list[int], least: int, more: int, cut: int, room: int
+) -> None:
     proposer = NGramProposer(least, least + more)
     start = min(cut, len(text))
     context = context_of(text[:start])

@@ -128,7 +128,7 @@ def test_errors_of_requests_do_not_count() -> None:
         assert list(isolation.execute(batch(names), 1)[1]) == list(names)
 
 
-def test_an_interrupt_is_no_fault() -> None:
+def test_an_interrupt_is_not_a_fault() -> None:
     forwards = ModelRunner()
     forwards.culprits = {"a": KeyboardInterrupt()}  # type: ignore[dict-item]
     with pytest.raises(KeyboardInterrupt):

@@ -399,7 +399,7 @@ def test_several_steps_end_where_keys_do(num_steps: int) -> None:
     assert [rows["a"] for rows in trace] == [4, 1, 1, 1, 8, 1, 1, 1, 1]
 
 
-def test_a_context_that_outgrows_its_keys_is_cut_into_chunks_beside_others() -> None:
+def test_a_context_over_its_key_limit_is_chunked_next_to_others() -> None:
     run = Run(key_limits=(20,), caching=False, max_batch_input_tokens=8)
     run.submit("a", 20, new=4)
     run.submit("b", 3, new=9)
@@ -508,7 +508,7 @@ def test_one_that_generates_fails_where_only_others_hold_blocks() -> None:
 # -- Refusals --------------------------------------------------------------------------------------------
 
 
-def test_what_never_fits_is_refused_at_once_with_the_numbers() -> None:
+def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
     run = Run(5)
     with pytest.raises(InputError, match=r"may take 21 tokens \(7 of them the prompt\).* 5 blocks"):
         run.submit("a", 7, new=14)

@@ -82,7 +82,7 @@ def strange(go_on: asyncio.Event | None = None) -> APIRouter:
 
 
 @pytest.mark.parametrize("given", ["abc", "a" * 128, "A-z_0.9:/+=@"])
-async def test_a_request_id_comes_back(given: str) -> None:
+async def test_the_request_id_is_returned(given: str) -> None:
     async with client_of(make_services(), strange()) as client:
         for path in ("/items/a", "/bug", "/nowhere", "/health"):
             response = await client.get(path, headers={"x-request-id": given})
@@ -97,13 +97,13 @@ async def test_a_strange_request_id_is_replaced(given: str) -> None:
     assert len(response.headers["x-request-id"]) == 32
 
 
-async def test_every_request_has_an_id_of_its_own() -> None:
+async def test_every_request_has_a_unique_id() -> None:
     async with client_of(make_services(), strange()) as client:
         ids = {(await client.get("/items/a")).headers["x-request-id"] for _ in range(10)}
     assert len(ids) == 10
 
 
-async def test_an_error_nobody_foresaw(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_error(caplog: pytest.LogCaptureFixture) -> None:
     async with client_of(make_services(), strange()) as client:
         response = await client.get("/bug", headers={"x-request-id": "abc"})
     assert response.status_code == 500
@@ -199,7 +199,7 @@ async def test_a_client_that_leaves_with_its_answer_has_not_left_early(
     assert (line["outcome"], line["status"]) == ("-", 200)
 
 
-async def test_a_server_that_ends_in_haste_logs_what_it_cuts(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_forced_shutdown_logs_the_requests_it_cuts(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
     async with client_of(services, strange()) as client:
@@ -228,7 +228,7 @@ async def test_probes() -> None:
             assert "the worker is restarting" in response.json()["error"]["message"]
 
 
-async def test_nobody_is_let_in_before_the_gate_opens_and_after_it_closes() -> None:
+async def test_requests_are_refused_before_the_gate_opens_and_after_it_closes() -> None:
     services, go_on = make_services(gate=Gate(is_open=False)), asyncio.Event()
     async with client_of(services, strange(go_on)) as client:
         early = await client.get("/items/a")

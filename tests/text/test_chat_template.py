@@ -143,7 +143,7 @@ def test_options_go_over_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize", "return_tensors"])
-def test_options_that_are_no_variables_are_refused(name: str) -> None:
+def test_options_that_are_not_template_variables_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"cannot set {name}"):
         ChatTemplate({"default": "x"}, {}, "test").render([user("x")], None, {name: 1})
 
@@ -189,7 +189,7 @@ def test_a_final_message_that_cannot_stay_open(
         ([user("x"), {"content": "x"}], r"messages\[1\]"),
     ],
 )
-def test_what_is_no_message(messages: Any, message: str) -> None:
+def test_values_that_are_not_messages_are_refused(messages: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         ChatTemplate({"default": "x"}, {}, "test").render(messages)
 
@@ -253,12 +253,12 @@ class TestGivenTemplates:
 
 
 @pytest.mark.parametrize("tools", ["get_weather", [1], {"type": "function"}, 5])
-def test_what_is_no_list_of_tools(tools: Any) -> None:
+def test_values_that_are_not_a_list_of_tools_are_refused(tools: Any) -> None:
     with pytest.raises(InputError, match="tools must be a list of objects, was"):
         ChatTemplate({"default": "x"}, {}, "x").render([{"role": "user"}], tools)
 
 
-def test_what_are_no_options() -> None:
+def test_values_that_are_not_options_are_refused() -> None:
     with pytest.raises(InputError, match="chat_template_options must be names and values, was 'x'"):
         ChatTemplate({"default": "x"}, {}, "x").render([{"role": "user"}], options="x")  # type: ignore[arg-type]
 
@@ -290,14 +290,14 @@ class TestRequests:
         assert template.render_request([user(PARTS)]) == "ab"
 
     @pytest.mark.parametrize("kind", ["image_url", "image", "input_audio", "video"])
-    def test_what_is_not_text_is_named(self, kind: str) -> None:
+    def test_content_that_is_not_text_is_named(self, kind: str) -> None:
         with pytest.raises(UnsupportedFeatureError, match=f"content of type {kind} is not supported"):
             ChatTemplate({"default": "x"}, {}, "test").render_request([user([{"type": kind}])])
 
     @pytest.mark.parametrize(
         "content", [3, [3], [{"text": "x"}], [{"type": "text"}], [{"type": "text", "text": 3}]]
     )
-    def test_what_is_no_content(self, content: object) -> None:
+    def test_values_that_are_not_content_are_refused(self, content: object) -> None:
         with pytest.raises(InputError, match=r"a message's content is text|a part of a message is"):
             ChatTemplate({"default": "x"}, {}, "test").render_request([user(content)])
 

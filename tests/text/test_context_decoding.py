@@ -122,7 +122,7 @@ def test_however_it_is_cut(name: str, data: st.DataObject, opened: Callable[[str
 
 
 @pytest.mark.parametrize("name", ["tinyllama", "qwen3"])
-async def test_half_a_character_comes_at_the_end_of_the_output(
+async def test_an_incomplete_character_is_emitted_at_the_end(
     name: str, opened: Callable[[str], TextTokenizer]
 ) -> None:
     tokenizer = opened(name)
@@ -166,7 +166,7 @@ async def test_a_decode_after_tokens_that_were_not_decoded(opened: Callable[[str
     assert await tokenizer.decode(context, []) == ""
 
 
-async def test_more_tokens_after_the_whole_was_given(opened: Callable[[str], TextTokenizer]) -> None:
+async def test_decoding_resumes_after_a_whole_decode(opened: Callable[[str], TextTokenizer]) -> None:
     tokenizer = opened("tinyllama")
     the = ids_of(tokenizer, "the")
     context = context_with([1], [*the, *ids_of(tokenizer, "cat")])

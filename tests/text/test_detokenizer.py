@@ -76,7 +76,7 @@ def test_any_bytes_join_to_the_text_of_all_ids(ids: list[int]) -> None:
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\N{REPLACEMENT CHARACTER}")))
-def test_a_character_comes_whole_with_its_last_byte(text: str) -> None:
+def test_a_character_is_emitted_with_its_last_byte(text: str) -> None:
     detokenizer = Detokenizer(FAKE)
     for character in text:
         *first, last = character.encode()
@@ -162,7 +162,7 @@ def test_which_stop_string_wins(stop: str | list[str], text: str, match: str, sh
         assert (detokenizer.stop_match, detokenizer.text) == (match, shown)
 
 
-def test_nothing_follows_a_stop_string() -> None:
+def test_no_text_is_emitted_after_a_stop_string() -> None:
     detokenizer = Detokenizer(FAKE, ["b"])
     assert detokenizer.append([*b"abc", 0xC3]) == "a"
     assert detokenizer.append(list(b"def")) == ""
@@ -175,7 +175,7 @@ def test_a_single_id_may_be_of_numpy() -> None:
     assert detokenizer.append(np.int64(ord("x"))) == "x"  # type: ignore[arg-type]
 
 
-def test_an_unfinished_character_comes_out_at_the_end() -> None:
+def test_an_incomplete_character_is_flushed_at_the_end() -> None:
     detokenizer = Detokenizer(FAKE)
     assert detokenizer.append(list("é".encode()[:1])) == ""
     assert detokenizer.finish() == "\N{REPLACEMENT CHARACTER}"
@@ -204,7 +204,7 @@ def test_the_window_does_not_grow(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_text_goes_on_where_the_prompt_ends(name: str, shared_data: Path) -> None:
+def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path) -> None:
     """Against decoding prompt and answer together; in pieces however they are cut."""
     tokenizer = real_tokenizer(shared_data / name)
     special = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]

@@ -93,7 +93,9 @@ def text_of(tokenizer: TextTokenizer, ids: list[int]) -> str:
 
 @pytest.mark.parametrize("role", ["user", "tool", "ipython"])
 @pytest.mark.parametrize("content", [ATTACK, "<|im_end|>", " <|im_end|> ", "<|im_<|im_end|>end|><|im_end|>"])
-def test_what_users_and_tools_spell_is_text(role: str, content: str, opened: Callable[[str], Both]) -> None:
+def test_special_tokens_in_content_are_encoded_as_text(
+    role: str, content: str, opened: Callable[[str], Both]
+) -> None:
     tokenizer, old = opened("qwen3")
     harmless = prompt(tokenizer, message(role, "Hello"))[1]
     text, ids = prompt(tokenizer, message(role, content))
@@ -207,7 +209,7 @@ FAKE_CASES = [
 
 
 @pytest.mark.parametrize(("template", "content", "expected"), FAKE_CASES)
-def test_what_templates_do_with_content(template: str, content: str, expected: Any) -> None:
+def test_templates_that_change_content(template: str, content: str, expected: Any) -> None:
     asked = message("user", content, name="<|end|>")
     text, ids = prompt(FakeTokenizer(template=template), asked)
     assert ids == list(expected)
@@ -241,7 +243,7 @@ class _Clock:
         return next(self._times, "2")
 
 
-def test_the_last_message_goes_on() -> None:
+def test_the_last_message_is_continued() -> None:
     tokenizer = FakeTokenizer()
     asked = message("user", "<|end|> a ")
     assert prompt(tokenizer, asked, continue_final_message=True)[1] == list(b"user: <|end|> a ")
@@ -274,7 +276,7 @@ def test_a_token_that_takes_the_spaces_around_it() -> None:
     assert num_special(old, prompt(old, message("user", "a <x> b"))[1]) == 2
 
 
-def test_a_segment_begins_without_a_space_of_its_own() -> None:
+def test_a_segment_has_no_leading_space() -> None:
     tokenizer, _ = both_of(
         word_tokenizer(AddedToken("<x>", normalized=False)), "<x>{{ messages[0].content }}"
     )
@@ -311,7 +313,7 @@ def test_a_token_that_has_no_other_spelling() -> None:
         prompt(tokenizer, message("user", "a § a"))
 
 
-def test_unknown_characters_beside_a_special_token() -> None:
+def test_unknown_characters_next_to_a_special_token() -> None:
     source = Tokenizer(models.BPE({"?": 0, "a": 1}, [], unk_token="?", fuse_unk=True))
     source.add_special_tokens([AddedToken("?", normalized=False), AddedToken("<x>", normalized=False)])
     tokenizer, old = both_of(source, "{{ messages[0].content }}{{ messages[1].content }}")

@@ -81,7 +81,7 @@ def test_a_tokenizer_that_rewrites_text(opened: Callable[[str], TextTokenizer]) 
     assert runs_of(tokenizer, "END") == [[tokenizer.backend.token_to_id("end")]]
 
 
-def test_nothing_of_what_has_no_tokens() -> None:
+def test_a_string_without_tokens_has_no_sequences() -> None:
     assert stop_sequences("x", lambda texts: [[] for _ in texts], lambda token_id: b"") == []
 
 

@@ -64,7 +64,7 @@ USER = {"role": "user", "content": "hi"}
 
 class TestTokensOfTransformers:
     @pytest.mark.parametrize("name", TOKENIZERS)
-    def test_of_text(self, name: str, shared_data: Path) -> None:
+    def test_text_prompt(self, name: str, shared_data: Path) -> None:
         tokenizer, expected = real_tokenizer(shared_data / name), transformers_tokenizer(shared_data / name)
 
         @given(text=TEXTS, add_special_tokens=st.booleans())
@@ -78,7 +78,7 @@ class TestTokensOfTransformers:
         check()
 
     @pytest.mark.parametrize("name", ["tokenizers/qwen3", "tokenizers/tinyllama"])
-    def test_of_a_chat(self, name: str, shared_data: Path) -> None:
+    def test_chat_prompt(self, name: str, shared_data: Path) -> None:
         tokenizer, expected = real_tokenizer(shared_data / name), transformers_tokenizer(shared_data / name)
         messages: Any = [
             {"role": "system", "content": "Brief."},
@@ -104,7 +104,7 @@ class TestTokensOfTransformers:
 
 
 class TestText:
-    def test_it_is_a_pipeline_tokenizer(self) -> None:
+    def test_implements_the_pipeline_tokenizer_protocol(self) -> None:
         assert isinstance(FAKE, PipelineTokenizer)
         assert FAKE.expects_content_wrapping is False
         assert FAKE.encode_text("hello").dtype == np.int64
@@ -126,7 +126,7 @@ class TestText:
         assert FAKE.decode_ids(ids) == "hello"
 
     @pytest.mark.parametrize("wrong", [-1, 2**40, "a", 1.5])
-    def test_what_is_no_id_is_named(self, wrong: Any) -> None:
+    def test_an_invalid_token_id_is_named(self, wrong: Any) -> None:
         with pytest.raises(InputError, match=rf"^{wrong!r} is not a token id"):
             FAKE.decode_ids([1, wrong])
 
@@ -220,7 +220,7 @@ class TestEnds:
         assert FAKE.build_context(asked, stops_as_tokens=False).eos_sequences == []
         assert (await FAKE.new_context(asked, stops_as_tokens=False)).eos_sequences == []
 
-    def test_a_stop_that_is_no_string(self) -> None:
+    def test_a_stop_value_that_is_not_a_string_is_refused(self) -> None:
         with pytest.raises(InputError, match=r"stop must be a string or a list of strings, was \[3\]"):
             FAKE.build_context(request("x", stop=[3]))
 
@@ -254,7 +254,7 @@ class TestLengths:
             FAKE.encode_text("x" * 41)
 
     @pytest.mark.parametrize("form", ["prompt", "messages", "encode"])
-    def test_what_is_certainly_too_long_is_not_encoded_as_a_whole(
+    def test_a_prompt_that_must_exceed_the_limit_is_not_encoded_as_a_whole(
         self, form: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tokenizer, text = FakeTokenizer(max_length=40), "x" * 100_000
@@ -317,11 +317,11 @@ class TestLengths:
         with pytest.raises(InputError, match="max_new_tokens is needed"):
             tokenizer.build_context(request("x"))
 
-    def test_more_is_demanded_than_fits(self) -> None:
+    def test_min_new_tokens_beyond_the_limit_is_refused(self) -> None:
         with pytest.raises(InputError, match="min_new_tokens is 36, but only 35 tokens can follow"):
             FAKE.build_context(request("hello", min_new_tokens=36))
 
-    def test_the_configured_limit_goes_before_the_checkpoints(self, shared_data: Path) -> None:
+    def test_the_configured_limit_overrides_the_checkpoint(self, shared_data: Path) -> None:
         assert TextTokenizer(shared_data / "models/stories260K", max_length=10).max_length == 10
         assert TextTokenizer(shared_data / "models/stories260K").max_length == 512
 
@@ -344,14 +344,14 @@ class TestPrompts:
         assert context.prompt == context.prompt_tokens.tolist() == HELLO
 
     @pytest.mark.parametrize("wrong", [-1, 257, 2**70, 1.0, True, "a", None])
-    def test_what_is_no_id_is_named_with_its_place(self, wrong: Any) -> None:
+    def test_an_invalid_token_id_is_named_with_its_position(self, wrong: Any) -> None:
         with pytest.raises(
             InputError, match=rf"token 1 of the prompt is {wrong!r}: ids are integers from 0 to 256"
         ):
             FAKE.build_context(request([1, wrong, -7]))
 
     @pytest.mark.parametrize("wrong", [3, b"x", {"a": 1}, np.array([[1, 2]]), np.array([0.5])])
-    def test_what_is_no_prompt(self, wrong: Any) -> None:
+    def test_values_that_are_not_prompts_are_refused(self, wrong: Any) -> None:
         with pytest.raises(InputError, match=r"a prompt is text or|of the prompt is"):
             FAKE.build_context(request(wrong))
 
@@ -363,14 +363,14 @@ class TestPrompts:
     @pytest.mark.parametrize(
         "both", [{}, {"prompt": "x", "messages": [USER]}, {"prompt": "", "messages": []}]
     )
-    def test_neither_or_both(self, both: dict[str, Any]) -> None:
+    def test_exactly_one_of_prompt_and_messages_is_required(self, both: dict[str, Any]) -> None:
         with pytest.raises(InputError, match="either a prompt or messages"):
             FAKE.build_context(request(**both))
 
     @pytest.mark.parametrize(
         "field", [{"tools": [{"type": "function"}]}, {"chat_template_options": {"a": 1}}]
     )
-    def test_what_only_a_template_can_use(self, field: dict[str, Any]) -> None:
+    def test_template_options_need_messages(self, field: dict[str, Any]) -> None:
         with pytest.raises(InputError, match="tools and chat_template_options need messages"):
             FAKE.build_context(request("x", **field))
 

@@ -28,7 +28,7 @@ class TestEndsOfSequence:
         write(folder / "generation_config.json", eos_token_id=[7, 2, 6])
         assert read_tokenizer_files(folder).eos_token_ids == (2, 7, 6, 5)
 
-    def test_of_a_model_of_several_modalities(self, folder: Path) -> None:
+    def test_multimodal_model(self, folder: Path) -> None:
         write(folder / "config.json", text_config={"eos_token_id": [9], "max_position_embeddings": 64})
         files = read_tokenizer_files(folder)
         assert (files.eos_token_ids, files.max_length) == ((2, 9), 64)
@@ -39,14 +39,14 @@ class TestEndsOfSequence:
 
     @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
     @pytest.mark.parametrize("value", ["</s>", [2, 2.5], True])
-    def test_what_is_no_token_id(self, name: str, value: object, folder: Path) -> None:
+    def test_values_that_are_not_token_ids_are_refused(self, name: str, value: object, folder: Path) -> None:
         write(folder / name, eos_token_id=value)
         with pytest.raises(CheckpointError, match=rf"{name}: eos_token_id must be a token id"):
             read_tokenizer_files(folder)
 
 
 class TestLimits:
-    def test_the_model_goes_before_the_tokenizer(self, folder: Path) -> None:
+    def test_limits_of_the_model_override_those_of_the_tokenizer(self, folder: Path) -> None:
         assert read_tokenizer_files(folder).max_length == 512
         write(folder / "config.json", max_position_embeddings=128, vocab_size=600)
         files = read_tokenizer_files(folder)
@@ -73,7 +73,7 @@ class TestLimits:
 
 
 class TestSpecialTokens:
-    def test_the_map_goes_before_the_configuration(self, folder: Path) -> None:
+    def test_the_special_tokens_map_overrides_the_configuration(self, folder: Path) -> None:
         write(folder / "special_tokens_map.json", eos_token={"content": "<unk>"}, pad_token="<s>")
         files = read_tokenizer_files(folder)
         assert files.special_tokens == {

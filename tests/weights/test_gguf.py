@@ -133,7 +133,7 @@ def test_other_alignments(tmp_path: Path, alignment: int) -> None:
     assert [read.floats(name) for name in "abc"] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
-def test_version_2_is_read_alike(file: Path) -> None:
+def test_version_2_reads_as_version_3(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[4] = 2
     file.write_bytes(data)

@@ -36,7 +36,7 @@ def test_quantised_numbers_come_back(name: str) -> None:
     assert 0 < np.abs(found - numbers).max() < worst * np.abs(numbers).max()
 
 
-def test_what_can_be_read_is_known_without_torch() -> None:
+def test_readable_block_types_are_known_without_torch() -> None:
     assert set(READABLE_BLOCKS) == set(READERS)
 
 

@@ -67,7 +67,7 @@ class TestLocal:
             resolve_checkpoint(path)
 
     @pytest.mark.parametrize("name", ["", "a b", "model/", "a\x00b", "namespace/na me", "-x"])
-    def test_neither_a_path_nor_a_hub_id(self, name: str) -> None:
+    def test_a_name_that_is_not_a_path_or_a_hub_id(self, name: str) -> None:
         with pytest.raises(CheckpointNotFoundError, match="is neither a folder nor a hub id"):
             resolve_checkpoint(name)
 
@@ -227,7 +227,7 @@ class TestHubGGUF:
         resolve_checkpoint("a/b", "v1", "Q8_0")
         assert hub.downloaded == {"config.json", "m-Q8_0.gguf"}
 
-    def test_all_parts_come(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_all_parts_are_downloaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         parts = tuple(f"Q8_0/m-Q8_0-{i:05}-of-00003.gguf" for i in (1, 2, 3))
         hub = FakeHub(monkeypatch, tmp_path / "m", *parts, "Q4_0/m-Q4_0-00001-of-00001.gguf")
         assert resolve_checkpoint("a/b", "v1", "Q8_0") == tmp_path / "m" / parts[0]

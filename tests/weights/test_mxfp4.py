@@ -80,7 +80,7 @@ def test_a_model_sees_one_matrix_per_expert(method: str | None, tmp_path: Path) 
     weights.finish()
 
 
-def test_other_bytes_are_no_weights(tmp_path: Path) -> None:
+def test_similar_names_of_other_types_are_read_as_plain_tensors(tmp_path: Path) -> None:
     tensors = {"a_blocks": torch.zeros(64).byte(), "b_scales": torch.zeros(2), "c": torch.zeros(2).byte()}
     headers = open_checkpoint(write(tmp_path, tensors)).headers
     assert set(headers) == set(tensors)

@@ -79,7 +79,7 @@ def test_tokens_are_those_of_a_model_that_was_packed(tiny: Path) -> None:
     assert tokens(open_pipeline(tiny, quantization_encoding="bfloat16")) == tokens(packed)
 
 
-def test_it_settles_weight_by_weight(tiny: Path) -> None:
+def test_weights_are_packed_one_by_one(tiny: Path) -> None:
     pipeline = open_pipeline(tiny)
     reserved, waiting = num_reserved(pipeline), num_waiting(pipeline)
     for left in range(waiting - 1, -1, -1):

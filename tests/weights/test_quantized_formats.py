@@ -230,7 +230,7 @@ def test_parts_of_a_fused_layer_in_different_encodings_are_widened(
     assert error_of(logits_of(folder), oracle_logits(oracle(tmp_path / "plain"), TOKENS)) < 0.06
 
 
-def test_the_configuration_may_lie_beside(llama: Path, tmp_path: Path) -> None:
+def test_the_quantization_configuration_may_be_a_separate_file(llama: Path, tmp_path: Path) -> None:
     packer, section, _ = CASES["gptq-4"]
     for number, (name, content) in enumerate(
         [

@@ -101,7 +101,7 @@ def test_an_error_arrives_as_itself(error: PenstockError) -> None:
     assert vars(arrived) == vars(error)
 
 
-def test_what_is_not_meant_for_users_stays_behind() -> None:
+def test_internal_details_are_not_in_messages() -> None:
     arrived = ErrorRecord.of(ZeroDivisionError("/secret/path")).error()
     assert type(arrived) is RequestFailedError
     assert "secret" not in str(arrived)
@@ -198,6 +198,6 @@ def test_a_token_costs_few_bytes() -> None:
     assert msgspec.msgpack.decode(messages.report_encoder()(Pong(WorkerStats())))[0] == "Pong"
 
 
-def test_neither_messages_nor_worker_load_torch() -> None:
+def test_messages_and_worker_do_not_load_torch() -> None:
     script = "import penstock.worker.process, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -39,7 +39,7 @@ def test_each_kind_of_output_has_its_message(output: Any, result: Any) -> None:
     assert result_of(request("a"), output) == result
 
 
-def test_an_object_that_is_no_output() -> None:
+def test_an_object_that_is_not_an_output_is_refused() -> None:
     class Strange:
         is_done = True
 

@@ -114,12 +114,12 @@ def test_ebnf(ebnf: str, inside: list[str], outside: list[str], tokenizer: Any) 
         ('root ::= root "a"', "allows no output"),
     ],
 )
-def test_what_is_no_grammar(ebnf: str, words: str) -> None:
+def test_invalid_grammars_are_refused(ebnf: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         lark_text(read_ebnf(ebnf))
 
 
-def test_what_ebnf_has_besides_is_refused_by_name() -> None:
+def test_unsupported_ebnf_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedFeatureError, match="lookahead"):
         read_ebnf('root ::= "a" (= "b")')
     with pytest.raises(UnsupportedFeatureError, match="TagDispatch"):
@@ -141,7 +141,7 @@ def test_json_has_few_lexemes_and_its_strings_are_whole_ones() -> None:
     assert not any(line.endswith(": /[\\x{20}-\\x{21}\\x{23}-\\x{5b}]/") for line in lexemes)
 
 
-def test_a_chain_that_counts_becomes_a_repetition() -> None:
+def test_a_counting_chain_becomes_a_repetition() -> None:
     lark = lark_text(read_ebnf(schema_ebnf({"type": "string", "minLength": 2, "maxLength": 200})))
     assert "{2,200}" in lark
     assert len(lark.splitlines()) < 12
@@ -219,6 +219,6 @@ def test_structural_tags(part: Any, inside: list[Any], outside: list[Any], token
         ("text", "object with a type"),
     ],
 )
-def test_what_is_no_structural_tag(part: Any, words: str) -> None:
+def test_invalid_structural_tags_are_refused(part: Any, words: str) -> None:
     with pytest.raises(PenstockError, match=words):
         read_structural_tag(json.dumps({"type": "structural_tag", "format": part}))

@@ -72,7 +72,7 @@ def test_enum_and_const_are_tested_by_value(name: str) -> None:
 @pytest.mark.parametrize("name", SUPPORTED)
 @given(seed=st.integers(0, 10_000), patience=st.integers(0, 40))
 @settings(max_examples=40, deadline=None)
-def test_what_is_written_has_the_format(name: str, seed: int, patience: int) -> None:
+def test_generated_strings_have_the_format(name: str, seed: int, patience: int) -> None:
     value = json.loads(walk(grammar_of(name), seed, patience))
     assert has_format(name, value), value
     checker = Draft202012Validator.FORMAT_CHECKER
@@ -170,7 +170,7 @@ def test_lengths_are_kept(name: str, min_count: int, max_count: int | None, seed
 
 
 @pytest.mark.parametrize("name", [name for name in SUPPORTED if not name.startswith("i")])
-def test_a_member_is_accepted_whatever_longer_maximum_stands_beside(name: str) -> None:
+def test_a_member_is_accepted_next_to_longer_maxima(name: str) -> None:
     written, _, _ = CASES[name]
     # Addresses in brackets need room in a counted grammar.
     values = sorted((value for value in written if "[" not in value and len(value) <= 40), key=len)

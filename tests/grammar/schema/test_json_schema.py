@@ -268,7 +268,7 @@ def test_refuses_by_name_what_it_cannot_honour(schema: Any, keyword: str, where:
     ],
     ids=str,
 )
-def test_refuses_what_is_no_schema_or_holds_for_nothing(schema: Any) -> None:
+def test_invalid_and_unsatisfiable_schemas_are_refused(schema: Any) -> None:
     with pytest.raises(InputError):
         schema_ebnf(schema)
 

@@ -58,7 +58,7 @@ def test_exactly_the_valid_values_are_written(schema: dict[str, Any], valid: lis
         ({"enum": [1], "allOf": [{"$ref": "#"}]}, "$ref"),
     ],
 )
-def test_what_cannot_be_tested_is_refused(schema: dict[str, Any], keyword: str) -> None:
+def test_values_that_cannot_be_tested_are_refused(schema: dict[str, Any], keyword: str) -> None:
     with pytest.raises(UnsupportedSchemaError) as caught:
         schema_ebnf(schema)
     assert caught.value.keyword == keyword

@@ -86,6 +86,6 @@ def test_regex_matches_as_python_does(pattern: str, text: str) -> None:
 @pytest.mark.parametrize(
     "pattern", ["(", "a)", "[z-a]", "*a", "a{2,1}", "a**", "(?=a)", "\\1", "\\bx", "a^b", "[]", "{"]
 )
-def test_what_is_no_regular_language_or_no_expression_is_refused(pattern: str) -> None:
+def test_invalid_or_non_regular_expressions_are_refused(pattern: str) -> None:
     with pytest.raises(InputError, match="regular expression"):
         regex.parse_regex(pattern, search=False)

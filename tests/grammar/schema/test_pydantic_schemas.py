@@ -68,7 +68,7 @@ _LOOSER |= {"decimal", "bounded decimal"}
 
 @pytest.mark.parametrize("mode", ["validation", "serialization"])
 @pytest.mark.parametrize("name", TYPES)
-def test_what_is_written_is_of_the_type(name: str, mode: Any) -> None:
+def test_generated_values_have_the_type(name: str, mode: Any) -> None:
     adapter = pydantic.TypeAdapter(TYPES[name])
     schema = adapter.json_schema(mode=mode)
     grammar = compiled(schema_ebnf(schema))

@@ -79,7 +79,7 @@ def test_eight_values_come_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("bounds", [{}, {"minItems": 2}, {"maxItems": 3}, {"minItems": 1, "maxItems": 25}])
-def test_more_values_come_in_the_order_of_the_schema(bounds: dict[str, int]) -> None:
+def test_many_unique_values_are_generated_in_the_order_of_the_schema(bounds: dict[str, int]) -> None:
     values = [f"v{number}" for number in range(30)]
     schema = unique({"enum": values}, **bounds)
     ebnf = schema_ebnf(schema, compact=True)

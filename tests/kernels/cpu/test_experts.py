@@ -138,7 +138,7 @@ def test_wide_ones_on_any_number_of_threads(ops: CpuOps, encoding: str) -> None:
 
 @pytest.mark.parametrize("encoding", ["float32", "int4"])
 @pytest.mark.usefixtures("_threads")
-def test_more_places_than_there_is_room_for_at_once(ops: CpuOps, encoding: str) -> None:
+def test_more_assignments_than_one_pass_holds(ops: CpuOps, encoding: str) -> None:
     rows, experts = 3100, packed(ops, 6, 128, 256, encoding)
     x, (topk_weights, topk_ids) = activations(rows, 128, encoding), routed(rows, 6, 4)
     topk_ids[:, 0], topk_ids[:1000, 1:] = (
@@ -170,7 +170,7 @@ def test_shares_and_choices_whose_rows_are_apart(ops: CpuOps) -> None:
 
 @pytest.mark.parametrize("bad", [-1, 6, 1 << 40])
 @pytest.mark.parametrize("rows", [2, 60])
-def test_an_expert_that_there_is_not(ops: CpuOps, bad: int, rows: int) -> None:
+def test_an_invalid_expert_id_is_refused(ops: CpuOps, bad: int, rows: int) -> None:
     experts, x = packed(ops, 6, 64, 64, "float32"), activations(rows, 64, "float32")
     topk_weights, topk_ids = routed(rows, 6, 3)
     topk_ids[1, 2] = bad
@@ -178,7 +178,7 @@ def test_an_expert_that_there_is_not(ops: CpuOps, bad: int, rows: int) -> None:
         ops.experts(x, experts, topk_weights, topk_ids, "silu")
 
 
-def test_what_the_kernel_does_not_take_is_computed_all_the_same(ops: CpuOps) -> None:
+def test_unsupported_arguments_fall_back_to_the_reference(ops: CpuOps) -> None:
     x, (topk_weights, topk_ids) = activations(9, 64, "float32"), routed(9, 4, 2)
     plain = packed(ops, 4, 64, 64, "float32")
     reference = PackedExperts(

@@ -82,5 +82,5 @@ def test_weights_that_are_stored_the_other_way(ops: CpuOps) -> None:
     assert torch.equal(ops.linear(x, packed), expected)
 
 
-def test_what_has_no_panels_does_not_wait(ops: CpuOps) -> None:
+def test_weights_without_panels_are_packed_at_once(ops: CpuOps) -> None:
     assert not isinstance(ops.pack_lazily([torch.randn(70, 33)], "float16").tensors, LazyWeight)

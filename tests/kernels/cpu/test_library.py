@@ -47,7 +47,7 @@ def test_a_library_of_another_abi_is_none(
     assert "of another version" in caplog.text
 
 
-def test_what_is_no_library_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_invalid_library_file_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "libpenstock_cpu.so").write_bytes(b"no ELF")
     monkeypatch.setattr(library, "PATH", tmp_path / "libpenstock_cpu.so")
     assert cpu.isa() == "none"
@@ -108,7 +108,7 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 @built
-def test_instruction_sets_share_no_code() -> None:
+def test_instruction_sets_have_separate_symbols() -> None:
     """Of equal inline functions the linker keeps one: it must not be one that needs AVX-512."""
     nm = shutil.which("nm")
     if nm is None:

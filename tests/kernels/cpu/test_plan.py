@@ -119,7 +119,7 @@ def test_a_row_outside_its_table_is_refused(ops: CpuOps) -> None:
     plan.replay(list(inputs([5, 9]).values()))
 
 
-def test_what_has_no_kernel_is_named(ops: CpuOps) -> None:
+def test_an_operation_without_a_kernel_is_named(ops: CpuOps) -> None:
     x = torch.randn(3, 8)
     for dtype in (torch.float16, torch.float64):
         with pytest.raises(UnrecordableStepError, match=r"^rms_norm has no kernel"):
@@ -150,7 +150,7 @@ def doubled(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
     return [o.scale(given["x"], 2.0)]
 
 
-def test_a_shape_is_recorded_when_it_comes_back(ops: CpuOps) -> None:
+def test_a_shape_is_recorded_at_its_second_use(ops: CpuOps) -> None:
     plans = GraphCache(CpuGraphCompiler(ops))
     assert plans.status is None
     assert plans.run("a", {"x": torch.randn(2, 8)}, doubled) is None
@@ -163,7 +163,7 @@ def test_a_shape_is_recorded_when_it_comes_back(ops: CpuOps) -> None:
         assert plans.status == "planned: 1 kernels in one call"
 
 
-def test_what_cannot_be_recorded_is_remembered(ops: CpuOps) -> None:
+def test_an_unrecordable_step_is_remembered(ops: CpuOps) -> None:
     plans, ran = GraphCache(CpuGraphCompiler(ops)), []
 
     def step(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
@@ -274,7 +274,7 @@ def test_rounds_end_where_every_row_has(ops: CpuOps) -> None:
     assert len(run(ends)) == num_rounds, "a row without ends goes on"
 
 
-def test_a_row_that_is_no_distribution_goes_on(ops: CpuOps) -> None:
+def test_a_non_finite_row_does_not_stop_the_batch(ops: CpuOps) -> None:
     """Uses any token of the table; the result is not used."""
     step = tiny_language_model(ops)
 

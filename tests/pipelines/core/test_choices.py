@@ -47,7 +47,7 @@ def test_choices_differ_in_name_and_seed_alone() -> None:
         assert (choice.prompt, choice.max_length) == (context.prompt, context.max_length)
 
 
-def test_choices_go_ways_of_their_own() -> None:
+def test_choices_diverge() -> None:
     from penstock.pipelines.core import LogProbabilities
 
     first, second = choice_contexts(text_context([1, 2], eos_token_ids={9}, log_probabilities=1), 2)

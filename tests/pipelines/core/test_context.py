@@ -160,7 +160,7 @@ def test_a_rollback_into_the_prompt_leaves_nothing_generated() -> None:
     assert made.prompt_tokens.tolist()[:2] == [1, 2]
 
 
-def test_what_was_handed_out_is_not_handed_out_again_after_a_rollback() -> None:
+def test_tokens_are_not_returned_twice_after_a_rollback() -> None:
     made = context_of(3)
     for token in (7, 8, 9):
         made.update(token)
@@ -172,7 +172,7 @@ def test_what_was_handed_out_is_not_handed_out_again_after_a_rollback() -> None:
     assert outstanding(made) == [10]
 
 
-def test_a_rollback_of_the_ending_token_goes_on() -> None:
+def test_a_rollback_of_the_ending_token_resumes_generation() -> None:
     made = context_of(3, eos_token_ids={9})
     made.update(7)
     made.update(9)
@@ -253,7 +253,7 @@ def test_an_empty_sequence_is_dropped() -> None:
     assert made.status is ACTIVE
 
 
-def test_nothing_is_handed_out_once_it_is_done() -> None:
+def test_a_finished_context_returns_no_tokens() -> None:
     made = context_of(eos_token_ids={9})
     made.update(9)
     made.update(5)

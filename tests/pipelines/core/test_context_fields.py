@@ -152,7 +152,7 @@ def test_contexts_are_equal_by_value() -> None:
     assert one != "a"
 
 
-def test_a_deep_copy_goes_its_own_way() -> None:
+def test_a_deep_copy_is_independent() -> None:
     made = context_of()
     made.update(7)
     other = copy.deepcopy(made)

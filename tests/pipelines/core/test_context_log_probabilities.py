@@ -54,14 +54,14 @@ def test_a_chunks_row_of_no_token_is_dropped() -> None:
     assert context.outstanding_completion_tokens() == [(6, rows_of(5))]
 
 
-def test_an_echoed_prompt_comes_with_the_first_token() -> None:
+def test_an_echoed_prompt_is_returned_with_the_first_token() -> None:
     context = context_of(4, log_probabilities=1, log_probabilities_echo=True)
     step(context, 5)
     step(context, 6)
     assert context.outstanding_completion_tokens() == [(5, rows_of(1, 2, 3, 4)), (6, rows_of(5))]
 
 
-def test_an_echoed_prompt_in_chunks_comes_with_the_first_token_too() -> None:
+def test_an_echoed_chunked_prompt_is_returned_with_the_first_token() -> None:
     context = context_of(5, log_probabilities=1, log_probabilities_echo=True)
     context.set_token_indices(active_idx=2)
     step(context, 77)
@@ -116,7 +116,7 @@ def test_a_rolled_back_token_is_scored_anew() -> None:
     drained=st.sets(st.integers(0, 20)),
     crossed=st.sets(st.integers(0, 20)),
 )
-def test_every_position_comes_out_once(
+def test_every_position_is_returned_once(
     prompt: int, sizes: list[int], evicted: set[int], drained: set[int], crossed: set[int]
 ) -> None:
     """Whatever the chunks, and however often it is evicted and computed anew."""

@@ -29,7 +29,7 @@ def context(**fields: Any) -> EmbeddingsContext:
     return EmbeddingsContext(**{"prompt": "a b c", "tokens": IDS, "max_length": 3, **fields})
 
 
-def test_a_context_crosses_with_all_of_its_fields() -> None:
+def test_serialization_keeps_all_fields() -> None:
     sent = context(
         outputs=("dense", "sparse"),
         token_type_ids=np.array([0, 0, 1]),

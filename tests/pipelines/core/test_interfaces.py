@@ -66,7 +66,7 @@ class Codes:
         return "".join(map(chr, encoded))
 
 
-async def test_a_request_goes_through_both_protocols() -> None:
+async def test_a_request_through_both_protocols() -> None:
     tokenizer: PipelineTokenizer[TextContext, list[int], str] = Codes()
     pipeline: Pipeline[TextContext, TextGenerationResponse] = Echo()
     generator: TokenGenerator[TextContext] = Echo()
@@ -80,7 +80,7 @@ async def test_a_request_goes_through_both_protocols() -> None:
     assert await tokenizer.decode(context, ids) == "cccc"
 
 
-def test_protocols_know_who_meets_them() -> None:
+def test_protocols_recognise_their_implementations() -> None:
     assert isinstance(Echo(), TokenGenerator)
     assert not isinstance(Echo(), EmbeddingsGenerator)
     assert not isinstance(Echo(), AudioGenerator)

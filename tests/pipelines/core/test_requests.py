@@ -11,7 +11,7 @@ from penstock.errors import InputError
 from penstock.pipelines.core import AudioGenerationRequest, Grammar, SamplingParams, TokenGeneratorRequest
 
 
-def test_a_request_says_who_it_is() -> None:
+def test_a_request_prints_its_id_and_limit() -> None:
     request = TokenGeneratorRequest("r1", 0, "demo")
     assert str(request) == "Id: r1"
     limited = dataclasses.replace(request, sampling_params=SamplingParams(max_new_tokens=7))

@@ -70,14 +70,14 @@ def test_embeddings_are_done_at_once_and_equal_by_value() -> None:
     assert response != SOMETHING_ELSE
 
 
-def test_audio_that_is_not_there_is_not_given() -> None:
+def test_missing_audio_raises() -> None:
     response = AudioGenerationResponse(ACTIVE)
     assert not response.has_audio_data
     with pytest.raises(AssertionError, match="no audio"):
         response.audio_data  # noqa: B018
 
 
-def test_audio_that_is_there_is_given() -> None:
+def test_audio_is_returned() -> None:
     audio = np.ones(3)
     response = AudioGenerationResponse(TextGenerationStatus.END_OF_SEQUENCE, audio)
     assert response.has_audio_data

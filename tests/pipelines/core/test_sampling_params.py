@@ -63,7 +63,7 @@ def test_possible_values_are_kept(given_: dict[str, Any]) -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_number_is_refused(name: str, value: Any) -> None:
+def test_values_that_are_not_numbers_are_refused(name: str, value: Any) -> None:
     with pytest.raises(InputError) as caught:
         SamplingParams(**{name: value})
     assert str(caught.value).startswith(f"{name} must be ")

@@ -80,7 +80,7 @@ def test_the_format_is_a_plain_map() -> None:
         TextResponse(np.int64(3)),  # type: ignore[arg-type]
     ],
 )
-def test_what_it_does_not_know_is_a_type_error(value: Any) -> None:
+def test_unknown_types_raise_a_type_error(value: Any) -> None:
     with pytest.raises(TypeError, match="cannot encode"):
         msgpack_numpy_encoder()(value)
 
@@ -88,7 +88,7 @@ def test_what_it_does_not_know_is_a_type_error(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [3, {}, {"data": b""}, {"__np__": True, "data": b"abc", "shape": [2], "dtype": "int32"}]
 )
-def test_what_is_no_array_is_not_decoded_as_one(value: Any) -> None:
+def test_other_values_are_not_decoded_as_arrays(value: Any) -> None:
     with pytest.raises((msgspec.ValidationError, ValueError)):
         msgpack_numpy_decoder(np.ndarray)(msgspec.msgpack.encode(value))
 

@@ -105,7 +105,7 @@ def test_the_next_tokens_come_with_decoded_ones_in_front(
     assert context.decoded_index == decoded
 
 
-def test_what_is_left_to_decode() -> None:
+def test_remaining_tokens_to_decode() -> None:
     context = with_ten_tokens(8)
     assert [context.has_undecoded_speech_tokens(n) for n in range(4)] == [True, True, False, False]
     assert context.has_undecoded_speech_tokens()

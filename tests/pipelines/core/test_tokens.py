@@ -59,7 +59,7 @@ def test_the_dtype_is_kept(dtype: type) -> None:
         (np.ones(3, bool), "must be integers: got dtype bool"),
     ],
 )
-def test_what_is_no_prompt_is_refused(tokens: np.ndarray[Any, Any], message: str) -> None:
+def test_invalid_prompts_are_refused(tokens: np.ndarray[Any, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         TokenBuffer(tokens=tokens)
 

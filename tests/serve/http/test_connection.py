@@ -173,7 +173,7 @@ async def test_chunks_are_unknown_to_http_1_0() -> None:
     assert "/smuggled" not in app.paths
 
 
-async def test_chunk_extensions_and_trailers_are_no_part_of_the_body() -> None:
+async def test_chunk_extensions_and_trailers_are_not_part_of_the_body() -> None:
     async with served(App()) as port:
         head = POST % b"a" + b"transfer-encoding: chunked\r\n\r\n"
         sent = head + b'3;name="value"\r\nabc\r\n0;last\r\nx-trailer: 1\r\n\r\n' + GET % b"close"

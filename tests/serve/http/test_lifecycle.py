@@ -287,7 +287,7 @@ def test_a_fault_at_the_start_does_not_go_unnoticed(running: Running) -> None:
         )
 
 
-def test_grammars_are_tried_beside_the_first_requests(running: Running) -> None:
+def test_the_grammar_probe_does_not_delay_readiness(running: Running) -> None:
     tried = threading.Event()
 
     def choose(context: TextContext) -> int:

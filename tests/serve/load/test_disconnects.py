@@ -91,7 +91,7 @@ async def tokens_of(stream: RawExchange) -> int:
     return count
 
 
-async def test_whole_answers_that_nobody_waits_for(server: ServerProcess) -> None:
+async def test_whole_responses_after_a_disconnect(server: ServerProcess) -> None:
     before = server.until_idle()
 
     async def client(index: int) -> None:

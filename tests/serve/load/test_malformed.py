@@ -236,17 +236,17 @@ async def keep_looking(server: ServerProcess) -> None:
             assert (await client.get("/v1/models")).status_code == 200
 
 
-async def test_what_is_wrong_in_words(server: ServerProcess) -> None:
+async def test_malformed_requests_are_refused(server: ServerProcess) -> None:
     statuses = await post_all(server, encoded(REFUSED))
     assert statuses.keys() <= {400, 404, 413}
 
 
-async def test_what_may_be_refused_or_answered(server: ServerProcess) -> None:
+async def test_requests_that_may_be_refused_or_answered(server: ServerProcess) -> None:
     statuses = await post_all(server, encoded(EITHER))
     assert statuses.keys() <= {200, 400}
 
 
-async def test_what_is_no_body(server: ServerProcess) -> None:
+async def test_bodies_that_are_not_json_objects(server: ServerProcess) -> None:
     statuses = await post_all(server, [(path, raw) for path in ROUTES for raw in RAW])
     assert statuses.keys() == {400}
 

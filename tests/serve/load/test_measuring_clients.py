@@ -62,7 +62,7 @@ def client(server: ServerProcess) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_what_they_ask_before(client: httpx.Client) -> None:
+def test_probes_of_measuring_clients(client: httpx.Client) -> None:
     assert client.get("/health").status_code == 200
     models = client.get("/v1/models").json()
     assert models["object"] == "list"

@@ -26,7 +26,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-async def test_minutes_of_everything(tmp_path: Path) -> None:
+async def test_mixed_load_for_minutes(tmp_path: Path) -> None:
     # A small cache, so that all of it has been touched before memory is measured.
     flags = ("--max-length", "512", "--max-queue-size", "20", "--kv-cache-memory", str(32 * 2**20))
     with server_process(tmp_path / "log", *flags) as server:

@@ -73,7 +73,7 @@ async def test_a_span_a_request(exporter: tuple[export.InMemorySpanExporter, Tra
     assert span.status.is_unset
 
 
-async def test_it_is_part_of_the_callers_trace(
+async def test_the_span_is_part_of_the_callers_trace(
     exporter: tuple[export.InMemorySpanExporter, Tracing],
 ) -> None:
     spans, tracing = exporter

@@ -82,7 +82,7 @@ def test_worker_death_and_restart(watched: Watched) -> None:
     assert (level, fields["state"]) == ("INFO", "ready")
 
 
-async def test_it_looks_again_and_again(watched: Watched) -> None:
+async def test_it_checks_repeatedly(watched: Watched) -> None:
     watchdog = Watchdog(watched.worker, limit=10, interval=0.001)
     task = asyncio.create_task(watchdog.run())
     await asyncio.sleep(0.02)
