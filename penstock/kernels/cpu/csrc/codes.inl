@@ -10,13 +10,6 @@ template <int BITS> struct CodeGroups {
   static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = BITS == 4 ? 44 : 24;
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 2 ? 4 : GROUP_VECTORS; }
 
-  INLINE vf load_bytes(const uint8_t* p) {
-    typedef uint8_t Bytes __attribute__((vector_size(W)));
-    Bytes bytes;
-    __builtin_memcpy(&bytes, p, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, vi), vf);
-  }
-
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS), STEPS = BITS == 4 ? 4 : 8;
     constexpr int64_t ON = fetched_by<FETCHED>(LINES);
@@ -52,7 +45,7 @@ template <int BITS> struct CodeGroups {
         vf scales[VECTORS], zeros[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
           scales[v] = load_half((const uint16_t*)(w + SCALES) + column + v * W);
-          zeros[v] = load_bytes((const uint8_t*)(w + ZEROS) + column + v * W);
+          zeros[v] = load((const uint8_t*)(w + ZEROS) + column + v * W);
         }
         for (int r = 0; r < ROWS; r++) {
           const vf negated_sum = all((float)block.x.starts[r * groups + g]);

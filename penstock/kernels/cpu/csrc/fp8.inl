@@ -14,26 +14,47 @@ constexpr int FP8_ORDER[] = {0, 2, 1, 3};
 typedef bf16 Fp8Input;
 typedef uint32_t Fp8Wide;  // pairs of bfloat16
 constexpr int FP8_PARTS = 2;
-// Pairs of bfloat16: the even bytes of each word, or the odd bytes. Exact.
-INLINE vu widen_fp8(vu words, int part) {
+// Pairs of bfloat16: the even bytes of each word, or the odd bytes. Exact. Without SUBNORMAL, only for codes with an
+// exponent above 0: it is shifted to its place and gets the offset 127 in place of 7.
+template <bool SUBNORMAL> INLINE vu widen_fp8(vu words, int part) {
+  const __m512i high = (__m512i)(part ? words : words << 8), shifted = _mm512_srai_epi16(high, 4);
+  const vu normal = (vu)_mm512_add_epi16((__m512i)((vu)shifted & 0x87f087f0), _mm512_set1_epi16(0x3c00));
+  if (!SUBNORMAL) return normal;
   const __m512i subnormals = (__m512i)(__v32hi){0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
   const vu codes = (part ? words >> 8 : words) & 0x00ff00ff;
-  const vu normal = ((codes & 0x007f007f) << 4) + 0x3c003c00;  // the exponent's offset is 127 and not 7
   const __mmask32 is_small = _mm512_testn_epi16_mask((__m512i)codes, _mm512_set1_epi16(0x78));
-  const vu magnitude = (vu)_mm512_mask_permutexvar_epi16((__m512i)normal, is_small, (__m512i)codes, subnormals);
-  return magnitude | (codes & 0x00800080) << 8;
+  const vu small = (vu)_mm512_maskz_permutexvar_epi16(is_small, (__m512i)codes, subnormals) | (codes & 0x00800080) << 8;
+  return (vu)_mm512_mask_mov_epi16((__m512i)normal, is_small, (__m512i)small);
 }
 #else
 typedef float Fp8Input;
 typedef float Fp8Wide;
 constexpr int FP8_PARTS = 4;
-INLINE vf widen_fp8(vu words, int part) {
-  const vu codes = words >> (8 * FP8_ORDER[part]), magnitude = (codes & 0x7f) << 20;
-  const vf normal = as_float(magnitude + (120u << 23));
+template <bool SUBNORMAL> INLINE vf widen_fp8(vu words, int part) {
+  const vi high = (vi)(words << (24 - 8 * FP8_ORDER[part]));
+  const vf normal = as_float((vu)(high >> 4 & (int32_t)0x87f00000) + (120u << 23));
+  if (!SUBNORMAL) return normal;
+  const vu magnitude = (vu)high >> 4 & 0x07f00000;
   const vf small = as_float(magnitude + (121u << 23)) - 0x1p-6f;
-  return as_float(as_bits((codes & 0x78) == 0 ? small : normal) | (codes & 0x80) << 24);
+  return (high & 0x78000000) == 0 ? as_float(as_bits(small) | ((vu)high & 0x80000000)) : normal;
 }
 #endif
+
+// Whether a code in these words has the exponent 0: it is a subnormal number or 0.
+template <int COUNT> INLINE bool has_subnormals(const vu (&words)[COUNT]) {
+#if PENSTOCK_LANES == 16
+  __mmask64 found = 0;
+  for (int i = 0; i < COUNT; i++) found |= _mm512_testn_epi8_mask((__m512i)words[i], _mm512_set1_epi8(0x78));
+  return found != 0;
+#else
+  vu found = {};
+  for (int i = 0; i < COUNT; i++) {
+    const vu exponents = words[i] & 0x78787878;
+    found |= (exponents - 0x01010101) & ~exponents;
+  }
+  return lanes_that_hold((vi)(found & 0x80808080) != 0) != 0;
+#endif
+}
 
 struct Fp8Tile {
   const Fp8Input* x;    // [rows, FP8_GROUP], zeros behind the last input
@@ -43,6 +64,27 @@ struct Fp8Tile {
   float* sums;          // [rows, PANEL]
   bool first;
 };
+
+// Adds the products of a step: `weights(part, v)` are the numbers of a part, of W outputs.
+template <int ROWS, int VECTORS, class Weights>
+INLINE void add_fp8_step(vf (&totals)[ROWS][VECTORS], const Fp8Input* x, Weights weights) {
+#pragma GCC unroll 4
+  for (int part = 0; part < FP8_PARTS; part++) {
+    decltype(weights(0, 0)) numbers[VECTORS];
+    for (int v = 0; v < VECTORS; v++) numbers[v] = weights(part, v);
+    for (int r = 0; r < ROWS; r++) {
+#if PENSTOCK_DOT
+      uint32_t pair;
+      __builtin_memcpy(&pair, x + r * FP8_GROUP + 2 * part, 4);
+      const __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
+      for (int v = 0; v < VECTORS; v++) totals[r][v] = _mm512_dpbf16_ps(totals[r][v], a, (__m512bh)numbers[v]);
+#else
+      const vf a = all(x[r * FP8_GROUP + part]);
+      for (int v = 0; v < VECTORS; v++) totals[r][v] = fma(a, numbers[v], totals[r][v]);
+#endif
+    }
+  }
+}
 
 template <int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile) {
   constexpr int VECTORS = vectors_of(ROWS);
@@ -56,25 +98,13 @@ template <int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile
         __builtin_prefetch(codes + STREAM_AHEAD, 0, 2);
         __builtin_prefetch(codes + STREAM_AHEAD + FP8_STEP / 2, 0, 2);
       }
-#pragma GCC unroll 4
-      for (int part = 0; part < FP8_PARTS; part++) {
-        decltype(widen_fp8(vu{}, 0)) weights[VECTORS];
-        for (int v = 0; v < VECTORS; v++) {
-          if (WIDE) weights[v] = load(wide + part * PANEL + v * W);
-          else weights[v] = widen_fp8(load((const uint32_t*)codes + v * W), part);
-        }
-        for (int r = 0; r < ROWS; r++) {
-#if PENSTOCK_DOT
-          uint32_t pair;
-          __builtin_memcpy(&pair, x + r * FP8_GROUP + 2 * part, 4);
-          const __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
-          for (int v = 0; v < VECTORS; v++) totals[r][v] = _mm512_dpbf16_ps(totals[r][v], a, (__m512bh)weights[v]);
-#else
-          const vf a = all(x[r * FP8_GROUP + part]);
-          for (int v = 0; v < VECTORS; v++) totals[r][v] = fma(a, weights[v], totals[r][v]);
-#endif
-        }
-      }
+      vu words[VECTORS];
+      for (int v = 0; v < VECTORS; v++) words[v] = WIDE ? vu{} : load((const uint32_t*)codes + v * W);
+      // Subnormal numbers are rare in weights that are scaled to the largest number: skip what only they need.
+      if (WIDE) add_fp8_step<ROWS, VECTORS>(totals, x, [&](int part, int v) __attribute__((always_inline)) { return load(wide + part * PANEL + v * W); });
+      else if (__builtin_expect(has_subnormals(words), 0))
+        add_fp8_step<ROWS, VECTORS>(totals, x, [&](int part, int v) __attribute__((always_inline)) { return widen_fp8<true>(words[v], part); });
+      else add_fp8_step<ROWS, VECTORS>(totals, x, [&](int part, int v) __attribute__((always_inline)) { return widen_fp8<false>(words[v], part); });
     }
     for (int v = 0; v < VECTORS; v++) {
       const vf scales = load((const float*)(tile.record + FP8_SCALES) + column + v * W);
@@ -124,11 +154,16 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, con
     const int64_t to = min(from + block, groups);
     if (is_wide) {
       const char* record = panel + from * FP8_BYTES;
-      for (int64_t step = 0; step < FP8_GROUP / 4; step++)
-        for (int part = 0; part < FP8_PARTS; part++)
-          for (int64_t i = 0; i < PANEL; i += W)
+      for (int64_t step = 0; step < FP8_GROUP / 4; step++) {
+        __builtin_prefetch(record + FP8_BYTES + step * FP8_STEP, 0, 2);
+        for (int64_t i = 0; i < PANEL; i += W) {
+          const vu words[] = {load((const uint32_t*)(record + step * FP8_STEP) + i)};
+          const bool subnormal = has_subnormals(words);
+          for (int part = 0; part < FP8_PARTS; part++)
             store(wide + (step * FP8_PARTS + part) * PANEL + i,
-                  widen_fp8(load((const uint32_t*)(record + step * FP8_STEP) + i), part));
+                  subnormal ? widen_fp8<true>(words[0], part) : widen_fp8<false>(words[0], part));
+        }
+      }
     }
     for (int64_t number = 0; number < tiles; number++) {
       const int64_t row = rows * number / tiles, height = rows * (number + 1) / tiles - row;

@@ -9,6 +9,7 @@ typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2)));
 typedef int8_t vb __attribute__((vector_size(W)));
+typedef uint8_t vub __attribute__((vector_size(W)));
 
 struct bf16 {
   uint16_t bits;
@@ -91,11 +92,31 @@ INLINE vf load(const bf16* p) {
   __builtin_memcpy(&x, p, sizeof x);
   return widen(x);
 }
-INLINE vf load(const int8_t* p) {
+// Bytes, widened to 32 bits. GCC 12 converts the lanes one by one if it is asked to convert such vectors.
+INLINE vi widen_bytes(const int8_t* p) {
+#if PENSTOCK_LANES == 16
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif PENSTOCK_LANES == 8
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
   vb x;
   __builtin_memcpy(&x, p, sizeof x);
-  return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
+  return __builtin_convertvector(x, vi);
+#endif
 }
+INLINE vi widen_bytes(const uint8_t* p) {
+#if PENSTOCK_LANES == 16
+  return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif PENSTOCK_LANES == 8
+  return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  vub x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, vi);
+#endif
+}
+INLINE vf load(const int8_t* p) { return __builtin_convertvector(widen_bytes(p), vf); }
+INLINE vf load(const uint8_t* p) { return __builtin_convertvector(widen_bytes(p), vf); }
 INLINE vu load(const uint32_t* p) {
   vu x;
   __builtin_memcpy(&x, p, sizeof x);
