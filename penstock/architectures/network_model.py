@@ -83,6 +83,11 @@ class NetworkModel(PipelineModel[BaseContextType]):
         """
 
     @classmethod
+    def ignored_tensors(cls, huggingface_config: HuggingFaceConfig) -> tuple[str, ...]:
+        """Return patterns of checkpoint tensors that the network does not have to read."""
+        return cls.ignored_weights
+
+    @classmethod
     def estimate_activation_memory(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
@@ -103,7 +108,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
             weights.on_read = progress.advance
             network = cls.build(load, huggingface_config, max_length)
             weights.on_read = None
-        weights.finish(cls.ignored_weights)
+        weights.finish(cls.ignored_tensors(huggingface_config))
         return network
 
     @classmethod

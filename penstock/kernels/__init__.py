@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     )
     from penstock.kernels.lazy_weight import LazyWeight
     from penstock.kernels.linear import LinearSlice, PackedLinear, pack_linear, unpack_linear
-    from penstock.kernels.ops import OPERATIONS, Activation, Gating, Ops, Routing
+    from penstock.kernels.ops import OPERATIONS, Activation, Gating, Ops
+    from penstock.kernels.routing import Routing, ScoreRouting, SparseMixer
     from penstock.kernels.step import StepInputs
 
 __all__ = [
@@ -55,6 +56,8 @@ __all__ = [
     "PackedLinear",
     "Routing",
     "SamplingInputs",
+    "ScoreRouting",
+    "SparseMixer",
     "StepInputs",
     "encoding_named",
     "pack_linear",
@@ -70,7 +73,8 @@ _HOMES = {
     "penstock.kernels.inputs": ("KVCacheInputs", "KVGroupInputs", "LayerKV", "LoRAInputs", "SamplingInputs"),
     "penstock.kernels.lazy_weight": ("LazyWeight",),
     "penstock.kernels.linear": ("LinearSlice", "PackedLinear", "pack_linear", "unpack_linear"),
-    "penstock.kernels.ops": ("OPERATIONS", "Activation", "Gating", "Ops", "Routing"),
+    "penstock.kernels.ops": ("OPERATIONS", "Activation", "Gating", "Ops"),
+    "penstock.kernels.routing": ("Routing", "ScoreRouting", "SparseMixer"),
     "penstock.kernels.step": ("StepInputs",),
 }
 

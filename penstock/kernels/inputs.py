@@ -37,6 +37,7 @@ class LayerKV:
     slots: Tensor  # [T] int64: slot of each row, block * S + offset
     window: int | None = None  # a query attends to itself and the window - 1 keys before it
     scales: Tensor | None = None  # [2, N, K, S] float32 for an int8 cache
+    is_chunked: bool = False  # whether windows begin at multiples of their size
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class KVGroupInputs:
     block_tables: Tensor  # [B, M] int32
     slots: Tensor  # [T] int64
     window: int | None = None
+    is_chunked: bool = False
 
     def slots_at(self, positions: Tensor, block_size: int) -> Tensor:  # [n, B] of [n, B]
         """Return the slots of positions of each sequence; their blocks must be reserved."""
@@ -67,7 +69,14 @@ class KVCacheInputs:
     def layer(self, index: int) -> LayerKV:
         """Return the cache of layer ``index``."""
         group = self.groups[self.group_of_layer[index]]
-        return LayerKV(self.caches[index], group.block_tables, group.slots, group.window, self.scales[index])
+        return LayerKV(
+            self.caches[index],
+            group.block_tables,
+            group.slots,
+            group.window,
+            self.scales[index],
+            group.is_chunked,
+        )
 
     def advance(self) -> KVCacheInputs:
         """Return the inputs of the next step of the same batch, in which each sequence adds one row.

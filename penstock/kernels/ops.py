@@ -5,7 +5,7 @@ recorded and replayed (`kernels.recording`). `kernels.reference.ReferenceOps` de
 Other back ends inherit from it and override the operations that they compute faster.
 
 Each method marked with `operation` is a row of the table of operations, see `kernels.operations`. The
-operations of audio codecs are in `kernels.convolution`.
+operations of audio codecs are in `kernels.convolution`, those of routers in `kernels.routing`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from penstock.kernels.operations import (
     operation,
     operations_of,
 )
+from penstock.kernels.routing import RoutingOps
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Gating = Activation | ClampedSwiGLU
-Routing = Literal["all", "all_normed", "chosen"]
 
 
 def _own_adapters(arguments: Arguments) -> Arguments:
@@ -49,7 +49,7 @@ def _no_adapters(arguments: Arguments) -> Arguments:
     return {**arguments, "lora": None}
 
 
-class Ops(ConvolutionOps):
+class Ops(ConvolutionOps, RoutingOps):
     """The operations of a back end. An instance holds no state of a step and can serve several models."""
 
     name: str
@@ -223,7 +223,7 @@ class Ops(ConvolutionOps):
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         """Write ``k, v [T, K, D]`` into ``kv.cache`` at ``kv.slots``; quantises for an int8 cache."""
 
-    @operation(weights=["sinks"], functions={"attention": CFunction("2q 9P 12q 2d", can_be_long=True)})
+    @operation(weights=["sinks"], functions={"attention": CFunction("2q 9P 13q 2d", can_be_long=True)})
     @abstractmethod
     def attention(
         self,
@@ -240,7 +240,8 @@ class Ops(ConvolutionOps):
         """Return causal attention of a ragged batch over the paged cache, which already holds the new rows.
 
         The rows of sequence b are its last positions: row j of n is at ``lengths[b] - n + j``. It attends to
-        the keys at or before its position, at most ``kv.window`` of them. Query head h reads kv head
+        the keys at or before its position, at most ``kv.window`` of them, and with ``kv.is_chunked`` none
+        before the last multiple of the window. Query head h reads kv head
         ``h // (H / K)``. ``soft_cap`` bounds the scores to ``cap * tanh(score / cap)``. A sink is a further
         score in the softmax without a value. The softmax is computed in float32.
 
@@ -295,16 +296,6 @@ class Ops(ConvolutionOps):
         """Return `ClampedSwiGLU` of the gates ``x[:, :F]`` and ups ``x[:, F:]`` of ``x [T, 2F]``: ``[T, F]``.
 
         Computed in float32, returned in x's type.
-        """
-
-    @operation(functions={"route": CFunction("2q 3P 4q")})
-    @abstractmethod
-    def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Return weights and ids of the ``top`` experts with the largest logits of each row of ``[T, N]``.
-
-        The weights ``[T, top]`` float32 are a softmax over all N logits (``all``), the same divided by the
-        sum of the selected weights (``all_normed``), or a softmax over the selected logits (``chosen``). The
-        ids are ``[T, top]`` int64.
         """
 
     @operation(

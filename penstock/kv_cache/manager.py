@@ -245,7 +245,7 @@ class KVCacheManager:
         ends = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
         tables = self._tables.of_batch(slots, max_blocks, ends, counts, self.block_size)
         groups = (
-            KVGroupInputs(self._upload(table), self._upload(stored), group.window)
+            KVGroupInputs(self._upload(table), self._upload(stored), group.window, group.is_chunked)
             for group, (table, stored) in zip(self.spec.groups, tables, strict=True)
         )
         return KVCacheInputs(

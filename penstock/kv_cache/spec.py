@@ -19,6 +19,8 @@ class KVGroup:
     dtype: DType
     window: int | None = None
     """A query sees its own key and the ``window - 1`` keys before it; None for all keys."""
+    is_chunked: bool = False
+    """Whether a query sees no key before the last multiple of the window."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -28,6 +30,8 @@ class KVGroup:
                 raise ConfigError(name, f"must be at least 1, was {getattr(self, name)}")
         if self.window is not None and self.window < 1:
             raise ConfigError("window", f"must be at least 1, was {self.window}: None stands for no window")
+        if self.is_chunked and self.window is None:
+            raise ConfigError("window", "must be a number: it is the size of the chunks")
         if not (self.dtype.is_float() or self.dtype is DType.int8):
             raise ConfigError("dtype", f"a KV cache holds floats or int8, not {self.dtype.value}")
 
@@ -39,7 +43,11 @@ class KVGroup:
 
     def first_visible(self, position: int) -> int:
         """Return the first position that the query at ``position`` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
+        if self.window is None:
+            return 0
+        if self.is_chunked:
+            return position // self.window * self.window
+        return max(0, position - self.window + 1)
 
     def max_blocks(self, num_tokens: int, block_size: int, chunk_size: int | None = None) -> int:
         """Return the maximum number of blocks that a sequence holds at once.

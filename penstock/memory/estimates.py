@@ -43,7 +43,7 @@ def estimate_weights_size(pipeline_config: PipelineConfig, names: TensorNames | 
         shape = _linear_shape(name, header, names)
         if shape:
             *experts, out_features, in_features = shape
-            encoding = floats if role == "router" else model.encoding
+            encoding = _router_encoding(names, floats) if role == "router" else model.encoding
             if model.keeps_stored_layers:
                 encoding = header.encoding or floats
             elif encoding != header.encoding:
@@ -145,6 +145,10 @@ def _names_or_default(names: TensorNames | None) -> TensorNames:
     from penstock.nn import LLAMA_NAMES  # loads torch
 
     return names or LLAMA_NAMES
+
+
+def _router_encoding(names: TensorNames, floats: str) -> str:
+    return DType.float32.value if names.is_router_wide else floats
 
 
 def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:

@@ -39,7 +39,15 @@ from penstock.nn.encoder_heads import (
     load_vocabulary_head,
     num_labels,
 )
-from penstock.nn.experts import Experts, load_experts, load_router, num_experts_per_token
+from penstock.nn.experts import (
+    Experts,
+    SharedExperts,
+    load_correction_bias,
+    load_experts,
+    load_router,
+    load_stacked_experts,
+    num_experts_per_token,
+)
 from penstock.nn.head import Head
 from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader, TensorSource
@@ -86,6 +94,7 @@ __all__ = [
     "Rotary",
     "RotaryConfig",
     "RotaryRows",
+    "SharedExperts",
     "TensorNames",
     "TensorRole",
     "TensorSource",
@@ -96,8 +105,10 @@ __all__ = [
     "layer_types",
     "load_attention",
     "load_classifier",
+    "load_correction_bias",
     "load_experts",
     "load_router",
+    "load_stacked_experts",
     "load_vocabulary_head",
     "num_experts_per_token",
     "num_labels",

@@ -3,15 +3,17 @@ arXiv:1701.06538)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.kernels import Gating, PackedExperts, Routing, StepInputs
+from penstock.kernels import Gating, PackedExperts, PackedLinear, Routing, StepInputs
 from penstock.nn.config_values import ConfigValues
 from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
+from penstock.nn.mlp import GatedMLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,42 +26,81 @@ class Experts:
     """The number of experts for each row."""
     routing: Routing
     gating: Gating
+    bias: Tensor | None = None  # [N] float32: selects experts, see `ScoreRouting`
+    is_wide: bool = False
+    """Whether the router computes in float32."""
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
-        topk_weights, topk_ids = step.ops.route(self.router(x, step), self.top, self.routing)
+        logits = self.router(step.ops.widen(x) if self.is_wide else x, step)
+        topk_weights, topk_ids = step.ops.route(logits, self.top, self.routing, self.bias)
         return step.ops.experts(x, self.packed, topk_weights, topk_ids, self.gating, lora=step.lora)
 
 
-def num_experts_per_token(config: ConfigValues, experts: int, default: int) -> int:
-    """Return ``num_experts_per_tok``.
+@dataclass(frozen=True, slots=True)
+class SharedExperts:
+    """Experts that a router selects, and a gated layer that every row uses (Dai et al. 2024,
+    arXiv:2401.06066)."""
+
+    experts: Experts
+    shared: GatedMLP
+    gate: Linear | None = None  # [E] -> [1]: the logit of the weight of the shared layer
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
+        shared = self.shared(x, step)
+        if self.gate is not None:
+            shared = step.ops.scale_rows(shared, self.gate(x, step), are_logits=True)
+        return step.ops.add(self.experts(x, step), shared)
+
+
+def num_experts_per_token(
+    config: ConfigValues,
+    experts: int,
+    default: int,
+    *,
+    key: str = "num_experts_per_tok",
+    has_shared: bool = False,
+) -> int:
+    """Return the number of experts that the router selects for a token.
 
     Args:
         config: the checkpoint's configuration.
         experts: the number of experts of a layer.
         default: the family's value if the key is absent.
+        key: the key of the number.
+        has_shared: whether the family has experts that every token uses.
 
     Raises:
-        ConfigError: the number exceeds ``experts``, or the model has shared experts, which every token uses.
+        ConfigError: the number exceeds ``experts``, or the file asks for shared experts in a family without.
     """
-    top = config.integer("num_experts_per_tok", default=default)
+    top = config.integer(key, default=default)
     if top > experts:
-        raise ConfigError(
-            "num_experts_per_tok", f"{top} experts for each token cannot be topk_ids of {experts}"
-        )
+        raise ConfigError(key, f"{top} experts for each token cannot be topk_ids of {experts}")
+    if has_shared:
+        return top
     for key in ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"):
         if config.get(key):
             raise ConfigError(key, f"was {config[key]!r}: experts that every token visits are not supported")
     return top
 
 
-def load_router(load: Loader, name: str, experts: int, hidden: int, *, bias: bool = False) -> Linear:
+def load_router(
+    load: Loader, name: str, experts: int, hidden: int, *, bias: bool = False, is_wide: bool = False
+) -> Linear:
     """Read the router with this full name.
 
-    It keeps the type of the activations. It is small, and a rounding error can send a row to another expert.
+    It keeps the type of the activations, or float32 if it is wide. It is small, and a rounding error can send
+    a row to another expert.
     """
-    weight = load.tensor(f"{name}.weight", experts, hidden)
+    weight = load.source.tensor(f"{name}.weight", (experts, hidden))
+    if not is_wide:
+        weight = weight.to(load.dtype)
     offset = load.tensor(f"{name}.bias", experts) if bias else None
-    return load.pack(weight, {name: experts}, bias=offset, plain=True)
+    return load.pack(weight.to(load.device), {name: experts}, bias=offset, plain=True, is_wide=is_wide)
+
+
+def load_correction_bias(load: Loader, name: str, *shape: int) -> Tensor:
+    """Read the bias that selects experts, ``[N]`` float32; ``shape`` is that of the file."""
+    return load.source.tensor(name, shape).float().flatten().contiguous().to(load.device)
 
 
 def load_experts(
@@ -95,18 +136,50 @@ def load_experts(
                 for i in range(experts)
             ),
         )
-    gate_ups = load.source.tensor(f"{name}.gate_up_proj", (experts, 2 * inner, hidden))
-    downs = load.source.tensor(f"{name}.down_proj", (experts, hidden, inner))
+    tensors = f"{name}.gate_up_proj", f"{name}.down_proj"
+    names = [tuple(f"{name}.{i}.{part}" for part in parts) for i in range(experts)]
+    return load_stacked_experts(load, tensors, experts, hidden, inner, names=names)
+
+
+def load_stacked_experts(
+    load: Loader,
+    tensors: tuple[str, str],
+    experts: int,
+    hidden: int,
+    inner: int,
+    *,
+    names: Sequence[tuple[str, ...]] | None = None,
+    transposed: bool = False,
+) -> PackedExperts:
+    """Read experts that are stored in two tensors ``[N, 2F, E]`` and ``[N, E, F]``.
+
+    Args:
+        load: reads and packs the tensors.
+        tensors: the full names of the tensors of gates and ups, and of downs.
+        experts: N.
+        hidden: E.
+        inner: F.
+        names: the names of gate, up and down of each expert, by which adapters find them. Without names no
+            adapter finds them.
+        transposed: whether the tensors are stored ``[N, E, 2F]`` and ``[N, F, E]``.
+    """
+
+    def read(tensor: str, out_features: int, in_features: int) -> Sequence[Tensor]:
+        if transposed:
+            matrices = load.source.tensor(tensor, (experts, in_features, out_features))
+            return [matrix.T for matrix in matrices]
+        return list(load.source.tensor(tensor, (experts, out_features, in_features)))
+
+    def pack(weight: Tensor, parts: Mapping[str, int]) -> PackedLinear:
+        return load.pack(weight, parts, is_expert=True).packed
+
+    own = names or [()] * experts
+    gate_ups = [dict.fromkeys(one[:2], inner) for one in own]
+    downs = [dict.fromkeys(one[2:], hidden) for one in own]
     packed = PackedExperts(
-        tuple(
-            load.pack(weight, {f"{name}.{i}.{gate}": inner, f"{name}.{i}.{up}": inner}, is_expert=True).packed
-            for i, weight in enumerate(gate_ups)
-        ),
-        tuple(
-            load.pack(weight, {f"{name}.{i}.{down}": hidden}, is_expert=True).packed
-            for i, weight in enumerate(downs)
-        ),
+        tuple(map(pack, read(tensors[0], 2 * inner, hidden), gate_ups)),
+        tuple(map(pack, read(tensors[1], hidden, inner), downs)),
     )
-    for tensor in ("gate_up_proj", "down_proj"):
-        load.source.release(f"{name}.{tensor}")
+    for tensor in tensors:
+        load.source.release(tensor)
     return packed

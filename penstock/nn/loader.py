@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from penstock.dtype import DType
 from penstock.kernels import LazyWeight, LinearSlice, Ops, PackedLinear, encoding_named
 from penstock.kernels.reference import ReferenceOps
 from penstock.nn.linear import Linear
@@ -207,6 +208,7 @@ class Loader:
         *,
         bias: Tensor | None = None,
         plain: bool = False,
+        is_wide: bool = False,
         is_expert: bool = False,
     ) -> Linear:
         """Return the layer of a weight ``[out, in]`` that the caller has read.
@@ -216,10 +218,13 @@ class Loader:
             parts: names and sizes of its outputs, in order. Adapters find the layer by these names.
             bias: ``[out]``.
             plain: whether to keep the weight in the type of the activations, for every encoding.
+            is_wide: whether to keep the weight in float32, for activations in float32.
             is_expert: whether the layer is one expert of many.
         """
         out_features, in_features = weight.shape
-        if plain or self._keep_stored:
+        if is_wide:
+            encoding = DType.float32.value
+        elif plain or self._keep_stored:
             encoding = self._kind.compute_dtype.value
         elif self._is_uniform:
             encoding = self.encoding

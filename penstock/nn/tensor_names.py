@@ -38,6 +38,8 @@ class TensorNames:
     """Gate and up matrix. One name if the checkpoint stores them as one matrix."""
     down: str = "down_proj"
     router: str = "gate"
+    is_router_wide: bool = False
+    """Whether routers compute in float32 with every encoding."""
     experts: str = "experts"
     norms_before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     """The norms before attention and before the feed-forward layer."""

@@ -21,6 +21,8 @@ from penstock.kernels import (
     PackedLinear,
     Routing,
     SamplingInputs,
+    ScoreRouting,
+    SparseMixer,
 )
 from penstock.kernels.linear import LinearSlice
 from penstock.kernels.reference import ReferenceOps
@@ -165,6 +167,76 @@ def test_route(ops: Ops, dtype: torch.dtype, routing: Routing, rows: int, expert
     assert torch.equal(topk_ids, numbers)
     assert agree(topk_weights, expected)
     same(lambda o: o.route(100 * logits, top, routing)[0], ops)
+
+
+SCORE_ROUTINGS = {
+    "sigmoid": ScoreRouting("sigmoid", is_normed=False),
+    "sigmoid, normed and scaled": ScoreRouting("sigmoid", is_normed=True, scale=2.5),
+    "softmax": ScoreRouting("softmax", is_normed=True, min_sum=0.3),
+    "groups": ScoreRouting("sigmoid", is_normed=True, groups=4, top_groups=2),
+    "groups of softmax": ScoreRouting("softmax", is_normed=False, groups=10, top_groups=3, scale=0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("routing", SCORE_ROUTINGS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_route_by_scores(ops: Ops, dtype: torch.dtype, routing: str, with_bias: bool) -> None:
+    rows, experts = 33, 60
+    spread = (
+        torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8 - 3.5
+    )  # distinct in bfloat16, too
+    logits = torch.cat([spread, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
+    bias = torch.randn(experts) / 5 if with_bias else None
+    (topk_weights, topk_ids), (expected, numbers) = (
+        o.route(logits, 6, SCORE_ROUTINGS[routing], bias) for o in (ops, REFERENCE)
+    )
+    assert torch.equal(topk_ids, numbers)
+    assert agree(topk_weights, expected)
+
+
+def test_route_by_scores_is_what_its_definition_says() -> None:
+    logits, bias = torch.randn(9, 12).double(), torch.randn(12).double() / 5
+    routing = ScoreRouting("sigmoid", is_normed=True, scale=2.5, groups=4, top_groups=2)
+    topk_weights, topk_ids = REFERENCE.route(logits.float(), 3, routing, bias.float())
+    for row in range(9):
+        scores = logits[row].sigmoid()
+        ranks = (scores + bias).tolist()
+        by_group = [sum(sorted(ranks[3 * g : 3 * g + 3])[-2:]) for g in range(4)]
+        kept = sorted(range(4), key=lambda g: -by_group[g])[:2]
+        order = sorted((i for g in kept for i in range(3 * g, 3 * g + 3)), key=lambda i: -ranks[i])[:3]
+        assert topk_ids[row].tolist() == order
+        expected = 2.5 * scores[order] / scores[order].sum()
+        torch.testing.assert_close(topk_weights[row], expected.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("eps", [0.01, 0.3])
+@pytest.mark.parametrize(("experts", "top"), [(5, 2), (16, 2), (60, 4)])
+def test_route_of_a_sparse_mixer(ops: Ops, dtype: torch.dtype, eps: float, experts: int, top: int) -> None:
+    logits = torch.stack([torch.randperm(experts) for _ in range(33)]).to(dtype) / 8 - 2
+    (topk_weights, topk_ids), (expected, numbers) = (
+        o.route(logits, top, SparseMixer(eps)) for o in (ops, REFERENCE)
+    )
+    assert torch.equal(topk_ids, numbers)
+    assert agree(topk_weights, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor_dtype", DTYPES)
+@pytest.mark.parametrize("are_logits", [False, True])
+def test_scale_rows(ops: Ops, dtype: torch.dtype, factor_dtype: torch.dtype, are_logits: bool) -> None:
+    x = torch.randn(33, 100).to(dtype)[:, :50]
+    factors = (3 * torch.randn(33, 4)).to(factor_dtype)[:, 1:2]
+    same(lambda o: o.scale_rows(x, factors, are_logits=are_logits), ops)
+    wide = factors.double().sigmoid() if are_logits else factors.double()
+    assert agree(REFERENCE.scale_rows(x, factors, are_logits=are_logits), (x.double() * wide).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_widen(ops: Ops, dtype: torch.dtype) -> None:
+    x = torch.randn(33, 100).to(dtype)[:, :50]
+    assert torch.equal(ops.widen(x), x.float())
 
 
 def test_route_of_equal_and_of_no_numbers(ops: Ops) -> None:
@@ -412,6 +484,19 @@ def test_attention_over_dimensions(ops: Ops, dtype: torch.dtype, dim: int, block
     batch = paged(MIXES["all at once"], 2, dim, block_size, dtype)
     q, _, _ = fused_qkv(45, 6, 2, dim, dtype)
     same(lambda o: attend(o, q, batch), ops)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 5, 16, 64, 600])
+@pytest.mark.parametrize("mix", ["decode", "prompt", "all at once", "several chunks of keys"])
+def test_attention_in_chunks(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
+    batch = paged(MIXES[mix], 2, 16, 16, dtype, window)
+    kv = replace(batch.kv, is_chunked=True)
+    q, _, _ = fused_qkv(int(batch.row_offsets[-1]), 4, 2, 16, dtype)
+    got, expected = (attend(o, q, replace(batch, kv=kv)) for o in (ops, REFERENCE))
+    assert agree(got, expected)
+    assert window in (1, 600) or not agree(got, attend(ops, q, batch)), "as a window"
 
 
 @pytest.mark.matrix

@@ -14,7 +14,13 @@ BLOCK = 16
 
 
 def paged(
-    lengths: list[int], kv_heads: int, dim: int, *, window: int | None = None, int8: bool = False
+    lengths: list[int],
+    kv_heads: int,
+    dim: int,
+    *,
+    window: int | None = None,
+    int8: bool = False,
+    is_chunked: bool = False,
 ) -> tuple[LayerKV, list[np.ndarray]]:
     """Return a cache with sequences of these lengths in scattered blocks, and the sequences, [2, L, K, D]."""
     generator = np.random.default_rng(sum(lengths))
@@ -41,7 +47,7 @@ def paged(
             LayerKV(cache, tables, slots, window, scales),
         )
         flat.append(pair)
-    return LayerKV(cache, tables, torch.zeros(0, dtype=torch.int64), window, scales), flat
+    return LayerKV(cache, tables, torch.zeros(0, dtype=torch.int64), window, scales, is_chunked), flat
 
 
 def naive(
@@ -52,10 +58,14 @@ def naive(
     window: int | None,
     soft_cap: float | None,
     sinks: np.ndarray | None,
+    is_chunked: bool = False,
 ) -> np.ndarray:
     heads, out = q.shape[0], np.zeros(q.shape)
     group = heads // pair.shape[2]
     first = 0 if window is None else max(0, position - window + 1)
+    if is_chunked:
+        assert window is not None
+        first = max(one for one in range(0, position + 1, window))
     for head in range(heads):
         keys, values = pair[:, first : position + 1, head // group].astype(np.float64)
         scores = keys @ q[head].astype(np.float64) * scale
@@ -97,6 +107,17 @@ def test_attention(
             )
             np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-6)
             row += 1
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 40])
+def test_attention_in_chunks(chunk: int) -> None:
+    kv, (pair,) = paged([50], 2, 8, window=chunk, is_chunked=True)
+    q = torch.randn(45, 4, 8, generator=torch.Generator().manual_seed(0))
+    offsets, lengths = torch.tensor([0, 45], dtype=torch.int32), torch.tensor([50], dtype=torch.int32)
+    out = OPS.attention(q, kv, offsets, lengths, scale=0.4)
+    for row in range(45):
+        expected = naive(q[row].numpy(), pair, row + 5, 0.4, chunk, None, None, is_chunked=True)
+        np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-6)
 
 
 def test_blocks_behind_the_window_may_be_gone() -> None:

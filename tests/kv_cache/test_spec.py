@@ -42,6 +42,12 @@ def test_a_spec_needs_a_group() -> None:
         KVCacheSpec(())
 
 
+def test_the_first_visible_position() -> None:
+    windowed, chunked = group(0, window=16), KVGroup((0,), 2, 8, DType.float32, 16, is_chunked=True)
+    assert [windowed.first_visible(position) for position in (0, 15, 16, 40)] == [0, 0, 1, 25]
+    assert [chunked.first_visible(position) for position in (0, 15, 16, 40)] == [0, 0, 16, 32]
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -49,6 +55,7 @@ def test_a_spec_needs_a_group() -> None:
         ({"kv_heads": 0}, "kv_heads"),
         ({"head_dim": 0}, "head_dim"),
         ({"window": 0}, "window"),
+        ({"is_chunked": True}, "window"),
         ({"dtype": DType.int32}, "dtype"),
     ],
 )

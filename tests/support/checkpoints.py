@@ -51,6 +51,9 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
                 nn.init.normal_(parameter, std=0.2)
             elif name.endswith((".bias", "_bias")):  # the latter are experts'
                 nn.init.normal_(parameter, std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                nn.init.normal_(buffer, std=0.2)
     model.save_pretrained(folder)
     return folder
 

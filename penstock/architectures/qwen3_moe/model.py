@@ -53,7 +53,7 @@ class Qwen3MoeModel(TransformerModel):
         inner = config.integer("moe_intermediate_size", 768)
         top = num_experts_per_token(config, experts, default=8)
         normed = config.flag("norm_topk_prob")
-        dense = _dense_layers(config, blueprint.layers)
+        dense = dense_layers(config, blueprint.layers)
         read_dense = gated_mlps(load, blueprint)
 
         def read(name: str, layer: int) -> FeedForward:
@@ -71,7 +71,7 @@ class Qwen3MoeModel(TransformerModel):
         return read
 
 
-def _dense_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
+def dense_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
     """Return the layers without experts: ``mlp_only_layers``, and all but each ``decoder_sparse_step``-th."""
     named = config.integers("mlp_only_layers") or ()
     step = config.integer("decoder_sparse_step", 1)

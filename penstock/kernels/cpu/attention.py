@@ -247,6 +247,7 @@ class CpuAttention(CpuExperts):
             q.stride(1),
             tables.stride(0),
             kv.window or 0,
+            int(kv.is_chunked),
             ahead,
             0 if bias is None else bias.shape[1],
             scale,

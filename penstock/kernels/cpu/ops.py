@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.convolution import CpuConvolution
 from penstock.kernels.cpu.linear import TYPES
+from penstock.kernels.cpu.routing import CpuRouting
 from penstock.kernels.inputs import SamplingInputs
-from penstock.kernels.ops import Routing
 
-_ROUTINGS = {"all": 0, "all_normed": 1, "chosen": 2}
 _LONG_SAMPLE = 1 << 20
 """Logits from which sampling takes long enough to release the GIL."""
 
 
-class CpuOps(CpuConvolution):
+class CpuOps(CpuRouting):
     """C++ kernels for float32 and bfloat16 activations.
 
     The bits of a row depend on the row only, not on its batch, its position there, or the threads.
@@ -35,27 +33,6 @@ class CpuOps(CpuConvolution):
 
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
         return self.take_rows(table, tokens)
-
-    def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
-        kind, strides = TYPES.get(logits.dtype), logits.stride()
-        rows, experts = logits.shape
-        if kind is None or strides[1] != 1 or not 0 < top <= experts:
-            self._fall_back(
-                "route",
-                {
-                    f"{logits.dtype} logits": kind is not None,
-                    "strided rows": strides[1] == 1,
-                    f"{top} of {experts} experts": 0 < top <= experts,
-                },
-            )
-            return super().route(logits, top, routing)
-        topk_weights, topk_ids = (
-            self._empty((rows, top), torch.float32),
-            self._empty((rows, top), torch.int64),
-        )
-        pointers = (logits.data_ptr(), topk_weights.data_ptr(), topk_ids.data_ptr())
-        self._kernels.route(kind, _ROUTINGS[routing], *pointers, rows, experts, top, strides[0])
-        return topk_weights, topk_ids
 
     def rope_rows(self, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return self.take_rows(cos, positions), self.take_rows(sin, positions)

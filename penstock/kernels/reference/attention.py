@@ -40,7 +40,7 @@ def paged_attention(
             tile = slice(row, min(row + QUERY_TILE, stop))
             position = length - (stop - row)
             seen = None if spans is None else spans[tile]
-            out[tile] = _attend(q[tile], keys, values, position, kv.window, scale, soft_cap, sinks, seen)
+            out[tile] = _attend(q[tile], keys, values, position, kv, scale, soft_cap, sinks, seen)
     return out
 
 
@@ -49,7 +49,7 @@ def _attend(
     keys: Tensor,  # [K, M, S, D]
     values: Tensor,  # [K, M, S, D]
     position: int,
-    window: int | None,
+    kv: LayerKV,
     scale: float,
     soft_cap: float | None,
     sinks: Tensor | None,
@@ -65,7 +65,7 @@ def _attend(
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(
-        ~_visible(position, rows, group, padding, blocks, block_size, window, spans, q.device), -torch.inf
+        ~_visible(position, rows, group, padding, blocks, block_size, kv, spans, q.device), -torch.inf
     )
     top = scores.amax(dim=(1, 3))  # [K, R']
     sink = _sink_rows(sinks, rows, kv_heads, padding)  # [K, R']
@@ -87,7 +87,7 @@ def _visible(
     padding: int,
     blocks: int,
     block_size: int,
-    window: int | None,
+    kv: LayerKV,
     spans: Tensor | None,  # [R, 2]
     device: torch.device,
 ) -> Tensor:  # [M, R', S] bool
@@ -98,7 +98,11 @@ def _visible(
     if spans is not None:
         ends = F.pad(spans[:, 1].long().repeat_interleave(group), (0, padding))  # [R']
         visible = visible | (keys < ends[:, None])
-    return visible if window is None else visible & (keys > queries - window)
+    if kv.window is None:
+        return visible
+    if kv.is_chunked:
+        return visible & (keys >= queries // kv.window * kv.window)
+    return visible & (keys > queries - kv.window)
 
 
 def _sink_rows(sinks: Tensor | None, rows: int, kv_heads: int, padding: int) -> Tensor | None:

@@ -29,17 +29,18 @@ from penstock.kernels.linear import (
     shape_of,
     tensors_in_rows,
 )
-from penstock.kernels.ops import Activation, Gating, Ops, Routing
+from penstock.kernels.ops import Activation, Gating, Ops
 from penstock.kernels.reference.attention import paged_attention
 from penstock.kernels.reference.convolution import ReferenceConvolution
 from penstock.kernels.reference.encoder_attention import ragged_attention
+from penstock.kernels.reference.routing import ReferenceRouting
 from penstock.kernels.reference.sampling import sample
 
 ROWS_OF_EXPERTS = 1024
 """How many rows experts are given at once: the room they take is small beside that of the whole batch."""
 
 
-class ReferenceOps(ReferenceConvolution, Ops):
+class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
     """All operations in plain torch, for every device."""
 
     name = "reference"
@@ -169,19 +170,6 @@ class ReferenceOps(ReferenceConvolution, Ops):
         gates, ups = x.float().chunk(2, dim=-1)  # [T, F] each
         gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
         return (gates / (1 + torch.exp(-gate.alpha * gates)) * (ups + 1)).to(x.dtype)
-
-    def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
-        scores = logits.float()
-        # Sorted by logits, because different logits may have equal weights. Sorted stably, because the order
-        # of ties in topk is undefined.
-        ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-        topk_ids = order[:, :top]
-        if routing == "chosen":
-            return ranked[:, :top].softmax(-1), topk_ids
-        topk_weights = scores.softmax(-1).gather(-1, topk_ids)
-        if routing == "all_normed":
-            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
-        return topk_weights, topk_ids
 
     def experts(
         self,

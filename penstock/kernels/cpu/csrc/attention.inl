@@ -24,10 +24,17 @@ struct Attention {
   const float* bias;   // [H, ...] or null: bias[h * bias_head + key - query] is added to a scaled score
   int64_t B, H, N, K, S, D, q_row, q_head, table_stride;
   int64_t window;     // number of keys up to and including the query; 0: all
+  int64_t is_chunked;  // whether no window begins before the last multiple of its size
   int64_t ahead;      // keys after the query; 0: causal attention
   int64_t bias_head;
   double scale, cap;  // cap 0: no cap
 };
+
+// Returns the position of the first key that the query at `position` sees.
+INLINE int64_t first_key(const Attention& a, int64_t position) {
+  if (!a.window) return 0;
+  return a.is_chunked ? position / a.window * a.window : max<int64_t>(0, position - a.window + 1);
+}
 
 // The numbering of the items. It depends only on the arguments of the call.
 struct Items {
@@ -80,7 +87,7 @@ static Item item_of(const Attention& a, const Items& items, int64_t number) {
   item.rows = min(items.rows, rows - row);
   item.row = a.row_offsets[b] + row;
   item.position = a.lengths[b] - rows + row;
-  item.begin = a.window ? max<int64_t>(0, item.position - a.window + 1) : 0;
+  item.begin = first_key(a, item.position);
   item.end = min<int64_t>(a.lengths[b], item.position + item.rows + a.ahead);
   item.next = nullptr;
   return item;

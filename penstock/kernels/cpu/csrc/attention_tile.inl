@@ -335,7 +335,7 @@ static void soften_all(const Attention& a, const Item& item, Packed<P>& packed, 
   const int64_t Dp = padded_width(a.D);
   for (int64_t row = 0, m = 0; row < item.rows; row++) {
     int64_t position = item.position + row - tile;
-    int64_t first = a.window ? max<int64_t>(position - a.window + 1, 0) : 0;
+    int64_t first = max<int64_t>(first_key(a, item.position + row) - tile, 0);
     int64_t last = min(min<int64_t>(position + a.ahead, item.end - tile - 1), TILE - 1);
     for (int64_t head = 0; head < item.heads; head++, m++) {
       if (first <= last) {

@@ -1,4 +1,4 @@
-// Operations on single rows: norms, rotary embedding, activations, sums, row lookups, routing.
+// Operations on single rows: norms, rotary embedding, activations, sums, row lookups.
 
 template <class T, class TW>
 INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps) {
@@ -332,58 +332,3 @@ template <class T> static void clamped_swiglu(const ClampedSwiGLU& a, const Team
 static int64_t work(const ClampedSwiGLU& a) { return 8 * ELEMENT * a.n * a.F; }
 static void run(const ClampedSwiGLU& a, const Team& team) { WITH_TYPE(a.type, T, clamped_swiglu<T>(a, team)); }
 KERNEL(clamped_swiglu, ClampedSwiGLU)
-
-struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
-  int64_t type, rule;  // 0 all, 1 all_normed, 2 chosen: the set of the softmax
-  const void* logits;
-  float* topk_weights;
-  int64_t* topk_ids;
-  int64_t n, N, top, stride;
-};
-
-// Returns the smallest index that is not among these. If all logits are NaN, any distinct indices are valid.
-INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
-  for (int64_t number = 0;; number++) {
-    bool found = false;
-    for (int64_t i = 0; i < count; i++) found |= numbers[i] == number;
-    if (!found) return number;
-  }
-}
-
-template <class T> static void route(const Route& a, const Team& team) {
-  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    float* left = (float*)penstock_scratch(OWN, (a.N + a.top) * sizeof(float));  // scores not selected yet
-    float* scores = left + a.N;
-    for (int64_t row = begin; row < end; row++) {
-      const T* logits = (const T*)a.logits + row * a.stride;
-      const float nothing = -__builtin_inff();
-      vf tops = all(nothing), total = {};
-      for_vectors(a.N, EACH_VECTOR {
-        vf logit = load(logits + i, lanes);
-        store(left + i, logit, lanes);
-        tops = vmax(tops, visible_lanes(logit, lanes));
-      });
-      const float top = largest(tops);
-      if (a.rule == 0)
-        for_vectors(a.N, EACH_VECTOR { total += filled(exp(load(left + i, lanes) - top), 0, lanes); });
-      float sum_of_chosen = 0;
-      for (int64_t k = 0; k < a.top; k++) {
-        int64_t best = -1;
-        float most = nothing;
-        for (int64_t i = 0; i < a.N; i++)
-          if (left[i] > most) most = left[i], best = i;
-        if (best < 0) best = smallest_missing(a.topk_ids + row * a.top, k);
-        scores[k] = exp(all(most - top))[0];
-        sum_of_chosen += scores[k];
-        left[best] = nothing;
-        a.topk_ids[row * a.top + k] = best;
-      }
-      const float whole = a.rule == 0 ? sum(total) : sum_of_chosen;
-      for (int64_t k = 0; k < a.top; k++) a.topk_weights[row * a.top + k] = scores[k] / whole;
-    }
-  });
-}
-
-static int64_t work(const Route& a) { return ELEMENT * a.n * a.N * (a.top + 4); }
-static void run(const Route& a, const Team& team) { WITH_TYPE(a.type, T, route<T>(a, team)); }
-KERNEL(route, Route)

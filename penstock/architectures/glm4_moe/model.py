@@ -1,0 +1,113 @@
+"""GLM 4 with experts (Zeng et al. 2025, arXiv:2508.06471): the routing of DeepSeek-V3, and partial rotation.
+
+The first layers are dense. Each other layer has experts in groups, selected by sigmoid scores and a bias, and
+shared experts. The layers after the last are drafts of later tokens; they are not loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.kernels import ScoreRouting
+from penstock.nn import (
+    Blueprint,
+    Experts,
+    FeedForward,
+    GatedMLP,
+    Loader,
+    LoadFeedForward,
+    SharedExperts,
+    TensorNames,
+    gated_mlps,
+    load_correction_bias,
+    load_experts,
+    load_router,
+    num_experts_per_token,
+    num_layers,
+    rope_values,
+)
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class Glm4MoeModel(TransformerModel):
+    """GLM 4 with experts as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        fraction = config.number("partial_rotary_factor", 0.5)
+        return Blueprint.from_huggingface(
+            config,
+            rope_parameters={"partial_rotary_factor": fraction} | rope_values(config),
+            partial_rotary=True,
+            norm_eps=config.number("rms_norm_eps", 1e-5),
+            head_norms="each" if config.flag("use_qk_norm") else None,
+            qkv_bias=config.flag("attention_bias"),
+            names=_NAMES,
+        )
+
+    @classmethod
+    def ignored_tensors(cls, huggingface_config: HuggingFaceConfig) -> tuple[str, ...]:
+        first = num_layers(huggingface_config)
+        drafts = huggingface_config.integer("num_nextn_predict_layers", 1, minimum=0)
+        more = (f"model.layers.{layer}.*" for layer in range(first, first + drafts))
+        return (*cls.ignored_weights, *more)
+
+    @classmethod
+    def feed_forward(
+        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
+    ) -> LoadFeedForward:
+        config, hidden = huggingface_config, blueprint.hidden
+        experts = config.integer("num_local_experts", config.integer("n_routed_experts", 128))
+        inner = config.integer("moe_intermediate_size", 1408)
+        shared_inner = inner * config.integer("n_shared_experts", 1)
+        top = num_experts_per_token(config, experts, default=8, has_shared=True)
+        routing = group_routing(config, experts)
+        dense = config.integer("first_k_dense_replace", 1, minimum=0)
+        read_dense = gated_mlps(load, blueprint)
+
+        def read(name: str, layer: int) -> FeedForward:
+            if layer < dense:
+                return read_dense(name, layer)
+            router = f"{name}.{_NAMES.router}"
+            return SharedExperts(
+                Experts(
+                    load_router(load, router, experts, hidden, is_wide=True),
+                    load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
+                    top,
+                    routing,
+                    blueprint.activation,
+                    load_correction_bias(load, f"{router}.e_score_correction_bias", experts),
+                    is_wide=True,
+                ),
+                GatedMLP.load(load, f"{name}.shared_experts", hidden, shared_inner, blueprint.activation),
+            )
+
+        return read
+
+
+_NAMES = TensorNames(is_router_wide=True)
+
+
+def group_routing(config: HuggingFaceConfig, experts: int) -> ScoreRouting:
+    """Return the routing by groups of a ``config.json`` with the keys of DeepSeek-V3.
+
+    Raises:
+        ConfigError: the groups do not divide the experts, or more groups are selected than there are.
+    """
+    groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
+    if experts % groups:
+        raise ConfigError("n_group", f"{groups} groups do not divide {experts} experts")
+    if top_groups > groups:
+        raise ConfigError("topk_group", f"must be at most n_group, {groups}, was {top_groups}")
+    return ScoreRouting(
+        "sigmoid",
+        is_normed=config.flag("norm_topk_prob", True),
+        scale=config.number("routed_scaling_factor", 1.0),
+        groups=groups,
+        top_groups=top_groups,
+    )

@@ -1,0 +1,62 @@
+"""Granite with experts (IBM 2024): the multipliers of Granite, and a softmax over selected experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.nn import (
+    Blueprint,
+    Experts,
+    Loader,
+    LoadFeedForward,
+    TensorNames,
+    load_router,
+    load_stacked_experts,
+    num_experts_per_token,
+)
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class GraniteMoeModel(TransformerModel):
+    """Granite with experts as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        bias = config.flag("attention_bias")
+        return Blueprint.from_huggingface(
+            config,
+            attention_scale=config.number("attention_multiplier", 1.0),
+            embedding_scale=config.number("embedding_multiplier", 1.0),
+            residual_scale=config.number("residual_multiplier", 1.0),
+            logit_scale=1 / config.number("logits_scaling", 1.0),
+            qkv_bias=bias,
+            output_bias=bias,
+            names=_NAMES,
+        )
+
+    @classmethod
+    def feed_forward(
+        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
+    ) -> LoadFeedForward:
+        hidden, inner = blueprint.hidden, blueprint.inner
+        experts = huggingface_config.integer("num_local_experts", 8)
+        top = num_experts_per_token(huggingface_config, experts, default=2)
+
+        def read(name: str, layer: int) -> Experts:
+            tensors = f"{name}.input_linear.weight", f"{name}.output_linear.weight"
+            return Experts(
+                load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
+                load_stacked_experts(load, tensors, experts, hidden, inner),
+                top,
+                "chosen",
+                blueprint.activation,
+            )
+
+        return read
+
+
+_NAMES = TensorNames(feed_forward="block_sparse_moe", router="router.layer")

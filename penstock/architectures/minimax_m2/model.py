@@ -1,0 +1,92 @@
+"""MiniMax-M2 (MiniMax 2025): sigmoid routing with a correction bias, and partial rotation.
+
+Norms cover all queries, and all keys, together. Earlier MiniMax models have linear attention; this family has
+none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.kernels import ScoreRouting
+from penstock.nn import (
+    Blueprint,
+    Experts,
+    Loader,
+    LoadFeedForward,
+    TensorNames,
+    load_correction_bias,
+    load_experts,
+    load_router,
+    num_experts_per_token,
+    rope_values,
+)
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class MiniMaxM2Model(TransformerModel):
+    """MiniMax-M2 as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        _check(config)
+        parameters = rope_values(config)
+        if config.get("rotary_dim") is not None:
+            fraction = config.integer("rotary_dim") / config.integer("head_dim", 128)
+            parameters.setdefault("partial_rotary_factor", fraction)
+        return Blueprint.from_huggingface(
+            config,
+            head_dim=128,
+            default_base=5e6,
+            rope_parameters=parameters,
+            partial_rotary=True,
+            head_norms="together",
+            names=_NAMES,
+        )
+
+    @classmethod
+    def feed_forward(
+        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
+    ) -> LoadFeedForward:
+        config, hidden = huggingface_config, blueprint.hidden
+        experts = config.integer("num_local_experts", config.integer("num_experts", 256))
+        top = num_experts_per_token(config, experts, default=8)
+        parts = ("w1", "w3", "w2")
+
+        def read(name: str, layer: int) -> Experts:
+            return Experts(
+                load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_wide=True),
+                load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, parts),
+                top,
+                ScoreRouting("sigmoid", is_normed=True),
+                blueprint.activation,
+                load_correction_bias(load, f"{name}.e_score_correction_bias", experts),
+                is_wide=True,
+            )
+
+        return read
+
+
+_NAMES = TensorNames(feed_forward="block_sparse_moe", is_router_wide=True)
+_REQUIRED = {
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "shared_intermediate_size": 0,
+}
+"""Keys of published files, and the only value that this network computes."""
+
+
+def _check(config: HuggingFaceConfig) -> None:
+    for key, value in _REQUIRED.items():
+        if config.get(key) not in (None, value):
+            raise ConfigError(key, f"must be {value!r} in this family, was {config[key]!r}")
+    kinds = config.integers("attn_type_list") or ()
+    if any(kind != 1 for kind in kinds):
+        raise ConfigError("attn_type_list", f"must be 1 for all layers, was {list(kinds)}")

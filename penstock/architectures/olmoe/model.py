@@ -1,0 +1,58 @@
+"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): experts; norms cover all queries, and all keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.nn import (
+    Blueprint,
+    Experts,
+    Loader,
+    LoadFeedForward,
+    load_experts,
+    load_router,
+    num_experts_per_token,
+)
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class OlmoeModel(TransformerModel):
+    """OLMoE as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        if config.get("clip_qkv") is not None:
+            raise ConfigError("clip_qkv", f"was {config.clip_qkv!r}: clipped queries are not supported")
+        bias = config.flag("attention_bias")
+        return Blueprint.from_huggingface(
+            config,
+            norm_eps=config.number("rms_norm_eps", 1e-5),
+            head_norms="together",
+            qkv_bias=bias,
+            output_bias=bias,
+        )
+
+    @classmethod
+    def feed_forward(
+        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
+    ) -> LoadFeedForward:
+        config, names, hidden = huggingface_config, blueprint.names, blueprint.hidden
+        experts = config.integer("num_local_experts", config.integer("num_experts", 64))
+        top = num_experts_per_token(config, experts, default=8)
+        normed = config.flag("norm_topk_prob")
+
+        def read(name: str, layer: int) -> Experts:
+            return Experts(
+                load_router(load, f"{name}.{names.router}", experts, hidden),
+                load_experts(load, f"{name}.{names.experts}", experts, hidden, blueprint.inner),
+                top,
+                "all_normed" if normed else "all",
+                blueprint.activation,
+            )
+
+        return read

@@ -1,0 +1,86 @@
+"""Qwen 2 with experts (Yang et al. 2024, arXiv:2407.10671): a shared expert with a gate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.qwen3_moe.model import dense_layers
+from penstock.architectures.transformer import TransformerModel
+from penstock.nn import (
+    FULL,
+    SLIDING,
+    Blueprint,
+    Experts,
+    FeedForward,
+    GatedMLP,
+    Loader,
+    LoadFeedForward,
+    SharedExperts,
+    TensorNames,
+    gated_mlps,
+    layer_types,
+    load_experts,
+    load_router,
+    num_experts_per_token,
+    num_layers,
+    windows_of,
+)
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class Qwen2MoeModel(TransformerModel):
+    """Qwen 2 with experts as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        return Blueprint.from_huggingface(
+            huggingface_config,
+            qkv_bias=huggingface_config.flag("qkv_bias", True),
+            windows=_windows(huggingface_config),
+            names=_NAMES,
+        )
+
+    @classmethod
+    def feed_forward(
+        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
+    ) -> LoadFeedForward:
+        config, hidden = huggingface_config, blueprint.hidden
+        experts = config.integer("num_local_experts", config.integer("num_experts", 60))
+        inner = config.integer("moe_intermediate_size", 1408)
+        shared_inner = config.integer("shared_expert_intermediate_size", 5632)
+        top = num_experts_per_token(config, experts, default=4, has_shared=True)
+        normed = config.flag("norm_topk_prob")
+        dense = dense_layers(config, blueprint.layers)
+        read_dense = gated_mlps(load, blueprint)
+
+        def read(name: str, layer: int) -> FeedForward:
+            if layer in dense:
+                return read_dense(name, layer)
+            return SharedExperts(
+                Experts(
+                    load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
+                    load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
+                    top,
+                    "all_normed" if normed else "all",
+                    blueprint.activation,
+                ),
+                GatedMLP.load(load, f"{name}.shared_expert", hidden, shared_inner, blueprint.activation),
+                load_router(load, f"{name}.{_SHARED_GATE}", 1, hidden),
+            )
+
+        return read
+
+
+def _windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer: every other layer before ``max_window_layers``."""
+    is_used = config.flag("use_sliding_window")
+    last = config.integer("max_window_layers", 28, minimum=0) if is_used else 0
+    layers = range(num_layers(config))
+    default = tuple(SLIDING if layer % 2 == 0 and layer < last else FULL for layer in layers)
+    return windows_of(config, layer_types(config, default), 4096, is_used=is_used)
+
+
+_SHARED_GATE = "shared_expert_gate"
+_NAMES = TensorNames(other_tables=(f".{_SHARED_GATE}.weight",))

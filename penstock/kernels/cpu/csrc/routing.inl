@@ -1,0 +1,217 @@
+// Routers: which experts compute a row, and with what weights; and the scaling of rows by weights.
+
+struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
+  int64_t type, rule;  // 0 all, 1 all_normed, 2 chosen: the set of the softmax
+  const void* logits;
+  float* topk_weights;
+  int64_t* topk_ids;
+  int64_t n, N, top, stride;
+};
+
+constexpr float NOTHING = -__builtin_inff();
+
+// Returns the smallest index that is not among these. If all logits are NaN, any distinct indices are valid.
+INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
+  for (int64_t number = 0;; number++) {
+    bool found = false;
+    for (int64_t i = 0; i < count; i++) found |= numbers[i] == number;
+    if (!found) return number;
+  }
+}
+
+// Writes the index of the largest of N ranks to ids[k], removes it from the ranks, and returns it. Indices that are
+// in ids already are not selected again.
+INLINE int64_t take_largest(float* ranks, int64_t N, int64_t* ids, int64_t k) {
+  int64_t best = -1;
+  float most = NOTHING;
+  for (int64_t i = 0; i < N; i++)
+    if (ranks[i] > most) most = ranks[i], best = i;
+  if (best < 0) best = smallest_missing(ids, k);
+  ranks[best] = NOTHING;
+  return ids[k] = best;
+}
+
+template <class T> static void route(const Route& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    float* left = (float*)penstock_scratch(OWN, (2 * a.N + a.top) * sizeof(float));  // logits not selected yet
+    float *wide = left + a.N, *scores = wide + a.N;
+    for (int64_t row = begin; row < end; row++) {
+      const T* logits = (const T*)a.logits + row * a.stride;
+      vf tops = all(NOTHING), total = {};
+      for_vectors(a.N, EACH_VECTOR {
+        vf logit = load(logits + i, lanes);
+        store(left + i, logit, lanes);
+        store(wide + i, logit, lanes);
+        tops = vmax(tops, visible_lanes(logit, lanes));
+      });
+      const float top = largest(tops);
+      if (a.rule == 0)
+        for_vectors(a.N, EACH_VECTOR { total += filled(exp(load(left + i, lanes) - top), 0, lanes); });
+      float sum_of_chosen = 0;
+      for (int64_t k = 0; k < a.top; k++) {
+        scores[k] = exp(all(wide[take_largest(left, a.N, a.topk_ids + row * a.top, k)] - top))[0];
+        sum_of_chosen += scores[k];
+      }
+      const float whole = a.rule == 0 ? sum(total) : sum_of_chosen;
+      for (int64_t k = 0; k < a.top; k++) a.topk_weights[row * a.top + k] = scores[k] / whole;
+    }
+  });
+}
+
+static int64_t work(const Route& a) { return ELEMENT * a.n * a.N * (a.top + 4); }
+static void run(const Route& a, const Team& team) { WITH_TYPE(a.type, T, route<T>(a, team)); }
+KERNEL(route, Route)
+
+struct RouteScores {  // as Route; bias [N] or null
+  int64_t type;
+  const void* logits;
+  const float* bias;
+  float* topk_weights;
+  int64_t* topk_ids;
+  int64_t n, N, top, stride, is_sigmoid, is_normed, groups, top_groups;
+  double scale, min_sum;
+};
+
+// Sets the ranks of all groups to -inf except those of the groups with the largest sums of their two largest ranks.
+static void keep_groups(const RouteScores& a, float* ranks, float* sums, int64_t* chosen) {
+  const int64_t size = a.N / a.groups;
+  for (int64_t group = 0; group < a.groups; group++) {
+    float first = NOTHING, second = NOTHING;
+    for (int64_t i = group * size; i < (group + 1) * size; i++) {
+      if (ranks[i] > first) second = first, first = ranks[i];
+      else if (ranks[i] > second) second = ranks[i];
+    }
+    sums[group] = size > 1 ? first + second : first;
+  }
+  for (int64_t k = 0; k < a.top_groups; k++) take_largest(sums, a.groups, chosen, k);
+  for (int64_t group = 0; group < a.groups; group++) {
+    bool is_kept = false;
+    for (int64_t k = 0; k < a.top_groups; k++) is_kept |= chosen[k] == group;
+    for (int64_t i = group * size; i < (group + 1) * size; i++)
+      if (!is_kept) ranks[i] = NOTHING;
+  }
+}
+
+template <class T> static void route_scores(const RouteScores& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    const int64_t floats = round_up(2 * a.N + a.groups, 2);
+    float* scores = (float*)penstock_scratch(OWN, floats * sizeof(float) + a.top_groups * sizeof(int64_t));
+    float *ranks = scores + a.N, *sums = ranks + a.N;
+    int64_t* chosen = (int64_t*)(scores + floats);
+    const bool by_logits = !a.bias && a.groups == 1;
+    for (int64_t row = begin; row < end; row++) {
+      const T* logits = (const T*)a.logits + row * a.stride;
+      vf tops = all(NOTHING), totals = {};
+      for_vectors(a.N, EACH_VECTOR { tops = vmax(tops, visible_lanes(load(logits + i, lanes), lanes)); });
+      const float top = a.is_sigmoid ? 0 : largest(tops);
+      for_vectors(a.N, EACH_VECTOR {
+        vf logit = load(logits + i, lanes);
+        vf score = a.is_sigmoid ? 1 / (1 + exp(-logit)) : exp(logit - top);
+        totals += filled(score, 0, lanes);
+        store(scores + i, score, lanes);
+      });
+      const vf whole = all(a.is_sigmoid ? 1 : sum(totals));
+      for_vectors(a.N, EACH_VECTOR {
+        vf score = load(scores + i, lanes) / whole;
+        store(scores + i, score, lanes);
+        store(ranks + i, by_logits ? load(logits + i, lanes) : a.bias ? score + load(a.bias + i, lanes) : score, lanes);
+      });
+      if (a.groups > 1) keep_groups(a, ranks, sums, chosen);
+      float* weights = a.topk_weights + row * a.top;
+      float total = 0;
+      for (int64_t k = 0; k < a.top; k++) {
+        weights[k] = scores[take_largest(ranks, a.N, a.topk_ids + row * a.top, k)];
+        total += weights[k];
+      }
+      const float divisor = a.is_normed ? max(total, (float)a.min_sum) : 1;
+      for (int64_t k = 0; k < a.top; k++) weights[k] = weights[k] / divisor * (float)a.scale;
+    }
+  });
+}
+
+static int64_t work(const RouteScores& a) { return ELEMENT * a.n * a.N * (a.top + 8); }
+static void run(const RouteScores& a, const Team& team) { WITH_TYPE(a.type, T, route_scores<T>(a, team)); }
+KERNEL(route_scores, RouteScores)
+
+struct RouteSparseMixer {  // as Route
+  int64_t type;
+  const void* logits;
+  float* topk_weights;
+  int64_t* topk_ids;
+  int64_t n, N, top, stride;
+  double eps;
+};
+
+template <class T> static void route_sparse_mixer(const RouteSparseMixer& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    float* wide = (float*)penstock_scratch(OWN, 2 * a.N * sizeof(float));
+    float* left = wide + a.N;  // logits not selected yet
+    for (int64_t row = begin; row < end; row++) {
+      const T* logits = (const T*)a.logits + row * a.stride;
+      for_vectors(a.N, EACH_VECTOR {
+        store(wide + i, load(logits + i, lanes), lanes);
+        store(left + i, load(logits + i, lanes), lanes);
+      });
+      for (int64_t k = 0; k < a.top; k++) {
+        const int64_t best = take_largest(left, a.N, a.topk_ids + row * a.top, k);
+        const float most = wide[best];
+        float total = 1;  // the selected expert
+        for (int64_t i = 0; i < a.N; i++) {
+          const float size = wide[i] < 0 ? -wide[i] : wide[i];
+          const bool is_far = (most - wide[i]) / max(size, most) > (float)(2 * a.eps);
+          if (!is_far && left[i] != NOTHING) total += exp(all(left[i] - most))[0];
+        }
+        a.topk_weights[row * a.top + k] = 1 / total;
+      }
+    }
+  });
+}
+
+static int64_t work(const RouteSparseMixer& a) { return 2 * ELEMENT * a.n * a.N * a.top; }
+static void run(const RouteSparseMixer& a, const Team& team) { WITH_TYPE(a.type, T, route_sparse_mixer<T>(a, team)); }
+KERNEL(route_sparse_mixer, RouteSparseMixer)
+
+struct ScaleRows {  // x [n, F], rows strided; factors [n, 1], strided; out [n, F]
+  int64_t type, factor_type;
+  const void *x, *factors;
+  void* out;
+  int64_t n, F, stride, factor_stride, are_logits;
+};
+
+template <class T, class TF> static void scale_rows(const ScaleRows& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T* x = (const T*)a.x + row * a.stride;
+      T* out = (T*)a.out + row * a.F;
+      vf factor = all(widen(((const TF*)a.factors)[row * a.factor_stride]));
+      if (a.are_logits) factor = 1 / (1 + exp(-factor));
+      for_vectors(a.F, EACH_VECTOR { store(out + i, load(x + i, lanes) * factor, lanes); });
+    }
+  });
+}
+
+static int64_t work(const ScaleRows& a) { return ELEMENT * a.n * a.F; }
+static void run(const ScaleRows& a, const Team& team) {
+  WITH_TYPE(a.type, T, WITH_TYPE(a.factor_type, TF, scale_rows<T, TF>(a, team)));
+}
+KERNEL(scale_rows, ScaleRows)
+
+struct Widen {  // x [n, F], rows strided; out [n, F]
+  int64_t type;
+  const void* x;
+  float* out;
+  int64_t n, F, stride;
+};
+
+template <class T> static void widen_rows(const Widen& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T* x = (const T*)a.x + row * a.stride;
+      for_vectors(a.F, EACH_VECTOR { store(a.out + row * a.F + i, load(x + i, lanes), lanes); });
+    }
+  });
+}
+
+static int64_t work(const Widen& a) { return ELEMENT * a.n * a.F; }
+static void run(const Widen& a, const Team& team) { WITH_TYPE(a.type, T, widen_rows<T>(a, team)); }
+KERNEL(widen, Widen)

@@ -1,0 +1,82 @@
+"""Routers in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.routing import Routing, RoutingOps, ScoreRouting, SparseMixer
+
+
+class ReferenceRouting(RoutingOps):
+    """The operations of routers in plain torch, for every device."""
+
+    def route(
+        self, logits: Tensor, top: int, routing: Routing, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        logits = logits.float()
+        if isinstance(routing, ScoreRouting):
+            return _by_scores(logits, top, routing, bias)
+        assert bias is None
+        if isinstance(routing, SparseMixer):
+            return _sparse_mixer(logits, top, routing.eps)
+        topk_ids = _largest(logits, top)
+        if routing == "chosen":
+            return logits.gather(-1, topk_ids).softmax(-1), topk_ids
+        topk_weights = logits.softmax(-1).gather(-1, topk_ids)
+        if routing == "all_normed":
+            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+        return topk_weights, topk_ids
+
+    def scale_rows(self, x: Tensor, factors: Tensor, *, are_logits: bool = False) -> Tensor:
+        wide = factors.float()
+        if are_logits:
+            wide = 1 / (1 + torch.exp(-wide))
+        return (x.float() * wide).to(x.dtype)
+
+    def widen(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+def _largest(scores: Tensor, top: int) -> Tensor:  # [T, top]
+    """Return the ids of the largest scores; sorted stably, because the order of ties in topk is undefined."""
+    return torch.sort(scores, dim=-1, descending=True, stable=True)[1][..., :top]
+
+
+def _by_scores(logits: Tensor, top: int, routing: ScoreRouting, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    if routing.scores == "softmax":
+        scores = logits.softmax(-1)
+    else:
+        scores = 1 / (1 + torch.exp(-logits))
+    # Sorted by logits if possible, because different logits may have equal scores.
+    ranks = logits if bias is None and routing.groups == 1 else scores
+    if bias is not None:
+        ranks = ranks + bias
+    if routing.groups > 1:
+        ranks = _within_groups(ranks, routing.groups, routing.top_groups)
+    topk_ids = _largest(ranks, top)
+    topk_weights = scores.gather(-1, topk_ids)
+    if routing.is_normed:
+        topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True).clamp_min(routing.min_sum)
+    return topk_weights * routing.scale, topk_ids
+
+
+def _within_groups(ranks: Tensor, groups: int, top_groups: int) -> Tensor:  # [T, N] -> [T, N]
+    """Return the ranks with -inf for the experts of groups that are not selected."""
+    grouped = ranks.view(len(ranks), groups, -1)  # [T, G, N / G]
+    of_groups = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)  # [T, G]
+    hidden = torch.ones_like(of_groups, dtype=torch.bool)
+    hidden.scatter_(1, _largest(of_groups, top_groups), False)
+    return grouped.masked_fill(hidden[..., None], -torch.inf).flatten(1)
+
+
+def _sparse_mixer(logits: Tensor, top: int, eps: float) -> tuple[Tensor, Tensor]:
+    left, weights, ids = logits, [], []
+    for _ in range(top):
+        best = _largest(left, 1)  # [T, 1]
+        most = left.gather(-1, best)
+        is_far = (most - logits) / torch.maximum(logits.abs(), most) > 2 * eps
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, best))
+        ids.append(best)
+        left = left.scatter(-1, best, -torch.inf)
+    return torch.cat(weights, dim=-1), torch.cat(ids, dim=-1)

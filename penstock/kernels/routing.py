@@ -1,0 +1,86 @@
+"""The operations of routers: which experts compute a row, and with what weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from penstock.kernels.operations import CFunction, operation
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRouting:
+    """Routing by a score of each expert, with a bias that selects experts but does not weigh them.
+
+    Wang et al. 2024 (arXiv:2408.15664); groups and the factor as in DeepSeek-V3 (arXiv:2412.19437).
+    """
+
+    scores: Literal["softmax", "sigmoid"]
+    """The score: of all logits of the row, or of each logit."""
+    is_normed: bool
+    """Whether the scores of the selected experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor on the weights."""
+    groups: int = 1
+    """The experts are G groups of consecutive experts. The group of a row's experts is selected first."""
+    top_groups: int = 1
+    """The number of groups to select: those with the largest sum of their two largest biased scores."""
+    min_sum: float = 1e-20
+    """The smallest divisor of the normed weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMixer:
+    """Routing of Phi-3.5-MoE (Abdin et al. 2024, arXiv:2404.14219; Liu et al. 2023, arXiv:2310.00811).
+
+    Experts are selected one by one. The weight of each is its softmax over the experts that are not selected
+    yet and whose logits are near: ``(top - logit) / max(abs(logit), top) <= 2 * eps``.
+    """
+
+    eps: float
+
+
+Routing = Literal["all", "all_normed", "chosen"] | ScoreRouting | SparseMixer
+
+
+class RoutingOps(ABC):
+    """The operations of routers and of layers that a router weighs."""
+
+    @operation(
+        weights=["bias"],
+        functions={
+            "route": CFunction("2q 3P 4q"),
+            "route_scores": CFunction("q 4P 8q 2d"),
+            "route_sparse_mixer": CFunction("q 3P 4q d"),
+        },
+    )
+    @abstractmethod
+    def route(
+        self,
+        logits: Tensor,  # [T, N]
+        top: int,
+        routing: Routing,
+        bias: Tensor | None = None,  # [N] float32
+    ) -> tuple[Tensor, Tensor]:  # [T, top] float32, [T, top] int64
+        """Return weights and ids of the ``top`` selected experts of each row.
+
+        The rules that have names select the experts with the largest logits. The weights are a softmax over
+        all N logits (``all``), the same divided by the sum of the selected weights (``all_normed``), or a
+        softmax over the selected logits (``chosen``). ``bias`` is an argument of `ScoreRouting` alone.
+        """
+
+    @operation(functions={"scale_rows": CFunction("2q 3P 5q")})
+    @abstractmethod
+    def scale_rows(self, x: Tensor, factors: Tensor, *, are_logits: bool = False) -> Tensor:
+        """Return ``x * factors`` or ``x * sigmoid(factors)`` for ``x [T, F]`` and ``factors [T, 1]``.
+
+        Computed in float32, in x's type.
+        """
+
+    @operation(functions={"widen": CFunction("q 2P 3q")})
+    @abstractmethod
+    def widen(self, x: Tensor) -> Tensor:
+        """Return ``x [T, F]`` in float32."""

@@ -1,0 +1,226 @@
+"""Families with experts: unusual configurations, published spellings, mistakes, types and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
+from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+
+from penstock.errors import ConfigError
+from penstock.nn import Experts, SharedExperts
+from penstock.pipelines import TextGenerationPipeline
+
+TINY = {one.name: one.tiny_config for one in DECODERS if one.tiny_config is not None}
+TOKENS = random_tokens(60, 130, seed=5)
+FAMILIES = ("qwen2_moe", "olmoe", "granitemoe", "glm4_moe", "minimax_m2")
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    """Return the tiny configuration of a family with changes; a change to ... leaves a key out."""
+    values = TINY[family]() | changes
+    return {key: value for key, value in values.items() if value is not ...}
+
+
+def logits_of(pipeline: TextGenerationPipeline, tokens: list[int] = TOKENS) -> torch.Tensor:  # [T, V]
+    """Return the logits of a prompt, then of ten single tokens."""
+    context = context_of(tokens[:-10], log_probabilities_echo=True)  # every row computed, none from the cache
+    rows = [step_logits(pipeline, [context])[0]]
+    for token in tokens[-10:]:
+        feed(pipeline, context, token)
+        rows.append(step_logits(pipeline, [context])[0])
+    pipeline.release(context)
+    return torch.cat(rows)
+
+
+def deviation(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> float:
+    """Return the error of the logits in multiples of the tolerance."""
+    tolerance = 1e-4 * max(1.0, float(expected.std()))
+    return float((logits_of(pipeline) - expected).abs().max()) / tolerance
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe, normed": ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False, "mlp_only_layers": []}),
+    "qwen2_moe, every other layer": ("qwen2_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
+    "qwen2_moe with windows": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2, "num_experts_per_tok": 7},
+    ),
+    "olmoe, normed": ("olmoe", {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 6}),
+    "olmoe, one expert": ("olmoe", {"num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    "granitemoe, all experts": ("granitemoe", {"num_experts_per_tok": 7, "attention_bias": True}),
+    "granitemoe, tied": ("granitemoe", {"tie_word_embeddings": True, "num_experts_per_tok": 1}),
+    "glm4_moe as GLM-4.5-Air": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "use_qk_norm": False, "head_dim": 24},
+    ),
+    "glm4_moe, not normed": (
+        "glm4_moe",
+        {"norm_topk_prob": False, "routed_scaling_factor": 0.7, "topk_group": 3, "attention_bias": False},
+    ),
+    "glm4_moe, all layers dense but one": ("glm4_moe", {"first_k_dense_replace": 2, "topk_group": 4}),
+    "glm4_moe, no dense layer": ("glm4_moe", {"first_k_dense_replace": 0, "partial_rotary_factor": 0.25}),
+    "minimax_m2, a quarter rotated": ("minimax_m2", {"rotary_dim": 4, "tie_word_embeddings": True}),
+    "minimax_m2, all experts": ("minimax_m2", {"num_experts_per_tok": 8, "rotary_dim": 16}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str, tmp_path: Path) -> None:
+    family, changes = VARIANTS[variant]
+    config = config_of(family, **changes)
+    write_checkpoint(tmp_path, config)
+    expected = oracle_logits(oracle(tmp_path), TOKENS)
+    assert deviation(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
+    (tmp_path / "config.json").write_text(json.dumps(config))  # as its authors write it
+    assert deviation(open_pipeline(tmp_path, kv_cache_block_size=16), expected) <= 1
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    return write_checkpoint(folder, config_of(request.param))
+
+
+# ---- mistakes ----
+
+
+def altered(network: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the network with a function applied to each feed-forward layer of experts."""
+    blocks = [
+        replace(block, mlp=change(block.mlp)) if isinstance(block.mlp, Experts | SharedExperts) else block
+        for block in network.blocks
+    ]
+    same = all(new.mlp is old.mlp for new, old in zip(blocks, network.blocks, strict=True))
+    return None if same else replace(network, blocks=tuple(blocks))
+
+
+def of_experts(**parts: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a change of the experts of a layer; the layer itself if nothing changes."""
+
+    def change(layer: Any) -> Any:
+        experts = layer.experts if isinstance(layer, SharedExperts) else layer
+        new = {name: function(getattr(experts, name)) for name, function in parts.items()}
+        if all(value is getattr(experts, name) for name, value in new.items()):
+            return layer
+        changed = replace(experts, **new)
+        return replace(layer, experts=changed) if isinstance(layer, SharedExperts) else changed
+
+    return change
+
+
+def of_routing(**fields: Any) -> Callable[[Any], Any]:
+    """Return a change of `ScoreRouting`."""
+
+    def change(routing: Any) -> Any:
+        known = {name: value for name, value in fields.items() if hasattr(routing, name)}
+        changed = replace(routing, **known) if known else routing
+        return routing if changed == routing else changed
+
+    return of_experts(routing=change)
+
+
+def without_gate(layer: Any) -> Any:
+    has_gate = isinstance(layer, SharedExperts) and layer.gate is not None
+    return replace(layer, gate=None) if has_gate else layer
+
+
+MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "no correction bias": of_experts(bias=lambda bias: None),
+    "no scaling factor": of_routing(scale=1.0),
+    "no groups": of_routing(groups=1),
+    "a group too few": of_routing(top_groups=1),
+    "weights not normed": of_routing(is_normed=False),
+    "scores of all experts": of_routing(scores="softmax"),
+    "no shared experts": lambda layer: layer.experts if isinstance(layer, SharedExperts) else layer,
+    "no gate of the shared experts": without_gate,
+    "one expert too many": of_experts(top=lambda top: top + 1),
+    "weights of all experts": of_experts(
+        routing=lambda routing: (
+            {"chosen": "all", "all": "chosen"}.get(routing, routing) if isinstance(routing, str) else routing
+        )
+    ),
+}
+_SCORES = {"no correction bias", "weights not normed", "scores of all experts", "one expert too many"}
+APPLICABLE = {
+    "qwen2_moe": {"no shared experts", "no gate of the shared experts", "one expert too many"}
+    | {"weights of all experts"},
+    "olmoe": {"one expert too many", "weights of all experts"},
+    "granitemoe": {"one expert too many", "weights of all experts"},
+    "glm4_moe": _SCORES | {"no scaling factor", "no groups", "a group too few", "no shared experts"},
+    "minimax_m2": _SCORES,
+}
+
+
+def test_mistakes_show(checkpoint: Path) -> None:
+    expected = oracle_logits(oracle(checkpoint), TOKENS)
+    pipeline = open_pipeline(checkpoint, kernels="reference", kv_cache_block_size=16)
+    model: Any = pipeline.model
+    network = model.network
+    assert deviation(pipeline, expected) <= 1
+    applied = set()
+    for name, mistake in MISTAKES.items():
+        changed = altered(network, mistake)
+        if changed is not None:
+            model.network = changed
+            assert deviation(pipeline, expected) > 10, name
+            applied.add(name)
+    assert applied == APPLICABLE[model.huggingface_config.model_type]
+
+
+# ---- types ----
+
+
+def softened(folder: Path) -> Path:
+    """Scale the matrices of a checkpoint so that rounding errors do not grow from layer to layer."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1 and "embed" not in name:
+            tensor *= 0.35
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_no_worse_than_that_of_transformers(family: str, tmp_path: Path) -> None:
+    folder = softened(write_checkpoint(tmp_path, config_of(family)))
+    tokens = random_tokens(120, 130, seed=8)
+    reference = oracle(folder)
+    exact = oracle_logits(reference, tokens)
+    theirs = oracle_logits(reference.bfloat16(), tokens)
+    pipeline = open_pipeline(folder, kv_cache_block_size=16, quantization_encoding="bfloat16")
+    ours = logits_of(pipeline, tokens)
+    errors = [float((one - exact).abs().median()) for one in (ours, theirs)]
+    assert errors[0] <= 1.2 * errors[1]
+
+
+# ---- refusals ----
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: was 8.0"),
+    "too many experts": ("qwen2_moe", {"num_experts_per_tok": 8}, "8 experts .* of 7"),
+    "groups that do not divide": ("glm4_moe", {"n_group": 5}, "n_group: 5 groups do not divide 12"),
+    "more groups than there are": ("glm4_moe", {"topk_group": 5}, "topk_group: must be at most n_group, 4"),
+    "windows unused": ("qwen2_moe", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
+    "linear attention": ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list: must be 1"),
+    "softmax scores": ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func: must be 'sigmoid'"),
+    "norms of each head": ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type: must be 'per_layer'"),
+    "shared experts": ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size: must be 0"),
+    "shared experts of another type": ("granitemoe", {"num_shared_experts": 1}, "num_shared_experts"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str, tmp_path: Path) -> None:
+    family, changes, message = REFUSED[case]
+    write_checkpoint(tmp_path, config_of(family))
+    (tmp_path / "config.json").write_text(json.dumps(config_of(family, **changes)))
+    with pytest.raises(ConfigError, match=message):
+        open_pipeline(tmp_path)
