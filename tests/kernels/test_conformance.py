@@ -496,7 +496,8 @@ def test_attention_in_chunks(ops: Ops, dtype: torch.dtype, window: int, mix: str
     q, _, _ = fused_qkv(int(batch.row_offsets[-1]), 4, 2, 16, dtype)
     got, expected = (attend(o, q, replace(batch, kv=kv)) for o in (ops, REFERENCE))
     assert agree(got, expected)
-    assert window in (1, 600) or not agree(got, attend(ops, q, batch)), "as a window"
+    if mix == "several chunks of keys" and window > 1:
+        assert not agree(got, attend(ops, q, batch)), "as a window"
 
 
 @pytest.mark.matrix
