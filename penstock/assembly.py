@@ -143,6 +143,12 @@ def load_pipeline(
         CheckpointError: the model cannot be loaded.
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            "data_parallel_size",
+            f"must be 1 for a model in this process, was {config.data_parallel_size}: use penstock serve, "
+            "penstock batch run or AsyncLLM",
+        )
     architecture, task = catalog.resolve(config)
     architecture.check_encoding(config.model.encoding)
     required = PipelineRequirements(
@@ -321,6 +327,7 @@ def _as_work(
     from penstock.worker.messages import WorkerInfo, WorkerStats
     from penstock.worker.process import WorkerRuntime
 
+    limits = pipeline.kv.prefix_limits
     plan, adapters, drafts = pipeline.memory_plan, pipeline.lora_manager, pipeline.speculation_stats
     info = WorkerInfo(
         task=pipeline.task,
@@ -329,6 +336,7 @@ def _as_work(
         max_batch_input_tokens=plan.max_batch_input_tokens,
         num_blocks=pipeline.kv.num_blocks,
         block_size=plan.block_size,
+        prefix_limits=None if limits is None else list(limits),
         vocab_size=config.model.huggingface_config.vocabulary_size,
         adapters=adapters.names() if adapters is not None else [],
         startup=startup,
@@ -358,4 +366,5 @@ def _as_work(
         num_steps=lambda: pipeline.num_steps_for(STREAMING_LATENCY_BUDGET),
         add_counts=add_counts,
         pack_pending=pipeline.pack_pending,
+        discard_cache=pipeline.discard_cache,
     )

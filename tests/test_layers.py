@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COMPOSITION_ROOTS = ("__main__", "assembly", "bench", "cli", "llm", "testing")
+COMPOSITION_ROOTS = ("__main__", "assembly", "bench", "cli", "engines", "llm", "testing")
 """These folders and modules may import anything."""
 LAZY_FACES = ("", "codecs", "kernels", "pipelines")
 """Package ``__init__`` modules that resolve public names on first use; they may name any module."""
@@ -75,7 +75,7 @@ TABLE: Mapping[str, Row] = {
     "architectures": Row(_MODELS, "torch numpy"),
     "pipelines": Row(f"{_MODELS} architectures", "torch numpy"),
     "scheduler": Row("pipelines.core kv_cache host", "numpy"),
-    "worker": Row("scheduler pipelines.core host", "msgspec numpy zmq"),
+    "worker": Row("scheduler kv_cache pipelines.core host", "msgspec numpy zmq"),
     "serve": Row(
         "worker pipelines.core text media grammar config host",
         "fastapi starlette pydantic pydantic_core msgspec numpy uvicorn h11 prometheus_client",

@@ -61,18 +61,18 @@ def run(requests: Path, output: Path, overwrite: bool, print_config: bool, **fla
 async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, config: ServeConfig) -> int:
     from dataclasses import replace
 
-    from penstock.assembly import load_tokenizer, load_work
+    from penstock.assembly import load_tokenizer
+    from penstock.engines import make_engine
     from penstock.host.progress import GenerationProgress
     from penstock.serve.app import create_app
     from penstock.serve.batches.batch_dispatch import BatchDispatcher
     from penstock.serve.batches.batch_lines import check_unique, finished_ids, read_lines, remaining
     from penstock.serve.service_factory import build_services, close_services
-    from penstock.worker.client import WorkerClient
 
     config = replace(config, access_log=False, state_dir=None)
     pipeline_config.model.checkpoint  # noqa: B018  # find or download it once for both processes
     tokenizer = load_tokenizer(pipeline_config)
-    worker = WorkerClient(partial(load_work, pipeline_config))
+    worker = make_engine(pipeline_config)
     services = build_services(config, pipeline_config, worker, tokenizer)
     lines = partial(read_lines, requests, *services.json_limits)
     done = finished_ids(output)
@@ -97,7 +97,7 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
 
                 runner = BatchDispatcher(
                     create_app(services),
-                    _BATCHES_AT_ONCE * worker.info.max_batch_size,
+                    _BATCHES_AT_ONCE * worker.info.max_batch_size * pipeline_config.data_parallel_size,
                     is_stopping=lambda: False,
                     on_result=keep,
                 )

@@ -13,11 +13,19 @@ if TYPE_CHECKING:
 
 @click.command("env")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(as_json: bool) -> None:
+@click.option(
+    "--data-parallel-size",
+    "num_workers",
+    type=click.IntRange(1, 256),
+    default=1,
+    metavar="N",
+    help="Also show how N workers divide the processors.",
+)
+def command(as_json: bool, num_workers: int) -> None:
     """Show versions, processor, devices, kernels, OpenMP and threads."""
     from penstock.cli.environment import describe_environment  # loads torch
 
-    found = describe_environment()
+    found = describe_environment(num_workers)
     if as_json:
         click.echo(json.dumps(found.as_dict()))
     else:
@@ -36,9 +44,12 @@ def _print(found: Environment) -> None:
             "kernels' ISA": found.isa,
             "torch's ISA": found.torch_cpu_capability,
             "threads": str(found.threads),
+            **{f"NUMA node {node}": f"processors {text}" for node, text in found.numa_nodes.items()},
             "OpenMP": ", ".join(found.openmp) or "none",
         },
     )
+    if found.workers:
+        _section("workers", {f"worker {index}": text for index, text in enumerate(found.workers)})
     _section(
         "kernels",
         {

@@ -12,6 +12,7 @@ from pathlib import Path
 from penstock import __version__
 from penstock.driver import CPU, load_devices, scan_available_devices
 from penstock.engine import InferenceSession
+from penstock.host.processors import divide_processors, format_processors, numa_nodes
 
 PACKAGES = (
     "torch",
@@ -70,6 +71,10 @@ class Environment:
     """All kernel back ends, the preferred one first."""
     devices: list[DeviceMemory]
     threads: int
+    numa_nodes: dict[str, str]
+    """NUMA node -> its processors."""
+    workers: list[str]
+    """The processors and the threads of each worker of a server with several."""
     openmp: list[str]
     """OpenMP libraries in this process. With more than one, their threads compete for the cores."""
 
@@ -78,8 +83,12 @@ class Environment:
         return asdict(self)
 
 
-def describe_environment() -> Environment:
-    """Return the report; loads torch and the kernels."""
+def describe_environment(num_workers: int = 1) -> Environment:
+    """Return the report; loads torch and the kernels.
+
+    Args:
+        num_workers: ``--data-parallel-size``: the number of workers that divide the processors.
+    """
     import torch
 
     from penstock.kernels import BACKENDS, cpu
@@ -105,6 +114,8 @@ def describe_environment() -> Environment:
         ],
         devices=devices,
         threads=torch.get_num_threads(),
+        numa_nodes={str(node): format_processors(numbers) for node, numbers in numa_nodes().items()},
+        workers=[str(share) for share in divide_processors(num_workers)] if num_workers > 1 else [],
         openmp=_openmp_runtimes(),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -41,22 +42,29 @@ def command(print_config: bool, **flags: object) -> int:
         return 0
     check_packages("penstock serve")
     from penstock.assembly import load_serving_tokenizer
+    from penstock.engines import make_engine
     from penstock.serve.http.lifecycle import Server
     from penstock.serve.http.startup import Startup
-    from penstock.worker.client import WorkerClient
-    from penstock.worker.router import WorkerRouter
+    from penstock.worker.cache_publisher import CachePublisher
 
-    worker = WorkerClient(
-        partial(load_served_work, pipeline_config, config),
+    engine = make_engine(
+        pipeline_config,
+        partial(load_served_work, serve_config=config),
         max_queue_size=config.max_queue_size,
         hang_limit=config.worker_timeout,
         memory_limit=config.worker_memory_limit,
     )
-    engine = WorkerRouter([worker])
     server = Server(
         config, pipeline_config, engine, partial(load_serving_tokenizer, pipeline_config), Startup()
     )
-    return server.run()
+    if config.cache_events is None:
+        return server.run()
+    publisher = CachePublisher(config.cache_events, config.cache_events_topic)
+    engine.watch_cache(publisher.publish)
+    try:
+        return server.run()
+    finally:
+        publisher.close()
 
 
 def check_packages(what: str) -> None:
@@ -70,10 +78,14 @@ def check_packages(what: str) -> None:
             raise MissingDependencyError(package, "serve", what)
 
 
-def load_served_work(pipeline_config: PipelineConfig, config: ServeConfig) -> WorkerRuntime:
+def load_served_work(pipeline_config: PipelineConfig, serve_config: ServeConfig) -> WorkerRuntime:
     """Load what the worker runs, in the worker's process, with the log format of the server."""
     from penstock.assembly import load_work
+    from penstock.host.profiler import StepProfiler
     from penstock.serve.observability.logs import configure_logging
 
-    configure_logging(config)
-    return load_work(pipeline_config)
+    configure_logging(serve_config)
+    work = load_work(pipeline_config)
+    if serve_config.profile_dir is None:
+        return work
+    return replace(work, profiler=StepProfiler(serve_config.profile_dir, f"worker-{work.info.pid}"))

@@ -74,3 +74,4 @@ class PipelineOptions(TypedDict, total=False):
     max_num_steps: int | None
     deterministic: bool | None
     num_threads: int | None
+    data_parallel_size: int | None

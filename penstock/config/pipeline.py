@@ -16,6 +16,7 @@ from penstock.config.settings import (
     FRACTION,
     NUM_BYTES,
     THREADS,
+    WORKERS,
     ConfigField,
     Rule,
     check_fields,
@@ -135,6 +136,12 @@ class PipelineConfig:
     )
     num_threads: int | None = setting(
         None, THREADS, "Number of CPU compute threads; by default one per core."
+    )
+    data_parallel_size: int = setting(
+        1,
+        WORKERS,
+        "Number of workers of a server or an AsyncLLM. Each has a copy of the model; the processors or "
+        "devices and the memory are divided among them.",
     )
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Flat name -> source of its value, for values that are not defaults. Set by `from_flat`."""

@@ -141,6 +141,7 @@ def check_fields(config: object) -> None:
 FLAG = Rule("true or false", lambda value: True)
 TEXT = Rule("text that is not empty", lambda value: bool(value.strip()))
 COUNT = Rule("a whole number of at least 1", lambda value: value >= 1)
+WORKERS = Rule("a whole number from 1 to 256", lambda value: 1 <= value <= 256)
 THREADS = Rule("a whole number from 1 to 1024", lambda value: 1 <= value <= 1024)
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]i?b)", re.IGNORECASE)

@@ -7,6 +7,7 @@ imports, one core is idle: `PrefaultedMemory` uses it to touch the memory for th
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from contextlib import suppress
@@ -52,6 +53,20 @@ def _view(pages: mmap.mmap) -> Bytes:
     import numpy as np  # late: this module is imported to ask how much memory there is
 
     return np.frombuffer(pages, np.uint8)
+
+
+def discard_pages(address: int, num_bytes: int) -> None:
+    """Fill private memory with zeros, and return its whole pages to the system until the next write."""
+    page = mmap.PAGESIZE
+    begin, end = -(-address // page) * page, (address + num_bytes) // page * page
+    if begin >= end or not hasattr(mmap, "MADV_DONTNEED"):
+        ctypes.memset(address, 0, num_bytes)
+        return
+    ctypes.memset(address, 0, begin - address)
+    ctypes.memset(end, 0, address + num_bytes - end)
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED):
+        ctypes.memset(begin, 0, end - begin)  # locked memory, for example
 
 
 class PrefaultedBuffer:

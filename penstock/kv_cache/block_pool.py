@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from penstock.errors import InsufficientBlocksError
 
@@ -39,6 +39,8 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self.on_evict: Callable[[bytes], None] | None = None
+        """Called with the digest of each block whose content is forgotten."""
 
     @property
     def num_blocks(self) -> int:
@@ -122,6 +124,13 @@ class BlockPool:
         self._block_of[digest] = block
         return True
 
+    def forget(self) -> None:
+        """Forget the content of all blocks. Cached blocks become free; referenced blocks keep their rows."""
+        self._free += reversed(self._cached)
+        self._cached.clear()
+        self._block_of.clear()
+        self._digests = [None] * len(self._digests)
+
     def check_integrity(self) -> None:
         """Raise an AssertionError with the numbers unless each block is in exactly one state."""
         # An idle scheduler calls this. It visits all blocks, so the loops run in C.
@@ -149,4 +158,6 @@ class BlockPool:
         assert digest is not None, f"cached block {block} has no known content"
         del self._block_of[digest]
         self._digests[block] = None
+        if self.on_evict is not None:
+            self.on_evict(digest)
         return block

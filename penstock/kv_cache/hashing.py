@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
+
+from penstock.pipelines.core import InputContext, TextAndVisionContext
 
 DIGEST_SIZE = 32  # bytes; a collision would show one user's prompt to another
 
@@ -23,6 +25,25 @@ def chain_root(adapter_digest: bytes | None, cache_salt: str | None, regime: int
     if regime:
         parts.append(b"%d" % regime)
     return _digest(b"".join(b"-" if part is None else b"%d:%b" % (len(part), part) for part in parts))
+
+
+def context_root(
+    context: InputContext, regime: int, adapter_digest: Callable[[InputContext], bytes] | None
+) -> bytes | None:
+    """Return the root of a context's digests, or None if its blocks must not be shared.
+
+    An adapter changes keys and values, so the digest of its content is part of the root. The name of an
+    adapter is not enough, because it can later refer to another adapter. Without a digest nothing is
+    shared. All images have the same tokens, so blocks with images are shared only if
+    ``token_hash_overrides`` identifies the images. The regime is part of the root as well.
+    """
+    if isinstance(context, TextAndVisionContext) and not context.identifies_images:
+        return None
+    if context.adapter is None:
+        return chain_root(None, context.cache_salt, regime)
+    if adapter_digest is None:
+        return None
+    return chain_root(adapter_digest(context), context.cache_salt, regime)
 
 
 def chain_digests(

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from penstock.pipelines.core import InputContext
+from penstock.pipelines.core.cache_events import CacheEvent
 
 
 class KVCache(Protocol):
@@ -40,6 +41,14 @@ class KVCache(Protocol):
     @property
     def num_cached_blocks(self) -> int:
         """The number of `num_free_blocks` with known content. They are allocated last."""
+        ...
+
+    @property
+    def prefix_limits(self) -> tuple[int, ...] | None:
+        """Lengths, ascending: block digests of contexts on two sides of a limit differ.
+
+        None means that contexts share no prefixes.
+        """
         ...
 
     def fits(self, num_tokens: int, chunk_size: int | None = None) -> bool:
@@ -134,6 +143,28 @@ class KVCache(Protocol):
         """
         ...
 
+    def forget_prefixes(self) -> None:
+        """Make no cached block findable any more. Claimed contexts keep their blocks."""
+        ...
+
+    def record_events(self) -> None:
+        """Record the events of the prefix cache from now on, for `take_events`."""
+        ...
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return the events since the last call; none before `record_events`."""
+        ...
+
+    def discard_storage(self) -> None:
+        """Return the memory of all blocks to the system, and forget their content. No context is claimed.
+
+        The first write to a block allocates its memory again.
+
+        Raises:
+            UnsupportedFeatureError: the memory of the device cannot be returned.
+        """
+        ...
+
     def check_integrity(self) -> None:
         """Raise an AssertionError with the numbers unless the block counts are consistent.
 
@@ -160,6 +191,10 @@ class NullKVCache:
     @property
     def num_cached_blocks(self) -> int:
         return 0
+
+    @property
+    def prefix_limits(self) -> tuple[int, ...] | None:
+        return None
 
     def fits(self, num_tokens: int, chunk_size: int | None = None) -> bool:
         return True
@@ -193,6 +228,18 @@ class NullKVCache:
 
     def is_stale(self, context: InputContext) -> bool:
         return False
+
+    def forget_prefixes(self) -> None:
+        return
+
+    def record_events(self) -> None:
+        return
+
+    def take_events(self) -> list[CacheEvent]:
+        return []
+
+    def discard_storage(self) -> None:
+        return
 
     def check_integrity(self) -> None:
         return

@@ -27,7 +27,7 @@ from penstock.errors import InputError, InsufficientBlocksError
 from penstock.kernels import KVCacheInputs, KVGroupInputs
 from penstock.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from penstock.kv_cache.block_tables import BlockTables
-from penstock.kv_cache.prefixes import PrefixIndex
+from penstock.kv_cache.prefixes import PrefixCacheControls, PrefixIndex
 from penstock.kv_cache.spec import KVCacheSpec
 from penstock.kv_cache.storage import KVCacheStorage
 from penstock.pipelines.core import InputContext
@@ -48,7 +48,7 @@ class _Sequence:
     in_flight: list[bytes] = field(default_factory=list)  # of the blocks being computed, last one first
 
 
-class KVCacheManager:
+class KVCacheManager(PrefixCacheControls):
     """The paged KV cache of a model. `KVCache` describes the methods.
 
     Args:
@@ -98,6 +98,10 @@ class KVCacheManager:
     @property
     def num_cached_blocks(self) -> int:
         return min(self._pools, key=lambda pool: pool.num_free).num_cached
+
+    @property
+    def prefix_limits(self) -> tuple[int, ...] | None:
+        return self.spec.key_limits if self._enable_prefix_caching else None
 
     def fits(self, num_tokens: int, chunk_size: int | None = None) -> bool:
         return all(
@@ -222,6 +226,11 @@ class KVCacheManager:
             return False
         return self._sequence(context).regime != self.spec.regime(context.current_length)
 
+    def discard_storage(self) -> None:
+        assert not self._sequences, f"{len(self._sequences)} contexts hold blocks"
+        self.storage.discard()
+        self.forget_prefixes()
+
     def inputs(
         self,
         contexts: Sequence[InputContext],
@@ -330,12 +339,9 @@ class KVCacheManager:
         if sequence.root is not None:
             # Hash the blocks again: a rollback may have changed tokens since they were marked in flight.
             parent = sequence.digests[-1] if sequence.digests else sequence.root
-            digests = self._prefixes.digests(context, parent, blocks)
-            for index, pool in enumerate(self._pools):
-                row = self._tables.row(index, sequence.slot)[blocks.start : blocks.stop]
-                for block, digest in zip(row.tolist(), digests, strict=True):
-                    pool.register(block, digest)
-            sequence.digests += digests
+            rows = [self._tables.row(index, sequence.slot) for index in range(len(self._pools))]
+            tables = [row[blocks.start : blocks.stop].tolist() for row in rows]
+            sequence.digests += self._prefixes.register(context, parent, blocks, tables)
         computed = sequence.in_flight[-len(blocks) :]
         self._prefixes.clear_in_flight(computed)
         del sequence.in_flight[len(sequence.in_flight) - len(computed) :]

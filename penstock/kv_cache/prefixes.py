@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.kv_cache.block_pool import BlockPool
-from penstock.kv_cache.hashing import chain_digests, chain_root
+from penstock.kv_cache.events import CacheEventLog
+from penstock.kv_cache.hashing import chain_digests, context_root
 from penstock.kv_cache.spec import KVCacheSpec
-from penstock.pipelines.core import InputContext, TextAndVisionContext
+from penstock.pipelines.core import InputContext
+from penstock.pipelines.core.cache_events import CacheEvent
 
 
 @dataclass(slots=True)
@@ -42,25 +44,14 @@ class PrefixIndex:
         self._windowed = [
             (pool, group) for pool, group in zip(pools, spec.groups, strict=True) if group.window is not None
         ]
+        self._pools = pools
+        self._events: CacheEventLog | None = None
         self._chains: dict[str, Chain] = {}
         self._in_flight: dict[bytes, int] = {}
 
     def root(self, context: InputContext) -> bytes | None:
-        """Return the root of a context's digests, or None if its blocks must not be shared.
-
-        An adapter changes keys and values, so the digest of its content is part of the root. The name of an
-        adapter is not enough, because it can later refer to another adapter. Without a digest nothing is
-        shared. All images have the same tokens, so blocks with images are shared only if
-        ``token_hash_overrides`` identifies the images. The regime is part of the root as well.
-        """
-        if isinstance(context, TextAndVisionContext) and not context.identifies_images:
-            return None
-        regime = self._spec.regime(context.current_length)
-        if context.adapter is None:
-            return chain_root(None, context.cache_salt, regime)
-        if self._adapter_digest is None:
-            return None
-        return chain_root(self._adapter_digest(context), context.cache_salt, regime)
+        """Return the root of a context's digests, or None if its blocks must not be shared."""
+        return context_root(context, self._spec.regime(context.current_length), self._adapter_digest)
 
     def chain(self, context: InputContext) -> Chain | None:
         """Return the digests of a context that is not claimed yet; None if its blocks are not shared."""
@@ -79,6 +70,51 @@ class PrefixIndex:
         """Return the digests of full blocks of a context, for its current tokens."""
         overrides = context.token_hash_overrides
         return chain_digests(parent, context.all_tokens, overrides, blocks, self._block_size)
+
+    def register(
+        self, context: InputContext, parent: bytes, blocks: range, tables: Sequence[list[int]]
+    ) -> list[bytes]:
+        """Make computed blocks findable, and return their digests.
+
+        Args:
+            context: the context that computed them.
+            parent: the digest of the block before them, or the root.
+            blocks: their indices in the context.
+            tables: for each pool the blocks.
+        """
+        digests = self.digests(context, parent, blocks)
+        are_new = [
+            [pool.register(block, digest) for block, digest in zip(table, digests, strict=True)]
+            for pool, table in zip(self._pools, tables, strict=True)
+        ]
+        if self._events is not None and any(are_new[self._pools.index(self._reported)]):
+            size = self._block_size
+            tokens = context.all_tokens[blocks.start * size : blocks.stop * size].tolist()
+            before = parent if blocks.start else None
+            self._events.stored(digests, before, tokens, context.adapter)
+        return digests
+
+    def record_events(self) -> None:
+        """Record events from now on, of the first pool without a window, or else of the first pool."""
+        if self._events is None:
+            self._events = CacheEventLog()
+            self._reported.on_evict = self._events.removed
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return the events since the last call."""
+        return [] if self._events is None else self._events.take()
+
+    def forget_all(self) -> None:
+        """Make no block findable any more."""
+        for pool in self._pools:
+            pool.forget()
+        self._chains.clear()
+        if self._events is not None:
+            self._events.cleared()
+
+    @property
+    def _reported(self) -> BlockPool:
+        return self._whole[0] if self._whole else self._pools[0]
 
     def forget(self, request_id: str) -> None:
         """Drop the digests of a waiting context."""
@@ -155,3 +191,18 @@ class PrefixIndex:
                 if pool.lookup(chain.digests[block]) is None:
                     return block
         return None
+
+
+class PrefixCacheControls:
+    """The methods of a `KVCache` that concern its prefix index only."""
+
+    _prefixes: PrefixIndex
+
+    def forget_prefixes(self) -> None:
+        self._prefixes.forget_all()
+
+    def record_events(self) -> None:
+        self._prefixes.record_events()
+
+    def take_events(self) -> list[CacheEvent]:
+        return self._prefixes.take_events()

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from penstock.driver import zeros
 from penstock.dtype import DType
+from penstock.errors import UnsupportedFeatureError
+from penstock.host.memory import discard_pages
 from penstock.kv_cache.spec import KVCacheSpec
 
 
@@ -35,6 +37,21 @@ class KVCacheStorage:
         """L tensors ``[2, N, K, S, D]``: keys, then values."""
         self.scales = tuple(scales)
         """L tensors ``[2, N, K, S]`` float32, for layers in int8; None for other layers."""
+
+    def discard(self) -> None:
+        """Return the memory of all blocks to the system. They are zero again.
+
+        The tensors keep their addresses, which compiled steps hold.
+
+        Raises:
+            UnsupportedFeatureError: the tensors are not in host memory.
+        """
+        for tensor in (*self.caches, *(scale for scale in self.scales if scale is not None)):
+            if tensor.device.type != "cpu":
+                raise UnsupportedFeatureError(
+                    "releasing only the KV cache", "a GPU cannot: release the weights too, with level 2"
+                )
+            discard_pages(tensor.data_ptr(), tensor.nbytes)
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Copy one block of all layers of a group."""

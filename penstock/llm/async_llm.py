@@ -16,8 +16,9 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
-from penstock.assembly import close_tokenizer, load_serving_tokenizer, load_work
+from penstock.assembly import close_tokenizer, load_serving_tokenizer
 from penstock.config import PipelineConfig, PipelineOptions
+from penstock.engines import make_engine
 from penstock.errors import ConfigError, InputError, TaskMismatchError
 from penstock.llm.async_runner import AsyncRunner, gathered
 from penstock.llm.embeddings import EmbeddingsInput, is_single
@@ -41,7 +42,6 @@ from penstock.pipelines.core import (
     SamplingParams,
 )
 from penstock.pipelines.core.parameter_hints import hinting
-from penstock.worker.client import WorkerClient
 from penstock.worker.engine_client import EngineClient
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class AsyncLLM:
         self.config = config
         self.tokenizer: Any = None
         """The tokenizer of the model's task; loaded by `start`."""
-        self._worker = WorkerClient(partial(load_work, config)) if worker is None else worker
+        self._worker = make_engine(config) if worker is None else worker
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-async")
         self._runner = AsyncRunner(self._worker)
 

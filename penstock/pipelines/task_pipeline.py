@@ -63,6 +63,14 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         """Free what the pipeline holds for a context. Does nothing if that is freed already."""
         self.kv.release(context)
 
+    def discard_cache(self) -> None:
+        """Return the memory of the KV cache to the system. No context is claimed; later steps work as before.
+
+        Raises:
+            UnsupportedFeatureError: the memory of the device cannot be returned.
+        """
+        self.kv.discard_storage()
+
     def ready(self, context: ContextT) -> bool:
         """Return whether the context can be scheduled now.
 

@@ -292,6 +292,11 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             if owner is not None:
                 owner.release(context)
 
+    def discard_cache(self) -> None:
+        super().discard_cache()
+        if self.proposer is not None:
+            self.proposer.discard_cache()
+
     def _check(self, contexts: Sequence[TextContext]) -> None:
         """Check that all contexts can be served, before anything changes."""
         if len({context.request_id for context in contexts}) < len(contexts):

@@ -19,6 +19,7 @@ from penstock.serve.api import (
     chat,
     classification,
     completions,
+    controls,
     embeddings,
     models,
     operations,
@@ -89,6 +90,7 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     app.include_router(models.router)  # GET  /v1/models, /v1/models/{id}
     app.include_router(adapters.router)  # POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     app.include_router(tokenization.router)  # POST /tokenize, /detokenize
+    app.include_router(controls.router)  # POST /sleep, /wake_up, /reload, /reset_prefix_cache, ..._profile
     app.include_router(operations.router)  # GET  /health, /ready, /version, /metrics
     if services.config.playground:
         app.include_router(playground.router)  # GET  /, /playground/...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +25,20 @@ from penstock.config.sources import collect_values
 _SECONDS = Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0)
 _GRACE = Rule("a number of seconds, 0 or more", lambda value: isfinite(value) and value >= 0)
 _PORT = Rule("a port number, or 0 for any free port", lambda value: 0 <= value <= 65535)
+_GAUGE = re.compile(r"(waiting|running|kv_usage|adapters)=[a-zA-Z_:][a-zA-Z0-9_:]*")
+_GAUGES = Rule(
+    "gauges such as waiting=NAME, with different names; the first word is waiting, running, kv_usage or "
+    "adapters",
+    lambda value: (
+        isinstance(value, tuple)
+        and all(isinstance(one, str) and _GAUGE.fullmatch(one) for one in value)
+        and len({one.partition("=")[0] for one in value}) == len(value)
+        and len({one.partition("=")[2] for one in value}) == len(value)
+    ),
+)
+_HEADER = Rule(
+    "the name of a header", lambda value: bool(value) and all(c.isalnum() or c in "-_" for c in value)
+)
 _WORDS = Rule(
     "texts without spaces",
     lambda value: (
@@ -177,6 +192,31 @@ class ServeConfig:
         None,
         NUM_BYTES,
         "Limit of the worker's private memory, without mapped files. At the limit the worker is restarted.",
+    )
+    profile_dir: str | None = setting(
+        None, TEXT, "Folder for the profiles of /start_profile and /stop_profile. Default: none are recorded."
+    )
+    router_gauge: tuple[str, ...] = setting(
+        (),
+        _GAUGES,
+        "An additional name of a gauge in /metrics, such as waiting=vllm:num_requests_waiting, for routers "
+        "that expect it: waiting, running, kv_usage or adapters; may be given several times.",
+        parse=_split,
+    )
+    cache_events: str | None = setting(
+        None,
+        TEXT,
+        "ZeroMQ address at which events of the prefix cache are published, with the tokens of prompts: for "
+        "example tcp://127.0.0.1:5557. Default: none are.",
+    )
+    cache_events_topic: str = setting(
+        "kv-events", TEXT, "Topic of the messages with events of the prefix cache."
+    )
+    session_header: str = setting(
+        "x-session-id",
+        _HEADER,
+        "Header of a request that names its session. With several workers, the requests of a session go to "
+        "one worker. Without the header, the field user of the body is the session.",
     )
     otlp_endpoint: str | None = setting(
         None, TEXT, "URL to send OpenTelemetry spans to, by OTLP over HTTP. Default: no spans."

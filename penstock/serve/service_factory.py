@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.serve.http.gate import Gate
 from penstock.serve.observability.metrics import Metrics
+from penstock.serve.observability.router_gauges import parse_gauges
 from penstock.serve.observability.tracing import Tracing
 from penstock.serve.parsers import ParserFactory
 from penstock.serve.services import Services
@@ -29,7 +30,7 @@ def build_services(
 ) -> Services:
     """Return services with a closed gate. The worker need not have started."""
     metrics = Metrics()
-    metrics.watch(worker)
+    metrics.watch(worker, parse_gauges(config.router_gauge))
     return Services(
         config=config,
         pipeline_config=pipeline_config,

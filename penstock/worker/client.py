@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from penstock.errors import InputError, OverloadedError, PenstockError, UnavailableError
 from penstock.pipelines.core import RequestContext
-from penstock.worker.engine_client import EngineState
+from penstock.pipelines.core.cache_events import BlocksCleared, CacheEvent
+from penstock.worker.engine_client import CacheListener, EngineClient, EngineState, SleepLevel
 from penstock.worker.messages import (
     CallResult,
     Cancel,
+    Control,
+    ControlAction,
     LoadAdapter,
     Pong,
     StepResults,
     Submit,
     UnloadAdapter,
+    WatchCache,
     WorkerInfo,
     WorkerMessage,
     WorkerStats,
@@ -60,7 +64,7 @@ class WorkerClient:
         self._supervisor = WorkerSupervisor(
             factory,
             on_report=self._on_report,
-            on_start=self._restore_adapters,
+            on_start=self._restore,
             on_end=self._on_end,
             in_thread=in_thread,
             hang_limit=hang_limit,
@@ -74,6 +78,7 @@ class WorkerClient:
         self._client_ids: dict[str, str] = {}  # request id -> client id, of outstanding requests
         self._changed_adapters: dict[str, str | None] = {}  # since the first start; None: unloaded
         self._request_ended: asyncio.Future[None] | None = None
+        self._listeners: list[CacheListener] = []
         self._stats = WorkerStats()
         self.num_late_results = 0
         """The number of results that arrived for requests that had already ended here."""
@@ -116,6 +121,11 @@ class WorkerClient:
         """The number of requests that may run and wait together."""
         size = self.info.max_batch_size
         return size + (max(64, 4 * size) if self._max_queue_size is None else self._max_queue_size)
+
+    @property
+    def workers(self) -> Sequence[EngineClient]:
+        """This client itself."""
+        return (self,)
 
     @property
     def num_restarts(self) -> int:
@@ -201,7 +211,79 @@ class WorkerClient:
         await self._call(UnloadAdapter(next(self._call_ids), name))
         self._changed_adapters[name] = None
 
-    async def _call(self, command: LoadAdapter | UnloadAdapter) -> None:
+    # -- Caches, sleep and profiles ----------------------------------------------------------------------
+
+    def watch_cache(self, listener: CacheListener) -> None:
+        """Call a listener with the events of the prefix cache. Call it before the start."""
+        self._listeners.append(listener)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests keep their blocks."""
+        await self._control("reset_prefix_cache")
+
+    async def start_profile(self) -> None:
+        """Record what the worker does, until `stop_profile`."""
+        await self._control("start_profile")
+
+    async def stop_profile(self) -> None:
+        """Stop to record, and write the profile."""
+        await self._control("stop_profile")
+
+    async def sleep(self, level: SleepLevel, grace: float) -> None:
+        """Refuse requests, let running requests finish, and release memory. Does nothing if it is asleep.
+
+        Raises:
+            PenstockError: the worker is not ready, or its device cannot release this memory.
+        """
+        supervisor = self._supervisor
+        if supervisor.is_asleep:
+            return
+        supervisor.check_ready()
+        supervisor.is_asleep = True
+        try:
+            await self._until_idle(grace)
+            for generation in list(self._generations.values()):
+                self._cancel(generation.request_id)
+                generation.fail(UnavailableError("the model was put to sleep", retry_after=1))
+            if level == 1:
+                await self._until_idle(grace)  # the worker confirms the cancellations after its step
+                await self._call(Control(next(self._call_ids), "discard_cache"))
+            else:
+                self._fail_all("the model was put to sleep")
+                supervisor.begin_stop()
+                await supervisor.finish_stop()
+                self._on_end("the model was put to sleep")
+        except BaseException:
+            supervisor.is_asleep = False
+            raise
+
+    async def wake_up(self) -> None:
+        """Accept requests again; start the worker if it has ended. Does nothing if it is not asleep.
+
+        Raises:
+            PenstockError: the worker cannot start. It is still asleep.
+        """
+        supervisor = self._supervisor
+        if supervisor.is_asleep and not supervisor.is_running:
+            await supervisor.start()
+        supervisor.is_asleep = False
+
+    async def reload(self, grace: float) -> None:
+        """Replace the worker. Requests are refused meanwhile; a `WorkerRouter` avoids that."""
+        await self.sleep(2, grace)
+        await self.wake_up()
+
+    async def _until_idle(self, seconds: float) -> None:
+        """Return when no request is outstanding, or after some seconds."""
+        deadline = time.monotonic() + seconds
+        while self.num_outstanding and time.monotonic() < deadline:
+            await asyncio.sleep(_STOP_POLL_INTERVAL)
+
+    async def _control(self, action: ControlAction) -> None:
+        self._supervisor.check_ready()
+        await self._call(Control(next(self._call_ids), action))
+
+    async def _call(self, command: LoadAdapter | UnloadAdapter | Control) -> None:
         """Send a command and wait for its result."""
         result: asyncio.Future[PenstockError | None] = asyncio.get_running_loop().create_future()
         self._calls[command.call_id] = result
@@ -213,8 +295,10 @@ class WorkerClient:
         if error is not None:
             raise error
 
-    async def _restore_adapters(self) -> None:
-        """Repeat all adapter changes in a restarted worker."""
+    async def _restore(self) -> None:
+        """Watch the cache of a started worker, and repeat all adapter changes in it."""
+        if self._listeners:
+            self._supervisor.send(WatchCache())
         at_start = {name for name, _ in self.info.adapters}
         for name, path in list(self._changed_adapters.items()):
             try:
@@ -244,9 +328,7 @@ class WorkerClient:
         """Stop accepting requests, wait up to ``grace`` seconds for running requests, and end the worker."""
         if not self._supervisor.begin_stop():
             return
-        deadline = time.monotonic() + grace
-        while self.num_outstanding and time.monotonic() < deadline:
-            await asyncio.sleep(_STOP_POLL_INTERVAL)
+        await self._until_idle(grace)
         self._fail_all("the server is shutting down")
         await self._supervisor.finish_stop()
 
@@ -256,6 +338,8 @@ class WorkerClient:
         match report:
             case StepResults():
                 self._stats = report.stats
+                if report.cache_events:
+                    self._report_cache(report.cache_events)
                 self._dispatch(report)
             case Pong():
                 self._stats = report.stats
@@ -296,6 +380,11 @@ class WorkerClient:
     def _on_end(self, reason: str) -> None:
         self._fail_all(reason)
         self._stats = WorkerStats()
+        self._report_cache([BlocksCleared()])
+
+    def _report_cache(self, events: Sequence[CacheEvent]) -> None:
+        for listener in self._listeners:
+            listener(0, events)
 
     def _fail_all(self, reason: str) -> None:
         """End all requests and calls with an `UnavailableError`."""

@@ -24,14 +24,15 @@ from typing import Protocol
 import zmq
 
 from penstock.host.heartbeat import ProgressFile
+from penstock.worker.main import OUT_OF_MEMORY, WorkerLaunch
 from penstock.worker.messages import Command, Started, WorkerMessage, command_encoder, report_decoder
-from penstock.worker.process import OUT_OF_MEMORY, Endpoint, WorkerLaunch, WorkerRuntime, run_worker
+from penstock.worker.process import Endpoint, WorkerRuntime, run_worker
 
 _LOG = logging.getLogger("penstock.worker")
 
 _BOOT = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
-    "from penstock.worker.process import main; main()"
+    "from penstock.worker.main import main; main()"
 )
 """Program of the worker process. ``multiprocessing`` would run the user's main module a second time."""
 

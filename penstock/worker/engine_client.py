@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeAlias
 
 from penstock.pipelines.core import RequestContext
+from penstock.pipelines.core.cache_events import CacheEvent
 from penstock.worker.messages import WorkerInfo, WorkerStats
 from penstock.worker.results import Generation
 
-EngineState: TypeAlias = Literal["starting", "ready", "restarting", "stopping", "stopped"]
+EngineState: TypeAlias = Literal["starting", "ready", "asleep", "restarting", "stopping", "stopped"]
+
+SleepLevel: TypeAlias = Literal[1, 2]
+"""What a sleeping worker releases: 1 the memory of the KV cache, 2 its process with the weights as well."""
+
+CacheListener: TypeAlias = Callable[[int, Sequence[CacheEvent]], None]
+"""Receives the number of a worker and the events of its prefix cache."""
 
 
 class EngineClient(Protocol):
@@ -55,6 +63,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def workers(self) -> Sequence[EngineClient]:
+        """The clients of the single workers, in order."""
+        ...
+
+    @property
     def num_restarts(self) -> int:
         """The number of times that a worker ended unexpectedly."""
         ...
@@ -89,6 +102,66 @@ class EngineClient(Protocol):
 
         Raises:
             PenstockError: the adapter is unknown, or a worker is not ready.
+        """
+        ...
+
+    def watch_cache(self, listener: CacheListener) -> None:
+        """Call a listener with the events of the prefix caches. Call it before the start."""
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests keep their blocks.
+
+        Raises:
+            PenstockError: a worker is not ready.
+        """
+        ...
+
+    async def sleep(self, level: SleepLevel, grace: float) -> None:
+        """Refuse requests, let running requests finish, and release memory. Does nothing if it is asleep.
+
+        Args:
+            level: what is released.
+            grace: seconds that running requests have to finish; then they fail.
+
+        Raises:
+            PenstockError: a worker is not ready, or its device cannot release this memory. All workers
+                accept requests as before.
+        """
+        ...
+
+    async def wake_up(self) -> None:
+        """Accept requests again; load the weights if needed. Does nothing if it is not asleep.
+
+        Raises:
+            PenstockError: the model cannot be loaded. The engine is still asleep.
+        """
+        ...
+
+    async def reload(self, grace: float) -> None:
+        """Replace the workers one after the other by new ones, which read the checkpoint again.
+
+        Args:
+            grace: seconds that the running requests of a worker have to finish; then they fail.
+
+        Raises:
+            PenstockError: a replacement cannot start, the engine is asleep, or another reload runs.
+        """
+        ...
+
+    async def start_profile(self) -> None:
+        """Record what the workers do, until `stop_profile`.
+
+        Raises:
+            PenstockError: a worker is not ready or records already, or no folder is configured.
+        """
+        ...
+
+    async def stop_profile(self) -> None:
+        """Stop to record, and write the profiles.
+
+        Raises:
+            PenstockError: a worker is not ready or does not record, or a file cannot be written.
         """
         ...
 

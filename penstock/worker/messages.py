@@ -1,8 +1,9 @@
 """The messages between the server and the worker.
 
-    server                                                   worker
-         | -- Submit, Cancel, LoadAdapter, UnloadAdapter, Ping, Stop --> |
-         | <-- Started | StartFailed, StepResults, CallResult, Pong ---- |
+    server                                                     worker
+         | -- Submit, Cancel, LoadAdapter, UnloadAdapter, ---------------> |
+         |    Control, WatchCache, Ping, Stop                              |
+         | <-- Started | StartFailed, StepResults, CallResult, Pong ------ |
 
 A context is sent once, in `Submit`; later messages refer to it by its id. One `StepResults` carries the
 results of a step for all requests. Frequent messages are encoded as arrays, without field names.
@@ -11,7 +12,7 @@ results of a step for all requests. Frequent messages are encoded as arrays, wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from penstock.pipelines.core import (
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
 )
+from penstock.pipelines.core.cache_events import CacheEvent
 from penstock.pipelines.core.serialization import frames_decoder, frames_encoder
 from penstock.scheduler.isolation import FAULT
 
@@ -79,6 +81,10 @@ def _is_plain(value: object) -> bool:
 
 # -- To the worker ---------------------------------------------------------------------------------------
 
+ControlAction: TypeAlias = Literal["reset_prefix_cache", "discard_cache", "start_profile", "stop_profile"]
+"""``reset_prefix_cache`` forgets cached prefixes. ``discard_cache`` returns the memory of the KV cache to the
+system; no request may run. A profile is written into the folder of the configuration when it stops."""
+
 
 class Submit(msgspec.Struct, tag=True):
     """Submit a new request."""
@@ -107,6 +113,17 @@ class UnloadAdapter(msgspec.Struct, tag=True):
     name: str
 
 
+class Control(msgspec.Struct, tag=True):
+    """Change the state of the worker between two steps. The worker answers with a `CallResult`."""
+
+    call_id: int
+    action: ControlAction
+
+
+class WatchCache(msgspec.Struct, tag=True):
+    """Report the events of the prefix cache from now on, in `StepResults`."""
+
+
 class Ping(msgspec.Struct, tag=True):
     """Check that the worker responds. It answers with a `Pong` between two steps."""
 
@@ -115,7 +132,7 @@ class Stop(msgspec.Struct, tag=True):
     """End the worker after the current step."""
 
 
-Command: TypeAlias = Submit | Cancel | LoadAdapter | UnloadAdapter | Ping | Stop
+Command: TypeAlias = Submit | Cancel | LoadAdapter | UnloadAdapter | Control | WatchCache | Ping | Stop
 
 
 # -- From the worker -------------------------------------------------------------------------------------
@@ -132,6 +149,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of the KV cache, in the layer group with the fewest blocks."""
     block_size: int
     """Tokens per block."""
+    prefix_limits: list[int] | None = None
+    """As `KVCache.prefix_limits`. None if requests do not share cached prefixes."""
     vocab_size: int
     adapters: list[tuple[str, str]] = []
     """Name and path of each LoRA adapter loaded at the start."""
@@ -303,6 +322,8 @@ class StepResults(msgspec.Struct, array_like=True, tag=True):
     failures: list[Failure] = []
     cancelled: list[str] = []
     """Requests that a `Cancel` ended."""
+    cache_events: list[CacheEvent] = []
+    """Events of the prefix cache, after a `WatchCache`."""
 
 
 class CallResult(msgspec.Struct, array_like=True, tag=True):

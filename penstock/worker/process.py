@@ -1,30 +1,29 @@
 """The loop of the worker: receives commands, steps the scheduler, and sends the results of each step.
 
-It runs in the main thread of the worker process (`main`), or in a thread for tests (`run_worker`). An idle
+It runs in the main thread of the worker process (`penstock.worker.main`), or in a thread for tests. An idle
 worker does not poll: it blocks on the socket until a command arrives.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
-import os
-import pickle
-import shutil
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import zmq
 
-from penstock.errors import PenstockError, RequestFailedError, UnavailableError, UnsupportedFeatureError
+from penstock.errors import (
+    InputError,
+    PenstockError,
+    RequestFailedError,
+    UnavailableError,
+    UnsupportedFeatureError,
+)
 from penstock.host import heartbeat, private_memory
-from penstock.host.garbage_collection import gc_disabled
+from penstock.host.profiler import StepProfiler
 from penstock.pipelines.core import RequestContext
 from penstock.pipelines.core.interfaces import PipelineOutput
 from penstock.scheduler.scheduler import Scheduler
@@ -33,6 +32,8 @@ from penstock.worker.messages import (
     CallResult,
     Cancel,
     Command,
+    Control,
+    ControlAction,
     ErrorRecord,
     Failure,
     LoadAdapter,
@@ -45,6 +46,7 @@ from penstock.worker.messages import (
     Stop,
     Submit,
     UnloadAdapter,
+    WatchCache,
     WorkerInfo,
     WorkerMessage,
     WorkerStats,
@@ -57,8 +59,6 @@ _LOG = logging.getLogger("penstock.worker")
 
 _READY_POLL_MS = 4
 """Milliseconds between two checks whether contexts are ready, if no other context runs."""
-OUT_OF_MEMORY = 12
-"""Exit status of a worker that has reached its limit of private memory (the number of ``ENOMEM``)."""
 _LINGER_MS = 2000
 """Milliseconds to deliver the last messages when the worker ends."""
 
@@ -77,6 +77,10 @@ class WorkerRuntime:
     """Returns the maximum number of tokens per request in the next step of the scheduler."""
     add_counts: Callable[[WorkerStats], None] = lambda stats: None
     """Writes the pipeline's own counts into the statistics."""
+    discard_cache: Callable[[], None] = lambda: None
+    """Returns the memory of the KV cache to the system; no request runs."""
+    profiler: StepProfiler | None = None
+    """Records what the steps do; None if no folder for profiles is configured."""
     pack_pending: Callable[[], bool] = lambda: False
     """Packs some of the lazily packed weights. Returns False when all are packed."""
 
@@ -186,6 +190,10 @@ class _Loop:
                     self._cancelled.append(command.request_id)
             case LoadAdapter() | UnloadAdapter():
                 self._send(CallResult(command.call_id, self._change_adapters(command)))
+            case Control():
+                self._send(CallResult(command.call_id, self._control(command.action)))
+            case WatchCache():
+                self._scheduler.kv.record_events()
             case Ping():
                 private_memory.follow_mapped_files()
                 self._send(Pong(self._current_stats()))
@@ -216,6 +224,31 @@ class _Loop:
             return ErrorRecord.of(error)
         return None
 
+    def _control(self, action: ControlAction) -> ErrorRecord | None:
+        try:
+            match action:
+                case "reset_prefix_cache":
+                    self._scheduler.kv.forget_prefixes()
+                case "discard_cache":
+                    if self._contexts:
+                        raise InputError(f"{len(self._contexts)} requests use the KV cache")
+                    self._work.discard_cache()
+                case "start_profile":
+                    self._profiler.start()
+                case "stop_profile":
+                    self._profiler.stop()
+        except Exception as error:
+            if not isinstance(error, PenstockError):
+                _LOG.exception("%s failed", action)
+            return ErrorRecord.of(error)
+        return None
+
+    @property
+    def _profiler(self) -> StepProfiler:
+        if self._work.profiler is None:
+            raise UnsupportedFeatureError("profiles", "start the server with --profile-dir")
+        return self._work.profiler
+
     # -- Steps -------------------------------------------------------------------------------------------
 
     def _step(self) -> bool:
@@ -226,7 +259,8 @@ class _Loop:
             heartbeat.beat()
             begin = time.perf_counter()
             try:
-                outputs = self._scheduler.step(self._work.num_steps())
+                with nullcontext() if self._work.profiler is None else self._work.profiler.step():
+                    outputs = self._scheduler.step(self._work.num_steps())
             except Exception as error:
                 self._report_memory_limit(error)
                 raise
@@ -237,8 +271,9 @@ class _Loop:
         results = [result for item in outputs.items() if (result := self._result(*item)) is not None]
         failures = self._take_failures()
         cancelled, self._cancelled = self._cancelled, []
-        if has_run or failures or cancelled:
-            self._send(StepResults(self._current_stats(), admissions, results, failures, cancelled))
+        events = self._scheduler.kv.take_events()
+        if has_run or failures or cancelled or events:
+            self._send(StepResults(self._current_stats(), admissions, results, failures, cancelled, events))
         return has_run
 
     def _admit(self, context: RequestContext) -> Admission:
@@ -320,59 +355,3 @@ def _start_failure(error: Exception) -> ErrorRecord:
     if isinstance(error, PenstockError):
         return ErrorRecord.of(error)
     return ErrorRecord.of(UnavailableError(f"the worker could not start: {type(error).__name__}: {error}"))
-
-
-# -- The worker process ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WorkerLaunch:
-    """The arguments of the worker process, sent on its standard input, which then stays open."""
-
-    factory: Callable[[], WorkerRuntime]
-    endpoint: Endpoint
-    launched_at: float
-    """``time.time()`` at the launch."""
-    memory_limit: int | None = None
-    """Limit of private memory, in bytes."""
-
-
-def main() -> None:
-    """Run a worker in this process until `Stop` arrives or the parent process ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group; the parent handles them
-    launch: WorkerLaunch = pickle.load(sys.stdin.buffer)
-    begun = time.time()
-    heartbeat.publish(launch.endpoint.progress)
-    threading.Thread(target=_exit_with_parent, args=(launch.endpoint.folder,), daemon=True).start()
-
-    def load() -> WorkerRuntime:
-        if launch.memory_limit is not None:
-            private_memory.bound(launch.memory_limit)
-        with gc_disabled():
-            work = launch.factory()
-        gc.collect()
-        gc.freeze()  # collections skip the loaded objects, which are never freed
-        startup = [("process", begun - launch.launched_at), *work.info.startup]
-        return replace(work, info=msgspec.structs.replace(work.info, startup=startup))
-
-    try:
-        run_worker(load, launch.endpoint)
-        status = 0
-    except BaseException as error:
-        if private_memory.is_exceeded(error):
-            reason = f"{type(error).__name__}: {error}"
-            _LOG.critical("the worker has reached its limit of private memory and ends (%s)", reason)
-            status = OUT_OF_MEMORY
-        else:
-            _LOG.critical("the worker failed", exc_info=True)
-            status = 1
-    logging.shutdown()
-    os._exit(status)  # does not wait for threads of libraries
-
-
-def _exit_with_parent(folder: str) -> None:
-    """End this process when its parent ends, which closes the standard input."""
-    os.read(0, 1)  # sys.stdin would hold its lock forever
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)

@@ -72,6 +72,8 @@ class Generation:
         self._is_read = False  # the last delta was returned
         self._is_read_at_end = False
         self._waiters: list[asyncio.Future[None]] = []
+        self.on_end: Callable[[], None] | None = None
+        """Called once, when the request ends."""
 
     @property
     def is_done(self) -> bool:
@@ -120,6 +122,7 @@ class Generation:
         if not self.is_done:
             self._status = TextGenerationStatus.CANCELLED
             self._cancel(self.request_id)
+            self._report_end()
             self._wake()
 
     # -- Called by the engine client ---------------------------------------------------------------------
@@ -134,13 +137,21 @@ class Generation:
         """Add the result of a step."""
         self._results.append(result)
         self._status = result.status
+        if self.is_done:
+            self._report_end()
         if self.is_done or not self._is_read_at_end:
             self._wake()
 
     def fail(self, error: PenstockError) -> None:
         """End the request with an error."""
         self._error = error
+        self._report_end()
         self._wake()
+
+    def _report_end(self) -> None:
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end()
 
     def _take(self) -> RequestDelta:
         results, self._results = self._results, []

@@ -1,27 +1,40 @@
-"""The engine client of several workers: choice of the worker for each request."""
+"""The engine client of several workers: routing, and changes that concern all of them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from typing import TypeAlias
+from dataclasses import dataclass
+from functools import partial
 
-from penstock.errors import PenstockError
+import msgspec
+
+from penstock.errors import InputError, OverloadedError, PenstockError, UnavailableError
 from penstock.pipelines.core import RequestContext
-from penstock.worker.engine_client import EngineClient, EngineState
+from penstock.pipelines.core.cache_events import BlocksCleared, CacheEvent
+from penstock.worker.engine_client import CacheListener, EngineClient, EngineState, SleepLevel
 from penstock.worker.messages import WorkerInfo, WorkerStats
+from penstock.worker.prefix_map import PrefixMap
 from penstock.worker.results import Generation
+from penstock.worker.routing import PrefixAware, RoutingPolicy, digests_of
 
-ChooseWorker: TypeAlias = Callable[[Sequence[EngineClient], RequestContext], EngineClient]
+_LOG = logging.getLogger("penstock.worker")
 
-_STATES: tuple[EngineState, ...] = ("ready", "starting", "restarting", "stopping", "stopped")
+_STATES: tuple[EngineState, ...] = ("ready", "asleep", "starting", "restarting", "stopping", "stopped")
 """The router has the first of these states that one of its workers has."""
+_POLL_INTERVAL = 0.02
+"""Seconds between two checks whether the requests of a worker have ended."""
+MAX_WORKERS = 1024
 
 
-def least_loaded(workers: Sequence[EngineClient], context: RequestContext) -> EngineClient:
-    """Return the worker with the fewest outstanding requests. Workers that are not ready come last."""
-    return min(workers, key=lambda worker: (worker.state != "ready", worker.num_outstanding))
+@dataclass(slots=True)
+class _Running:
+    """Where a request runs, and the blocks that it is expected to store."""
+
+    worker: int
+    digests: Sequence[bytes]
 
 
 class WorkerRouter:
@@ -31,13 +44,38 @@ class WorkerRouter:
 
     Args:
         workers: the clients of the workers, at least one.
-        choose: returns the worker that gets a request.
+        policy: chooses the worker of a request. Default: `PrefixAware`, made at the first request.
+        make_worker: makes the client of worker ``i`` anew, for `reload`.
     """
 
-    def __init__(self, workers: Sequence[EngineClient], choose: ChooseWorker = least_loaded) -> None:
-        assert workers, "a router needs at least one worker"
-        self._workers = tuple(workers)
-        self._choose = choose
+    def __init__(
+        self,
+        workers: Sequence[EngineClient],
+        policy: RoutingPolicy | None = None,
+        make_worker: Callable[[int], EngineClient] | None = None,
+    ) -> None:
+        assert 1 <= len(workers) <= MAX_WORKERS, f"a router has 1 to {MAX_WORKERS} workers"
+        self._workers = list(workers)
+        self._policy = policy
+        self._make_worker = make_worker
+        self._loads = [0] * len(workers)
+        self._running: dict[str, _Running] = {}
+        self._draining = 0  # workers that get no new requests, as a bit set
+        self._is_reloading = False
+        self._listeners: list[CacheListener] = []
+        self._num_lost_restarts = 0  # of workers that were replaced
+        self.prefixes = PrefixMap()
+        """The blocks in the prefix caches of the workers."""
+        if len(workers) > 1:
+            for number, worker in enumerate(workers):
+                worker.watch_cache(self._reporter(number, worker))
+
+    # -- State -------------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> Sequence[EngineClient]:
+        """The clients of the workers, in order."""
+        return self._workers
 
     @property
     def state(self) -> EngineState:
@@ -51,8 +89,10 @@ class WorkerRouter:
 
     @property
     def info(self) -> WorkerInfo:
-        """The information of the first worker. The model and the limits of the others are the same."""
-        return self._workers[0].info
+        """The information of the first worker, with the smallest maximum length of all."""
+        first = self._workers[0].info
+        shortest = min(worker.info.max_length for worker in self._workers)
+        return first if first.max_length == shortest else msgspec.structs.replace(first, max_length=shortest)
 
     @property
     def stats(self) -> WorkerStats:
@@ -80,17 +120,59 @@ class WorkerRouter:
     @property
     def num_restarts(self) -> int:
         """The number of times that a worker ended unexpectedly."""
-        return sum(worker.num_restarts for worker in self._workers)
+        return self._num_lost_restarts + sum(worker.num_restarts for worker in self._workers)
+
+    # -- Requests ----------------------------------------------------------------------------------------
 
     def submit(self, context: RequestContext) -> Generation:
-        """Send a request to the worker that ``choose`` returns.
+        """Send a request to the worker that the policy chooses.
+
+        If that worker is not ready or its queue is full, the next best worker gets it.
 
         Raises:
-            UnavailableError: that worker is not ready.
-            OverloadedError: its queue is full.
-            InputError: it runs another request with the same id.
+            UnavailableError: no worker is ready.
+            OverloadedError: the queues of all ready workers are full.
+            InputError: another request with the same id is running.
         """
-        return self._choose(self._workers, context).submit(context)
+        if len(self._workers) == 1:
+            return self._workers[0].submit(context)
+        if context.request_id in self._running:
+            raise InputError(f"request {context.request_id} is running already: give each request its own id")
+        everyone = (1 << len(self._workers)) - 1
+        workers = everyone & ~self._draining or everyone
+        digests = digests_of(context, self._workers[0].info)
+        error: PenstockError | None = None
+        while workers:
+            number = self._chooser().choose(context, digests, self._loads, workers)
+            try:
+                generation = self._workers[number].submit(context)
+            except OverloadedError as full:
+                error = full
+            except UnavailableError as missing:
+                error = error or missing
+            else:
+                self._track(generation, number, digests)
+                return generation
+            workers &= ~(1 << number)
+        assert error is not None
+        raise error
+
+    def _chooser(self) -> RoutingPolicy:
+        if self._policy is None:
+            info = self._workers[0].info
+            self._policy = PrefixAware(self.prefixes, info.block_size, info.max_batch_size)
+        return self._policy
+
+    def _track(self, generation: Generation, number: int, digests: Sequence[bytes]) -> None:
+        self._loads[number] += 1
+        self.prefixes.expect(number, digests)
+        self._running[generation.request_id] = _Running(number, digests)
+        generation.on_end = partial(self._on_end, generation.request_id)
+
+    def _on_end(self, request_id: str) -> None:
+        request = self._running.pop(request_id)
+        self._loads[request.worker] -= 1
+        self.prefixes.settle(request.digests)
 
     def request_ended(self) -> asyncio.Future[None]:
         """Return a future that completes when a submitted request has ended after this call."""
@@ -105,6 +187,28 @@ class WorkerRouter:
             source.add_done_callback(complete)
         ended.add_done_callback(lambda _: [source.remove_done_callback(complete) for source in sources])
         return ended
+
+    def watch_cache(self, listener: CacheListener) -> None:
+        """Call a listener with the events of all prefix caches. Call it before the start."""
+        self._listeners.append(listener)
+        if len(self._workers) == 1:
+            self._workers[0].watch_cache(self._reporter(0, self._workers[0]))
+
+    def _reporter(self, number: int, worker: EngineClient) -> CacheListener:
+        """Return the listener for a worker; events of a worker that is replaced are dropped."""
+
+        def report(_: int, events: Sequence[CacheEvent]) -> None:
+            if self._workers[number] is worker:
+                self._report(number, events)
+
+        return report
+
+    def _report(self, number: int, events: Sequence[CacheEvent]) -> None:
+        self.prefixes.update(number, events)
+        for listener in self._listeners:
+            listener(number, events)
+
+    # -- Adapters, caches, sleep and profiles ------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter into all workers. If one fails, the others return to their previous state.
@@ -134,6 +238,39 @@ class WorkerRouter:
         for worker in owners or self._workers[:1]:
             await worker.unload_adapter(name)
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes of all workers."""
+        await _all(worker.reset_prefix_cache() for worker in self._workers)
+
+    async def sleep(self, level: SleepLevel, grace: float) -> None:
+        """Put all workers to sleep. If one cannot, the others are woken up again.
+
+        Raises:
+            PenstockError: a worker is not ready, or its device cannot release this memory.
+        """
+        self._check_not_reloading()
+        try:
+            await _all(worker.sleep(level, grace) for worker in self._workers)
+        except PenstockError:
+            for worker in self._workers:
+                with suppress(PenstockError):
+                    await worker.wake_up()
+            raise
+
+    async def wake_up(self) -> None:
+        """Wake all workers up."""
+        await _all(worker.wake_up() for worker in self._workers)
+
+    async def start_profile(self) -> None:
+        """Record what the workers do, until `stop_profile`."""
+        await _all(worker.start_profile() for worker in self._workers)
+
+    async def stop_profile(self) -> None:
+        """Stop to record, and write the profiles."""
+        await _all(worker.stop_profile() for worker in self._workers)
+
+    # -- Start, reload and stop --------------------------------------------------------------------------
+
     def launch(self) -> None:
         """Launch all workers."""
         for worker in self._workers:
@@ -158,3 +295,81 @@ class WorkerRouter:
     async def stop(self, grace: float) -> None:
         """Stop accepting requests, wait up to ``grace`` seconds for running requests, and end the workers."""
         await asyncio.gather(*(worker.stop(grace) for worker in self._workers))
+
+    async def reload(self, grace: float) -> None:
+        """Replace the workers one after the other by new ones, which read the checkpoint again.
+
+        A worker gets no new requests, finishes those that it has, ends, and its replacement starts; meanwhile
+        the others serve. A single worker ends only after its replacement has started, so both need memory at
+        the same time. The replacements load the adapters of their predecessors.
+
+        Args:
+            grace: seconds that the running requests of a worker have to finish; then they fail.
+
+        Raises:
+            PenstockError: a replacement cannot start, or another reload runs. With several workers, that
+                worker stays down, and workers that are not replaced yet stay as they are.
+        """
+        self._check_not_reloading()
+        if self.state == "asleep":
+            raise UnavailableError("the model is asleep: wake it up, which loads it again", retry_after=1)
+        self._is_reloading = True
+        try:
+            for number in range(len(self._workers)):
+                await self._replace(number, grace)
+        finally:
+            self._is_reloading = False
+
+    async def _replace(self, number: int, grace: float) -> None:
+        assert self._make_worker is not None, "this router cannot make workers"
+        old, new = self._workers[number], self._make_worker(number)
+        self._draining |= 1 << number
+        try:
+            if len(self._workers) > 1:
+                await self._drain(number, grace)
+                await old.stop(0)
+            if self._listeners or len(self._workers) > 1:
+                new.watch_cache(self._reporter(number, new))
+            await new.start()
+            try:
+                await _copy_adapters(old, new)
+            except BaseException:
+                await new.stop(0)
+                raise
+            self._workers[number] = new
+            self._report(number, [BlocksCleared()])
+            self._num_lost_restarts += old.num_restarts
+        finally:
+            self._draining &= ~(1 << number)
+        if len(self._workers) == 1:
+            await old.stop(grace)
+        _LOG.info("worker %d is replaced", number)
+
+    async def _drain(self, number: int, grace: float) -> None:
+        """Return when a worker has no requests, or after ``grace`` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                while self._workers[number].num_outstanding:
+                    await asyncio.sleep(_POLL_INTERVAL)
+
+    def _check_not_reloading(self) -> None:
+        if self._is_reloading:
+            raise UnavailableError("the model is being reloaded: wait until that has finished", retry_after=5)
+
+
+async def _copy_adapters(old: EngineClient, new: EngineClient) -> None:
+    """Load the adapters of a worker into its replacement, and unload others."""
+    wanted = old.adapters
+    for name in new.adapters.keys() - wanted.keys():
+        await new.unload_adapter(name)
+    for name, path in wanted.items():
+        if new.adapters.get(name) != path:
+            await new.load_adapter(name, path)
+
+
+async def _all(calls: Iterable[Coroutine[None, None, None]]) -> None:
+    """Run calls at the same time; raise the first error when all have ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if result is not None:
+            raise result

@@ -89,6 +89,8 @@ class WorkerSupervisor:
         self._endpoint_numbers = count()
         self._state: EngineState = "stopped"
         self._was_ready = False  # when the shutdown began
+        self.is_asleep = False
+        """Whether requests are refused until `wake` is called."""
         self._connection: WorkerConnection | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._folder = ""
@@ -108,13 +110,20 @@ class WorkerSupervisor:
     @property
     def state(self) -> EngineState:
         """The state of the worker. Only a ``ready`` worker accepts requests."""
-        return self._state
+        return "asleep" if self.is_asleep and self._state in ("ready", "stopped") else self._state
 
     @property
     def is_alive(self) -> bool:
         """Whether the worker has loaded its model and was silent for less than the hang limit."""
         silence = 0.0 if self._liveness is None else self._liveness.silence
+        if self.is_asleep and self._state == "stopped":
+            return self.failure is None
         return self._state in ("ready", "stopping") and silence < self._hang_limit
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the worker is launched and not stopped."""
+        return self._context is not None
 
     @property
     def info(self) -> WorkerInfo:
@@ -134,9 +143,11 @@ class WorkerSupervisor:
         Raises:
             UnavailableError: it does not. The message says why.
         """
-        if self._state == "ready":
+        if self.state == "ready":
             return
-        if self.failure is not None:
+        if self.state == "asleep":
+            reason = "the model is asleep: send POST /wake_up, then try again"
+        elif self.failure is not None:
             reason = f"the worker could not be restarted: {self.failure}"
         elif self._state == "starting":
             reason = "the model is being loaded: try again"
@@ -174,7 +185,7 @@ class WorkerSupervisor:
         Raises:
             PenstockError: the reason why the worker could not start.
         """
-        assert self._task is None, "the worker was started already"
+        assert self._task is None or self._task.done(), "the worker was started already"
         self.launch()
         first_start = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._supervise(first_start))

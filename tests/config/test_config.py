@@ -91,6 +91,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "max_num_steps": st.integers(1, 100),
     "deterministic": st.just(False),
     "num_threads": st.none() | st.integers(1, 1000),
+    "data_parallel_size": st.integers(1, 256),
 }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import CheckpointNotFoundError, InputError, UnavailableError
 from penstock.pipelines.core import TextContext, TextGenerationStatus
+from penstock.pipelines.core.cache_events import CacheEvent
 from penstock.testing import FakeTokenizer
-from penstock.worker.engine_client import EngineState
+from penstock.worker.engine_client import CacheListener, EngineState, SleepLevel
 from penstock.worker.messages import TextResult, WorkerInfo, WorkerStats
 from penstock.worker.results import Generation
 
@@ -47,6 +49,9 @@ class FakeEngine:
     """The calls of `launch`, `start` and `stop`."""
     start_error: Exception | None = None
     """Raised by `start`."""
+    control_error: Exception | None = None
+    """Raised by `sleep`, `reset_prefix_cache` and the profile's methods."""
+    listeners: list[CacheListener] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _ends: list[asyncio.Future[None]] = field(default_factory=list)
 
@@ -121,3 +126,41 @@ class FakeEngine:
     async def stop(self, grace: float) -> None:
         self.calls.append(f"stop {grace}")
         self.state = "stopped"
+
+    def watch_cache(self, listener: CacheListener) -> None:
+        self.listeners.append(listener)
+
+    def report(self, *events: CacheEvent) -> None:
+        """Report events of the prefix cache."""
+        for listener in self.listeners:
+            listener(0, events)
+
+    async def reset_prefix_cache(self) -> None:
+        self._control("reset_prefix_cache")
+
+    async def start_profile(self) -> None:
+        self._control("start_profile")
+
+    async def stop_profile(self) -> None:
+        self._control("stop_profile")
+
+    async def sleep(self, level: SleepLevel, grace: float) -> None:
+        self._control(f"sleep {level}")
+        self.state = "asleep"
+
+    async def wake_up(self) -> None:
+        self.calls.append("wake_up")
+        if self.state == "asleep":
+            self.state = "ready"
+
+    def _control(self, call: str) -> None:
+        self.calls.append(call)
+        if self.control_error is not None:
+            raise self.control_error
+
+    async def reload(self, grace: float) -> None:
+        self._control("reload")
+
+    @property
+    def workers(self) -> Sequence[FakeEngine]:
+        return (self,)

@@ -34,9 +34,14 @@ class ServerProcess:
     @property
     def worker(self) -> int | None:
         """The worker process, or None while it restarts."""
+        return next(iter(self.workers), None)
+
+    @property
+    def workers(self) -> list[int]:
+        """The worker processes, without one that restarts."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         commands = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in children}
-        return next((child for child, line in commands.items() if "json_process" not in line), None)
+        return [child for child, line in commands.items() if "json_process" not in line]
 
     def kill_worker(self) -> int:
         """Kill the worker and return its process id."""

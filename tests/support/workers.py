@@ -16,6 +16,7 @@ from penstock.pipelines.core import TextContext, TokenGeneratorRequest
 from penstock.scheduler import Scheduler
 from penstock.testing import FakePipeline, FakeTokenizer
 from penstock.worker.client import WorkerClient
+from penstock.worker.engine_client import CacheListener
 from penstock.worker.messages import WorkerInfo
 from penstock.worker.process import WorkerRuntime
 from penstock.worker.results import Generation, RequestDelta
@@ -98,6 +99,7 @@ def fake_work(
         max_batch_input_tokens=options["max_batch_input_tokens"],
         num_blocks=pipeline.kv.num_blocks,
         block_size=4,
+        prefix_limits=None if pipeline.kv.prefix_limits is None else list(pipeline.kv.prefix_limits),
         vocab_size=257,
         adapters=[] if adapters is None else adapters.names(),
         pid=os.getpid(),
@@ -109,16 +111,19 @@ def fake_work(
         load_adapter=None if adapters is None else adapters.load,
         unload_adapter=None if adapters is None else adapters.unload,
         num_steps=lambda: num_steps,
+        discard_cache=pipeline.kv.discard_storage,
     )
 
 
 @asynccontextmanager
 async def client_of(
-    make: FakePipeline | Callable[[], WorkerRuntime], **options: Any
+    make: FakePipeline | Callable[[], WorkerRuntime], *, listener: CacheListener | None = None, **options: Any
 ) -> AsyncIterator[WorkerClient]:
     """Start a client of a worker in a thread, and stop it at the end."""
     factory = (lambda: fake_work(make)) if isinstance(make, FakePipeline) else make
     client = WorkerClient(factory, in_thread=True, **options)
+    if listener is not None:
+        client.watch_cache(listener)
     await client.start()
     try:
         yield client

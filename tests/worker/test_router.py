@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
 
+import msgspec
 import pytest
-from support.engines import FakeEngine
+from support.engines import INFO, FakeEngine
+from support.paged import advance, kv_manager, text_context
 from support.workers import client_of, ids, read, request, text
 
-from penstock.errors import CheckpointNotFoundError, InputError, UnavailableError
+from penstock.errors import (
+    CheckpointNotFoundError,
+    InputError,
+    OverloadedError,
+    UnavailableError,
+    UnsupportedFeatureError,
+)
 from penstock.pipelines.core import TextContext
+from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, BlocksStored
 from penstock.testing import FakePipeline
-from penstock.worker.engine_client import EngineClient, EngineState
+from penstock.worker.engine_client import EngineState
 from penstock.worker.messages import WorkerStats
+from penstock.worker.prefix_map import PrefixMap
+from penstock.worker.results import Generation
 from penstock.worker.router import WorkerRouter
+from penstock.worker.routing import MAX_DIGESTS, REQUEST_COST, PrefixAware, digests_of
 
 
 def names(engine: FakeEngine) -> list[str]:
@@ -51,12 +64,35 @@ async def test_a_worker_that_is_not_ready_gets_no_request() -> None:
         router.submit(request("b"))
 
 
-async def test_the_choice_of_the_worker_is_replaceable() -> None:
-    def by_salt(workers: Sequence[EngineClient], context: TextContext) -> EngineClient:
-        return workers[int(context.cache_salt or 0)]
+async def test_a_full_worker_passes_the_request_on() -> None:
+    class Full(FakeEngine):
+        def submit(self, context: TextContext) -> Generation:
+            raise OverloadedError("the queue is full")
+
+    second = FakeEngine()
+    WorkerRouter([Full(), second]).submit(request("a"))
+    assert names(second) == ["a"]
+    with pytest.raises(OverloadedError, match="full"):
+        WorkerRouter([Full(), FakeEngine(state="restarting"), Full()]).submit(request("b"))
+
+
+async def test_an_id_in_use_at_any_worker_is_refused() -> None:
+    router = WorkerRouter([FakeEngine(is_paused=True), FakeEngine(is_paused=True)])
+    generation = router.submit(request("a"))
+    with pytest.raises(InputError, match="is running already"):
+        router.submit(request("a"))
+    generation.cancel()
+    router.submit(request("a"))
+
+
+async def test_the_policy_is_replaceable() -> None:
+    class BySalt:
+        def choose(self, context: TextContext, digests: object, loads: object, workers: int) -> int:
+            assert workers == 0b11
+            return int(context.cache_salt or 0)
 
     first, second = FakeEngine(), FakeEngine()
-    router = WorkerRouter([first, second], choose=by_salt)
+    router = WorkerRouter([first, second], BySalt())
     for name, salt in {"a": "1", "b": "1", "c": "0"}.items():
         router.submit(request(name, cache_salt=salt))
     assert (names(first), names(second)) == (["c"], ["a", "b"])
@@ -70,6 +106,7 @@ async def test_the_choice_of_the_worker_is_replaceable() -> None:
         (("stopped", "restarting"), "restarting"),
         (("stopping", "stopped"), "stopping"),
         (("stopped", "stopped"), "stopped"),
+        (("asleep", "restarting"), "asleep"),
     ],
 )
 def test_the_state_is_the_one_closest_to_ready(
@@ -148,3 +185,254 @@ async def test_two_real_workers() -> None:
         assert (first.num_outstanding, second.num_outstanding) == (3, 3)
         assert [ids(await read(one)) for one in generations] == [[120]] * 6
         assert router.stats.num_prompt_tokens == 6 * 2
+
+
+# -- Prefixes and sessions -------------------------------------------------------------------------------
+
+
+CACHING = msgspec.structs.replace(INFO, block_size=4, prefix_limits=[], max_batch_size=3)
+
+
+def caching_engine(**fields: Any) -> FakeEngine:
+    return FakeEngine(info=CACHING, is_paused=True, **fields)
+
+
+def stored(prompt: str) -> BlocksStored:
+    return BlocksStored(digests_of(request("", prompt), CACHING), None, [])
+
+
+async def test_a_request_goes_to_the_worker_that_has_its_prefix() -> None:
+    first, second = caching_engine(), caching_engine()
+    router = WorkerRouter([first, second])
+    second.report(stored("x" * 400))
+    router.submit(request("a", "x" * 400))
+    router.submit(request("b", "x" * 300 + "y" * 100))
+    router.submit(request("c", "y" * 400))  # second has a prefix of nothing, and two requests
+    assert (names(first), names(second)) == (["c"], ["a", "b"])
+
+
+async def test_the_longer_prefix_wins() -> None:
+    first, second, third = caching_engine(), caching_engine(), caching_engine()
+    router = WorkerRouter([first, second, third])
+    first.report(stored("x" * 100))
+    second.report(stored("x" * 400))
+    third.report(stored("x" * 100))
+    router.submit(request("a", "x" * 400))
+    assert names(second) == ["a"]
+
+
+async def test_load_outweighs_a_short_prefix() -> None:
+    first, second = caching_engine(), caching_engine()
+    router = WorkerRouter([first, second])
+    prompt = "x" * (2 * REQUEST_COST + 40)
+    second.report(stored(prompt))
+    for name in "abc":  # the second pays two requests for the prefix, and not three
+        router.submit(request(name, prompt, cache_salt=None))
+    assert (names(first), names(second)) == ([], ["a", "b", "c"])
+    router.submit(request("d", prompt))
+    assert names(first) == ["d"]
+
+
+@pytest.mark.parametrize("event", ["removed", "cleared", "restarted"])
+async def test_a_prefix_that_is_gone_does_not_attract(event: str) -> None:
+    first, second = caching_engine(), caching_engine()
+    router = WorkerRouter([first, second])
+    prompt = "x" * 400
+    second.report(stored(prompt))
+    second.report(BlocksRemoved(stored(prompt).digests) if event == "removed" else BlocksCleared())
+    router.submit(request("a", prompt))
+    assert (names(first), names(second)) == (["a"], [])
+    assert router.prefixes.num_blocks == 0
+
+
+async def test_requests_with_one_prompt_that_arrive_together_share_a_worker() -> None:
+    first, second = caching_engine(), caching_engine()
+    router = WorkerRouter([first, second])
+    router.submit(request("other"))
+    generations = [router.submit(request(name, "x" * 2000)) for name in "abc"]
+    assert (names(first), names(second)) == (["other"], ["a", "b", "c"])
+    for generation in generations:
+        generation.cancel()
+    router.submit(request("d", "x" * 2000))  # nothing was stored
+    assert names(second)[3:] == ["d"]
+    router.submit(request("e", "y" * 2000))
+    assert names(first) == ["other", "e"]
+
+
+async def test_salted_prompts_and_those_without_a_prefix_cache_share_nothing() -> None:
+    first, second = caching_engine(), caching_engine()
+    router = WorkerRouter([first, second])
+    second.report(stored("x" * 400))
+    for name, fields in {
+        "a": {"cache_salt": "mine"},
+        "b": {"log_probabilities": 1, "log_probabilities_echo": True},
+        "c": {"adapter": "tone"},
+    }.items():
+        router.submit(request(name, "x" * 400, **fields)).cancel()
+    assert (names(first), names(second)) == (["a", "b", "c"], [])
+
+
+async def test_a_session_stays_with_its_worker() -> None:
+    first, second = caching_engine(), caching_engine()
+    router = WorkerRouter([first, second])
+    router.submit(request("busy"))
+    router.submit(request("a", session_id="s"))
+    router.submit(request("b", session_id="s"))
+    assert names(second) == ["a", "b"]
+    for number in range(2):
+        router.submit(request(f"c{number}", session_id="s"))
+    assert names(second)[2:] == ["c0", "c1"]
+    router.submit(request("d", session_id="s"))  # 4 requests against 1: more than a batch of 3 would be
+    assert names(second)[4:] == ["d"]
+    router.submit(request("e", session_id="s"))
+    assert names(first) == ["busy", "e"]
+    router.submit(request("f", session_id="s"))  # it moved
+    assert names(first) == ["busy", "e", "f"]
+
+
+async def test_a_session_leaves_a_worker_that_is_down() -> None:
+    first, second = caching_engine(), caching_engine()
+    router = WorkerRouter([first, second])
+    router.submit(request("a", session_id="s"))
+    first.state = "restarting"
+    router.submit(request("b", session_id="s"))
+    assert names(second) == ["b"]
+
+
+async def test_sessions_are_forgotten() -> None:
+    policy = PrefixAware(PrefixMap(), 4, 1)
+    with patch("penstock.worker.routing.MAX_SESSIONS", 2):
+        for session in "abc":
+            policy.choose(request("", session_id=session), [], [0, 1], 0b11)
+    assert list(policy._sessions) == ["b", "c"]
+
+
+def test_the_digests_are_those_of_the_kv_cache() -> None:
+    for limits, length in (((), 30), ((16,), 30), ((16,), 12)):
+        manager, context = kv_manager(20, key_limits=limits), text_context(range(length), cache_salt="mine")
+        manager.record_events()
+        advance(manager, context)
+        (event,) = manager.take_events()
+        assert isinstance(event, BlocksStored)
+        info = msgspec.structs.replace(CACHING, prefix_limits=list(manager.prefix_limits or ()))
+        found = digests_of(text_context(range(length), cache_salt="mine"), info)
+        assert found == event.digests[: (length - 1) // 4]
+
+
+def test_a_cache_without_prefixes_has_no_digests() -> None:
+    manager = kv_manager(20, enable_prefix_caching=False)
+    assert manager.prefix_limits is None
+    assert digests_of(request("", "x" * 40), msgspec.structs.replace(CACHING, prefix_limits=None)) == []
+
+
+def test_only_the_first_blocks_are_hashed() -> None:
+    context = text_context([1] * 4 * (MAX_DIGESTS + 5), max_length=10_000)
+    assert len(digests_of(context, CACHING)) == MAX_DIGESTS
+
+
+# -- Sleep, profiles and reload --------------------------------------------------------------------------
+
+
+async def test_controls_reach_all_workers() -> None:
+    first, second = FakeEngine(), FakeEngine()
+    router = WorkerRouter([first, second])
+    await router.reset_prefix_cache()
+    await router.start_profile()
+    await router.stop_profile()
+    await router.sleep(2, 0)
+    assert router.state == "asleep"
+    await router.wake_up()
+    assert router.state == "ready"
+    calls = ["reset_prefix_cache", "start_profile", "stop_profile", "sleep 2", "wake_up"]
+    assert first.calls == second.calls == calls
+
+
+async def test_if_one_worker_cannot_sleep_all_stay_awake() -> None:
+    first, second = FakeEngine(), FakeEngine(control_error=UnsupportedFeatureError("sleep", "not here"))
+    router = WorkerRouter([first, second])
+    with pytest.raises(UnsupportedFeatureError):
+        await router.sleep(1, 0)
+    assert (first.state, second.state) == ("ready", "ready")
+
+
+def reloadable(old: list[FakeEngine], new: list[FakeEngine]) -> WorkerRouter:
+    return WorkerRouter(old, make_worker=new.__getitem__)
+
+
+async def test_a_reload_replaces_one_worker_after_the_other() -> None:
+    old = [caching_engine(adapters={"tone": "/tone"}, num_restarts=2), caching_engine(num_restarts=3)]
+    new = [caching_engine(adapters={"other": "/other"}), caching_engine()]
+    router = reloadable(old, new)
+    running = [router.submit(request(name)) for name in "ab"]
+    old[0].report(stored("x" * 400))
+    reload = asyncio.create_task(router.reload(60))
+    await asyncio.sleep(0.05)
+    assert old[0].calls == []  # it has a request
+    router.submit(request("c"))
+    assert (names(old[0]), names(old[1])) == (["a"], ["b", "c"])
+    running[0].cancel()
+    await asyncio.sleep(0.1)
+    assert (old[0].calls, new[0].calls) == (["stop 0"], ["start"])
+    assert new[0].adapters == {"tone": "/tone"}
+    assert router.prefixes.num_blocks == 0
+    assert old[1].calls == []
+    router.submit(request("d"))
+    assert names(new[0]) == ["d"]
+    for name in list(old[1].contexts):
+        old[1]._cancel(name.request_id)
+    await reload
+    assert router.workers == new
+    assert router.num_restarts == 5
+    new[1].report(stored("x" * 400))
+    old[1].report(BlocksCleared())  # nobody listens to it
+    assert router.prefixes.num_blocks > 0
+
+
+async def test_requests_that_outlast_the_grace_end_with_their_worker() -> None:
+    old, new = [FakeEngine(is_paused=True), FakeEngine()], [FakeEngine(), FakeEngine()]
+    router = reloadable(old, new)
+    router.submit(request("a"))
+    await asyncio.wait_for(router.reload(0.05), 5)
+    assert router.workers == new
+
+
+async def test_a_single_worker_ends_after_its_replacement_has_started() -> None:
+    calls: list[str] = []
+
+    class Recording(FakeEngine):
+        async def start(self) -> None:
+            calls.append("start")
+
+        async def stop(self, grace: float) -> None:
+            calls.append("stop")
+
+    router = WorkerRouter([Recording()], make_worker=lambda number: Recording())
+    await router.reload(1)
+    assert calls == ["start", "stop"]
+
+
+async def test_a_failed_reload_leaves_the_other_workers() -> None:
+    old = [FakeEngine(), FakeEngine()]
+    router = reloadable(old, [FakeEngine(start_error=InputError("no model")), FakeEngine()])
+    with pytest.raises(InputError, match="no model"):
+        await router.reload(1)
+    assert (router.workers, old[1].state) == (old, "ready")
+    router.submit(request("a"))
+    assert names(old[1]) == ["a"]
+
+
+async def test_two_reloads_at_once_are_refused() -> None:
+    old = [FakeEngine(is_paused=True), FakeEngine()]
+    router = reloadable(old, [FakeEngine(), FakeEngine()])
+    generation = router.submit(request("a"))
+    reload = asyncio.create_task(router.reload(60))
+    await asyncio.sleep(0)
+    for call in (router.reload(1), router.sleep(1, 0)):
+        with pytest.raises(UnavailableError, match="is being reloaded"):
+            await call
+    generation.cancel()
+    await reload
+    router.state  # noqa: B018
+    await router.sleep(2, 0)
+    with pytest.raises(UnavailableError, match="asleep"):
+        await router.reload(1)

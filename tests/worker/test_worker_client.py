@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import pstats
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +41,13 @@ from penstock.errors import (
     UnavailableError,
     UnsupportedFeatureError,
 )
+from penstock.host.profiler import StepProfiler
 from penstock.pipelines.core import TextContext, TextGenerationStatus
+from penstock.pipelines.core.cache_events import BlocksCleared
 from penstock.testing import FakePipeline
 from penstock.worker import supervisor
 from penstock.worker.client import WorkerClient
+from penstock.worker.engine_client import SleepLevel
 from penstock.worker.messages import WorkerStats
 from penstock.worker.process import WorkerRuntime
 from penstock.worker.results import Generation
@@ -736,3 +742,140 @@ async def test_a_temporary_folder_with_a_long_path(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(supervisor.tempfile, "tempdir", str(deep))
     async with client_of(FakePipeline.saying("x")) as client:
         assert text(await read(client.submit(request("a")))) == "x"
+
+
+# -- Sleep -----------------------------------------------------------------------------------------------
+
+
+async def test_sleep_drops_cached_prefixes_and_refuses_requests() -> None:
+    async with client_of(lambda: fake_work(FakePipeline(letters(3), kv=kv_manager(16)))) as client:
+        await read(client.submit(request("a", "0123456789")))
+        await client.sleep(1, 1)
+        await client.sleep(2, 1)  # it is asleep
+        assert (client.state, client.is_alive) == ("asleep", True)
+        with pytest.raises(UnavailableError, match="the model is asleep: send POST /wake_up"):
+            client.submit(request("b"))
+        with pytest.raises(UnavailableError, match="asleep"):
+            await client.reset_prefix_cache()
+        await client.wake_up()
+        await client.wake_up()
+        deltas = await read(client.submit(request("b", "0123456789")))
+        assert (text(deltas), {delta.num_cached_tokens for delta in deltas}) == ("abc", {0})
+        assert client.num_restarts == 0
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_running_requests_finish_before_sleep(level: SleepLevel) -> None:
+    gate = Gate()
+    async with client_of(
+        lambda: fake_work(GatedPipeline(gate, choose=letters(5), kv=kv_manager(16)))
+    ) as client:
+        generation = client.submit(request("a"))
+        sleep = asyncio.create_task(client.sleep(level, 60))
+        await asyncio.sleep(0.05)
+        with pytest.raises(UnavailableError, match="asleep"):
+            client.submit(request("b"))
+        gate.open()
+        await sleep
+        assert text(await read(generation)) == "abcde"
+        assert client.state == "asleep"
+
+
+async def test_requests_that_outlast_the_grace_fail_and_free_their_blocks() -> None:
+    gate = Gate()
+    async with client_of(
+        lambda: fake_work(GatedPipeline(gate, choose=letters(50), kv=kv_manager(20)))
+    ) as client:
+        generation = client.submit(request("a"))
+        gate.let(1)
+        await generation.admitted()
+        asyncio.get_running_loop().call_later(0.2, gate.open)
+        await client.sleep(1, 0.1)
+        with pytest.raises(UnavailableError, match="put to sleep"):
+            await read(generation)
+        await client.wake_up()
+        assert text(await read(client.submit(request("b", max_length=5)))) == "abc"
+
+
+async def test_level_two_ends_the_worker_and_waking_up_starts_it_again() -> None:
+    events: list[object] = []
+    adapters: list[FakeAdapters] = []
+
+    def work() -> WorkerRuntime:
+        adapters.append(FakeAdapters())
+        return fake_work(FakePipeline(letters(3), kv=kv_manager(16)), adapters[-1])
+
+    async with client_of(work, listener=lambda worker, found: events.extend(found)) as client:
+        await client.load_adapter("tone", "/tone")
+        await read(client.submit(request("a", "0123456789")))
+        await client.sleep(2, 1)
+        assert (client.state, client.is_alive, client.stats) == ("asleep", True, WorkerStats())
+        assert events[-1] == BlocksCleared()
+        await client.wake_up()
+        assert client.state == "ready"
+        assert [one.loaded for one in adapters] == [{"tone": "/tone"}] * 2
+        deltas = await read(client.submit(request("b", "0123456789")))
+        assert (text(deltas), {delta.num_cached_tokens for delta in deltas}) == ("abc", {0})
+        await client.reload(1)
+        assert text(await read(client.submit(request("c")))) == "abc"
+        assert (len(adapters), client.num_restarts) == (3, 0)
+
+
+async def test_a_worker_that_cannot_release_its_cache_stays_awake() -> None:
+    def work() -> WorkerRuntime:
+        def refuse() -> None:
+            raise UnsupportedFeatureError("releasing only the KV cache", "use level 2")
+
+        return replace(fake_work(FakePipeline(letters(3))), discard_cache=refuse)
+
+    async with client_of(work) as client:
+        with pytest.raises(UnsupportedFeatureError, match="level 2"):
+            await client.sleep(1, 1)
+        assert text(await read(client.submit(request("a")))) == "abc"
+
+
+async def test_a_model_that_cannot_be_loaded_again_stays_asleep() -> None:
+    is_broken = False
+
+    def work() -> WorkerRuntime:
+        if is_broken:
+            raise CheckpointNotFoundError("/model", "does not exist")
+        return fake_work(FakePipeline(letters(3)))
+
+    async with client_of(work) as client:
+        await client.sleep(2, 1)
+        is_broken = True
+        for _ in range(2):
+            with pytest.raises(CheckpointNotFoundError):
+                await client.wake_up()
+            assert client.state == "asleep"
+        is_broken = False
+        await client.wake_up()
+        assert text(await read(client.submit(request("a")))) == "abc"
+
+
+async def test_profiles_are_written(tmp_path: Path) -> None:
+    def work() -> WorkerRuntime:
+        profiler = StepProfiler(str(tmp_path / "profiles"), "worker-7")
+        return replace(fake_work(FakePipeline(letters(3))), profiler=profiler)
+
+    async with client_of(work) as client:
+        with pytest.raises(InputError, match="start one first"):
+            await client.stop_profile()
+        await client.start_profile()
+        with pytest.raises(InputError, match="already"):
+            await client.start_profile()
+        await read(client.submit(request("a")))
+        await client.stop_profile()
+    calls, trace = sorted((tmp_path / "profiles").iterdir())
+    assert calls.name.startswith("worker-7-")
+    assert any(name == "step" for _, _, name in pstats.Stats(str(calls)).stats)  # type: ignore[attr-defined]
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = [event for event in events if event["name"] == "scheduler step"]
+    assert len(steps) >= 4
+
+
+async def test_without_a_folder_there_are_no_profiles() -> None:
+    async with client_of(FakePipeline()) as client:
+        with pytest.raises(UnsupportedFeatureError, match="--profile-dir"):
+            await client.start_profile()

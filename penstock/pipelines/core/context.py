@@ -70,6 +70,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     """A higher number is served first."""
     client_id: str = ""
     """Client of the request. Clients share the batch evenly, within a priority."""
+    session_id: str = ""
+    """Session of the request. With several workers, the requests of a session go to one worker."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set by the KV cache."""
 

@@ -139,6 +139,12 @@ class DraftModelProposer:
         if state is not None:
             self.kv.release(state.text)
 
+    def discard_cache(self) -> None:
+        for state in self._states.values():
+            self.kv.release(state.text)
+        self._states.clear()
+        self.kv.discard_storage()
+
     # -- Draft states --------------------------------------------------------------------------------------
 
     def _state_of(self, context: TextContext) -> _DraftState:

@@ -45,6 +45,9 @@ class NGramProposer:
     def release(self, context: TextContext) -> None:
         self._indexes.pop(context.request_id, None)
 
+    def discard_cache(self) -> None:
+        return
+
     def _index(self, context: TextContext) -> _Index:
         """Return the up-to-date index of a context. Build a new one if tokens were rolled back."""
         index = self._indexes.get(context.request_id)

@@ -35,6 +35,10 @@ class DraftProposer(Protocol):
         """Remove the state of a context. Does nothing for an unknown context."""
         ...
 
+    def discard_cache(self) -> None:
+        """Return the memory of a KV cache to the system. No context has a state."""
+        ...
+
 
 class DraftLengthPolicy(Protocol):
     """Decides how many tokens to draft. The decision changes the speed, never the output."""

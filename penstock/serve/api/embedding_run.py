@@ -80,6 +80,7 @@ class EmbeddingRun:
             for index, context in enumerate(self._contexts):
                 await self._slots.acquire()
                 context.client_id = self._record.client_id
+                context.session_id = self._record.session_id
                 self._generations[index] = await self._submit(context, is_first=index == 0)
                 tasks.create_task(self._collect(index))
 

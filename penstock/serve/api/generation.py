@@ -92,6 +92,7 @@ class GenerationRun:
         try:
             for context in job.contexts:
                 context.client_id = record.client_id
+                context.session_id = record.session_id
                 self._generations.append(services.worker.submit(context))
         except BaseException:
             self.cancel()

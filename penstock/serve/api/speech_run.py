@@ -105,4 +105,5 @@ class SpeechRun:
     def _submit_next(self) -> None:
         context = self._contexts[len(self._generations)]
         context.client_id = self._record.client_id
+        context.session_id = self._record.session_id
         self._generations.append(self._worker.submit(context))

@@ -40,6 +40,7 @@ _MAX_DRAIN_BYTES = 64 * 1024
 _DRAIN_TIMEOUT = 1.0
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
+_MAX_SESSION = 256
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -138,6 +139,7 @@ class AdmissionMiddleware:
         self._app = app
         self._gate = services.gate
         self._keys = ApiKeys(services.config.api_key)
+        self._session_header = services.config.session_header.lower().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in PUBLIC:
@@ -146,12 +148,14 @@ class AdmissionMiddleware:
         try:
             is_internal = INTERNAL in scope
             key = None if is_internal else self._keys.check(scope["headers"])
-            scope["state"]["record"].client_id = _client_id(key, scope)
+            record: RequestRecord = scope["state"]["record"]
+            record.client_id = _client_id(key, scope)
+            record.session_header = _session(scope, self._session_header)
             if self._gate.reason:
                 headers = {"connection": "close", "retry-after": "1"}
                 raise RequestProblem(503, f"{self._gate.reason}: try again", headers=headers)
         except RequestProblem as error:
-            record: RequestRecord = scope["state"]["record"]
+            record = scope["state"]["record"]
             problem = problem_of(error)
             record.failed(problem.code, problem.status)
             await _drain_body(receive)
@@ -167,6 +171,15 @@ def _client_id(key: int | None, scope: Scope) -> str:
         return f"key {key}"
     host, port = scope.get("client") or ("", 0)
     return f"{host}:{port}"
+
+
+def _session(scope: Scope, header: bytes) -> str:
+    """Return the session that a header names, cut to a length that is no burden to keep."""
+    for name, value in scope["headers"]:
+        if name == header:
+            given: str = value.decode("latin-1")
+            return given[:_MAX_SESSION]
+    return ""
 
 
 async def send_problem(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:

@@ -26,7 +26,7 @@ Metrics of the engine: `ENGINE_METRICS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0, generate_late
 from prometheus_client.registry import Collector
 
 from penstock import __version__
+from penstock.serve.observability.router_gauges import kv_usage, router_gauges
 
 if TYPE_CHECKING:
     from penstock.serve.observability.request_record import RequestRecord
@@ -136,9 +137,14 @@ class Metrics:
         for phase, seconds in phases:
             self._startup.labels(phase).set(seconds)
 
-    def watch(self, engine: EngineClient) -> None:
-        """Add the metrics of an engine, read at each scrape."""
-        self.registry.register(EngineCollector(engine))
+    def watch(self, engine: EngineClient, gauges: Mapping[str, str] | None = None) -> None:
+        """Add the metrics of an engine, read at each scrape.
+
+        Args:
+            engine: the engine.
+            gauges: additional names of gauges, as `router_gauges`.
+        """
+        self.registry.register(EngineCollector(engine, gauges or {}))
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -192,18 +198,27 @@ class RequestMetrics:
 class EngineCollector(Collector):
     """The engine's newest statistics as metrics. A restarted worker counts its totals from 0."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, gauges: Mapping[str, str]) -> None:
         self._engine = engine
+        self._gauges = gauges
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing, so that the registration does not read the statistics."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of `ENGINE_METRICS`."""
+        """Yield the metrics of `ENGINE_METRICS`: the sums, and with several workers those of each worker."""
+        workers = self._engine.workers
         for metric in ENGINE_METRICS:
             family = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
             yield family(metric.name, metric.help, value=float(metric.read(self._engine)))
+            if len(workers) > 1:
+                name = f"penstock_per_worker_{metric.name.removeprefix('penstock_').removeprefix('worker_')}"
+                each = family(name, f"{metric.help}, of each worker", labels=["worker"])
+                for number, worker in enumerate(workers):
+                    each.add_metric([str(number)], float(metric.read(worker)))
+                yield each
+        yield from router_gauges(self._engine, self._gauges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +255,8 @@ ENGINE_METRICS = (
     ),
     EngineMetric("penstock_preemptions_total", "Requests preempted", lambda w: w.stats.num_preemptions),
     EngineMetric("penstock_kv_blocks", "Blocks of the KV cache", lambda w: w.stats.num_blocks),
+    EngineMetric("penstock_kv_cache_usage", "Used part of the KV cache, 0 to 1", kv_usage),
+    EngineMetric("penstock_adapters_loaded", "Loaded LoRA adapters", lambda w: len(w.adapters)),
     EngineMetric("penstock_kv_blocks_used", "Blocks in use by requests", lambda w: w.stats.num_used_blocks),
     EngineMetric(
         "penstock_kv_blocks_cached", "Free blocks with a known prefix", lambda w: w.stats.num_cached_blocks

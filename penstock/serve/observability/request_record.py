@@ -37,6 +37,8 @@ class RequestRecord:
     received: float = field(default_factory=time.perf_counter)
     client_id: str = ""
     """The client: an API key or a connection. The scheduler shares the batch evenly among clients."""
+    session_header: str = ""
+    """The session that a header names."""
 
     model: str | None = None
     stream: bool = False
@@ -75,6 +77,11 @@ class RequestRecord:
         record = request.state.record
         assert isinstance(record, cls)
         return record
+
+    @property
+    def session_id(self) -> str:
+        """The session of the request: that of the header, else the user; empty without both."""
+        return self.session_header or self.user or ""
 
     def admitted(self) -> None:
         """Record the first admission of one of the request's choices."""

@@ -14,7 +14,9 @@ from support.serving import client_of, make_services
 import penstock
 from penstock.serve.observability.metrics import ENGINE_METRICS, Metrics, RequestMetrics
 from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.observability.router_gauges import parse_gauges
 from penstock.worker.messages import WorkerStats
+from penstock.worker.router import WorkerRouter
 
 
 class Clock:
@@ -151,6 +153,8 @@ def test_worker_metrics() -> None:
         "penstock_preemptions_total": 6,
         "penstock_kv_blocks": 30,
         "penstock_kv_blocks_used": 4,
+        "penstock_kv_cache_usage": 4 / 30,
+        "penstock_adapters_loaded": 0,
         "penstock_kv_blocks_cached": 5,
         "penstock_prefix_cache_queries_total": 70,
         "penstock_prefix_cache_hits_total": 8,
@@ -163,6 +167,37 @@ def test_worker_metrics() -> None:
     worker.state, worker.stats = "restarting", WorkerStats()
     assert samples(metrics)["penstock_worker_up"] == 0
     assert samples(metrics)["penstock_kv_blocks"] == 0
+
+
+def test_metrics_of_several_workers_are_summed_and_shown_one_by_one() -> None:
+    metrics = Metrics(with_process=False)
+    workers = [
+        FakeEngine(stats=WorkerStats(num_running=1, num_steps=10)),
+        FakeEngine(stats=WorkerStats(num_running=2, num_steps=5), state="restarting"),
+    ]
+    metrics.watch(WorkerRouter(workers))
+    found = samples(metrics)
+    assert found["penstock_requests_running"] == 3
+    assert found["penstock_per_worker_requests_running worker=0"] == 1
+    assert found["penstock_per_worker_requests_running worker=1"] == 2
+    assert found["penstock_per_worker_steps_total worker=1"] == 5
+    assert (found["penstock_worker_up"], found["penstock_per_worker_up worker=1"]) == (1, 0)
+
+
+def test_gauges_for_routers_have_the_configured_names() -> None:
+    metrics = Metrics(with_process=False)
+    stats = WorkerStats(num_running=1, num_waiting=2, num_blocks=8, num_used_blocks=2)
+    names = [
+        "waiting=vllm:num_requests_waiting",
+        "running=r",
+        "kv_usage=kv",
+        "adapters=vllm:lora_requests_info",
+    ]
+    metrics.watch(FakeEngine(stats=stats, adapters={"b": "/b", "a": "/a"}), parse_gauges(names))
+    found = samples(metrics)
+    assert (found["vllm:num_requests_waiting"], found["r"], found["kv"]) == (2, 1, 0.25)
+    labels = "max_lora=2 running_lora_adapters=a,b waiting_lora_adapters="
+    assert found[f"vllm:lora_requests_info {labels}"] == 1
 
 
 def test_every_metric_is_explained() -> None:

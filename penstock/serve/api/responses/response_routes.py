@@ -44,6 +44,7 @@ async def create_response(request: Request) -> Response:
     if body.background:
         background = RequestRecord(record.request_id, route="/v1/responses (background)")
         background.client_id = record.client_id
+        background.session_header = record.session_header
         note(prepared.conversation.body, background, prepared.conversation.context)
         run = BackgroundRun(services, state, owner, prepared, job, background)
         state.add(run)

@@ -1,0 +1,128 @@
+"""The engine client of a configuration: one worker process, or several behind a router."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from penstock.assembly import load_work
+from penstock.config import PipelineConfig
+from penstock.driver import CPU, DeviceSpec
+from penstock.errors import ConfigError
+from penstock.host.processors import ProcessorShare, divide_processors, pin
+from penstock.worker.client import WorkerClient
+from penstock.worker.router import WorkerRouter
+
+if TYPE_CHECKING:
+    from penstock.worker.process import WorkerRuntime
+
+_LOG = logging.getLogger("penstock.worker")
+
+LoadWork: TypeAlias = "Callable[[PipelineConfig], WorkerRuntime]"
+"""Loads what a worker runs, in its process; `load_work` or a picklable function that calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShare:
+    """What one of several workers may use."""
+
+    devices: tuple[DeviceSpec, ...]
+    processors: ProcessorShare | None = None
+    """None leaves all processors to the worker."""
+    memory: int | None = None
+    """Bytes of host memory for weights, activations and KV cache; None leaves them to the configuration."""
+    utilization: float | None = None
+    """Fraction of the free memory of a device that several workers share."""
+
+
+def make_engine(
+    config: PipelineConfig,
+    load: LoadWork = load_work,
+    *,
+    max_queue_size: int | None = None,
+    hang_limit: float = 20.0,
+    memory_limit: int | None = None,
+    memory: int | None = None,
+) -> WorkerRouter:
+    """Return the engine client of a configuration, not launched yet.
+
+    Args:
+        config: the configuration; ``data_parallel_size`` is the number of workers.
+        load: loads what a worker runs, in its process.
+        max_queue_size: as of `WorkerClient`, for each worker.
+        hang_limit: as of `WorkerClient`.
+        memory_limit: as of `WorkerClient`, for each worker.
+        memory: bytes of host memory for all workers together; by default ``device_memory_utilization`` of the
+            free memory if there are several.
+
+    Raises:
+        ConfigError: the devices cannot be divided among the workers.
+    """
+    shares = divide(config, memory)
+
+    def make_worker(number: int) -> WorkerClient:
+        return WorkerClient(
+            partial(load_share, config, shares[number], load),
+            max_queue_size=max_queue_size,
+            hang_limit=hang_limit,
+            memory_limit=memory_limit,
+        )
+
+    if len(shares) > 1:
+        for number, share in enumerate(shares):
+            _LOG.info("worker %d: %s", number, share.processors)
+    return WorkerRouter([make_worker(number) for number in range(len(shares))], make_worker=make_worker)
+
+
+def divide(config: PipelineConfig, memory: int | None = None) -> list[WorkerShare]:
+    """Return the share of each worker: processors, devices and memory.
+
+    Raises:
+        ConfigError: the number of devices is neither 1 nor a multiple of the number of workers.
+    """
+    count, devices = config.data_parallel_size, config.model.devices
+    if count == 1:
+        return [WorkerShare(devices, memory=memory)]
+    if len(devices) > 1 and len(devices) % count:
+        raise ConfigError(
+            "data_parallel_size",
+            f"{count} workers cannot divide {len(devices)} devices: give one device for all, or one for each",
+        )
+    utilization = config.kv_cache.device_memory_utilization
+    if devices[0].device_type == "cpu":
+        if memory is None:
+            memory = int(CPU().stats["free_memory"] * utilization)
+        return [WorkerShare(devices, processors, memory // count) for processors in divide_processors(count)]
+    size = len(devices) // count
+    return [
+        WorkerShare(
+            devices[number * size : (number + 1) * size] if size else devices,
+            processors,
+            utilization=None if size else utilization / count,
+        )
+        for number, processors in enumerate(divide_processors(count))
+    ]
+
+
+def load_share(config: PipelineConfig, share: WorkerShare, load: LoadWork) -> WorkerRuntime:
+    """Load what a worker runs within its share. Runs in the worker's process, before it loads torch."""
+    num_threads = config.num_threads
+    if share.processors is not None:
+        pin(share.processors.processors)
+        num_threads = num_threads or share.processors.num_threads
+    utilization = share.utilization or config.kv_cache.device_memory_utilization
+    if share.memory is not None:
+        free = max(CPU().stats["free_memory"], 1)
+        utilization = min(utilization, share.memory / free) if share.utilization is None else utilization
+    return load(
+        replace(
+            config,
+            data_parallel_size=1,
+            num_threads=num_threads,
+            model=replace(config.model, devices=share.devices),
+            kv_cache=replace(config.kv_cache, device_memory_utilization=utilization),
+        )
+    )

@@ -1,0 +1,117 @@
+"""The processors of this machine, and how several worker processes divide them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from penstock.host import limits
+
+_NODES = Path("/sys/devices/system/node")
+_PROCESSORS = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorShare:
+    """The processors of one process."""
+
+    processors: tuple[int, ...]
+    """The numbers of the processors that its threads may use."""
+    num_threads: int
+    """The number of its compute threads."""
+
+    def __str__(self) -> str:
+        threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
+        return f"processors {format_processors(self.processors)}, {threads}"
+
+
+def divide_processors(count: int) -> tuple[ProcessorShare, ...]:
+    """Return ``count`` shares of the processors that this process may use.
+
+    Shares are disjoint and differ by at most one processor. A share has neighbours: processors of one NUMA
+    node, and both threads of a core, as far as the numbers allow. With more shares than processors, several
+    shares have the same processor. A CPU limit of the control group reduces the threads, not the processors.
+    """
+    assert count >= 1, f"{count} shares"
+    available = _in_order_of_distance(os.sched_getaffinity(0))
+    granted = limits.cores()
+    num_threads = len(available) if granted is None else min(len(available), max(int(granted), 1))
+    threads = [max(len(part), 1) for part in _split(range(num_threads), count)]
+    parts = _split(available, count)
+    return tuple(
+        ProcessorShare(tuple(part) or (available[index % len(available)],), size)
+        for index, (part, size) in enumerate(zip(parts, threads, strict=True))
+    )
+
+
+def pin(processors: Iterable[int]) -> None:
+    """Restrict the calling thread, and the threads that it starts later, to some processors."""
+    os.sched_setaffinity(0, processors)
+
+
+def numa_nodes() -> dict[int, tuple[int, ...]]:
+    """Return the processors of each NUMA node; one node 0 where the system does not tell."""
+    nodes = {}
+    for folder in _NODES.glob("node[0-9]*"):
+        try:
+            nodes[int(folder.name.removeprefix("node"))] = parse_processors(
+                (folder / "cpulist").read_text().strip()
+            )
+        except OSError:
+            continue
+    filled = {node: processors for node, processors in sorted(nodes.items()) if processors}
+    return filled or {0: tuple(sorted(os.sched_getaffinity(0)))}
+
+
+def parse_processors(text: str) -> tuple[int, ...]:
+    """Parse a list of processors as the kernel writes it.
+
+    >>> parse_processors("0-2,8")
+    (0, 1, 2, 8)
+    """
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def format_processors(processors: Iterable[int]) -> str:
+    """Return a list of processors as the kernel writes it.
+
+    >>> format_processors([0, 1, 2, 8])
+    '0-2,8'
+    """
+    parts: list[str] = []
+    numbers = sorted(processors)
+    while numbers:
+        first = last = numbers.pop(0)
+        while numbers and numbers[0] == last + 1:
+            last = numbers.pop(0)
+        parts.append(str(first) if first == last else f"{first}-{last}")
+    return ",".join(parts)
+
+
+def _in_order_of_distance(processors: Iterable[int]) -> list[int]:
+    """Sort processors by NUMA node, then by core, so that neighbours in the list are close to each other."""
+    node_of = {number: node for node, numbers in numa_nodes().items() for number in numbers}
+    return sorted(processors, key=lambda number: (node_of.get(number, 0), _core_of(number), number))
+
+
+def _core_of(processor: int) -> tuple[int, int]:
+    """Return package and core of a processor; the number itself where the system does not tell."""
+    folder = _PROCESSORS / f"cpu{processor}" / "topology"
+    try:
+        return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text())
+    except (OSError, ValueError):
+        return 0, processor
+
+
+def _split(items: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Split a list into parts whose lengths differ by at most one; the longer ones first."""
+    size, num_longer = divmod(len(items), count)
+    starts = [index * size + min(index, num_longer) for index in range(count + 1)]
+    return [items[start:end] for start, end in pairwise(starts)]

@@ -1,0 +1,36 @@
+"""The log of a prefix cache: blocks that were stored and removed since the last read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
+
+
+class CacheEventLog:
+    """Collects events in order, until `take` returns them. Evictions in a row become one event."""
+
+    def __init__(self) -> None:
+        self._events: list[CacheEvent] = []
+
+    def stored(
+        self, digests: Sequence[bytes], parent: bytes | None, token_ids: list[int], adapter: str | None
+    ) -> None:
+        """Record consecutive blocks that can be found from now on."""
+        self._events.append(BlocksStored(list(digests), parent, token_ids, adapter))
+
+    def removed(self, digest: bytes) -> None:
+        """Record the eviction of a block."""
+        if self._events and isinstance(last := self._events[-1], BlocksRemoved):
+            last.digests.append(digest)
+        else:
+            self._events.append(BlocksRemoved([digest]))
+
+    def cleared(self) -> None:
+        """Record that no block can be found any more. Earlier events are dropped."""
+        self._events = [BlocksCleared()]
+
+    def take(self) -> list[CacheEvent]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,32 @@
+"""Events of the prefix cache: which blocks can be found, by the digests of their content."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class BlocksStored(msgspec.Struct, array_like=True, frozen=True, tag="stored"):
+    """Consecutive blocks of a sequence are computed and can be found."""
+
+    digests: list[bytes]
+    parent: bytes | None
+    """The digest of the block before the first one; None at the beginning of a sequence."""
+    token_ids: list[int]
+    """The tokens of all blocks."""
+    adapter: str | None = None
+    """The LoRA adapter that computed them."""
+
+
+class BlocksRemoved(msgspec.Struct, array_like=True, frozen=True, tag="removed"):
+    """Blocks were evicted."""
+
+    digests: list[bytes]
+
+
+class BlocksCleared(msgspec.Struct, array_like=True, frozen=True, tag="cleared"):
+    """No block can be found any more: the prefix cache was reset, or its worker has ended."""
+
+
+CacheEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared

@@ -1,0 +1,109 @@
+"""Routes for operators that change the workers: sleep, reload, the prefix cache, profiles.
+
+They need ``--api-key``, or a server that only programs of this machine can reach.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from penstock.serve.api.operations import Status
+from penstock.serve.http.openapi import responses
+from penstock.serve.http.origins import is_loopback
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.services import Services
+from penstock.worker.engine_client import EngineClient, SleepLevel
+
+router = APIRouter(tags=["operations"])
+
+_ERRORS = responses(400, 401, 403, 503)
+
+
+class Sleep(BaseModel):
+    """Whether the model is asleep."""
+
+    is_sleeping: bool
+
+
+@router.post("/sleep", responses=_ERRORS)
+async def sleep(request: Request, level: int = 1) -> Sleep:
+    """Refuse requests, let running ones finish, and release the KV cache; with `level=2` the weights too."""
+    services = _allowed(request)
+    if level not in (1, 2):
+        raise RequestProblem(400, f"level must be 1 or 2, was {level}", param="level")
+    known: SleepLevel = 1 if level == 1 else 2
+    await services.worker.sleep(known, services.config.shutdown_grace)
+    services.log.info("the model is asleep, level %d", level)
+    return Sleep(is_sleeping=True)
+
+
+@router.post("/wake_up", responses=_ERRORS)
+async def wake_up(request: Request) -> Sleep:
+    """Accept requests again. After `level=2` the model is loaded first."""
+    services = _allowed(request)
+    await services.worker.wake_up()
+    _follow_limits(services)
+    services.log.info("the model is awake")
+    return Sleep(is_sleeping=False)
+
+
+@router.get("/is_sleeping", responses=responses(401))
+async def is_sleeping(request: Request) -> Sleep:
+    """Return whether the model is asleep."""
+    return Sleep(is_sleeping=Services.of(request).worker.state == "asleep")
+
+
+@router.post("/reload", responses=_ERRORS)
+async def reload(request: Request) -> Status:
+    """Replace the workers one by one by new ones, which read the checkpoint again. Requests go on.
+
+    The tokenizer and the configuration stay as they are.
+    """
+    services = _allowed(request)
+    await services.worker.reload(services.config.shutdown_grace)
+    _follow_limits(services)
+    services.log.info("all workers are replaced")
+    return Status(status="reloaded")
+
+
+@router.post("/reset_prefix_cache", responses=_ERRORS)
+async def reset_prefix_cache(request: Request) -> Status:
+    """Forget all cached prefixes. Running requests go on."""
+    await _worker(request).reset_prefix_cache()
+    return Status(status="reset")
+
+
+@router.post("/start_profile", responses=_ERRORS)
+async def start_profile(request: Request) -> Status:
+    """Start to record what the workers do; needs `--profile-dir`."""
+    await _worker(request).start_profile()
+    return Status(status="recording")
+
+
+@router.post("/stop_profile", responses=_ERRORS)
+async def stop_profile(request: Request) -> Status:
+    """Stop to record, and write the profiles into `--profile-dir`."""
+    await _worker(request).stop_profile()
+    return Status(status="written")
+
+
+def _worker(request: Request) -> EngineClient:
+    return _allowed(request).worker
+
+
+def _allowed(request: Request) -> Services:
+    services = Services.of(request)
+    config = services.config
+    if not config.api_key and not is_loopback(config.host):
+        raise RequestProblem(
+            403,
+            "anyone could stop this server: start it with --api-key, or with --host 127.0.0.1",
+            code="controls_disabled",
+        )
+    return services
+
+
+def _follow_limits(services: Services) -> None:
+    """Take the limits of the workers that have started, whose memory may differ."""
+    services.tokenizer.max_length = services.worker.info.max_length

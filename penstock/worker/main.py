@@ -1,0 +1,79 @@
+"""The worker process: reads its launch from the standard input, runs the worker, and ends with its parent."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from penstock.host import heartbeat, private_memory
+from penstock.host.garbage_collection import gc_disabled
+from penstock.worker.process import Endpoint, WorkerRuntime, run_worker
+
+_LOG = logging.getLogger("penstock.worker")
+
+OUT_OF_MEMORY = 12
+"""Exit status of a worker that has reached its limit of private memory (the number of ``ENOMEM``)."""
+
+
+@dataclass(frozen=True)
+class WorkerLaunch:
+    """The arguments of the worker process, sent on its standard input, which then stays open."""
+
+    factory: Callable[[], WorkerRuntime]
+    endpoint: Endpoint
+    launched_at: float
+    """``time.time()`` at the launch."""
+    memory_limit: int | None = None
+    """Limit of private memory, in bytes."""
+
+
+def main() -> None:
+    """Run a worker in this process until `Stop` arrives or the parent process ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group; the parent handles them
+    launch: WorkerLaunch = pickle.load(sys.stdin.buffer)
+    begun = time.time()
+    heartbeat.publish(launch.endpoint.progress)
+    threading.Thread(target=_exit_with_parent, args=(launch.endpoint.folder,), daemon=True).start()
+
+    def load() -> WorkerRuntime:
+        if launch.memory_limit is not None:
+            private_memory.bound(launch.memory_limit)
+        with gc_disabled():
+            work = launch.factory()
+        gc.collect()
+        gc.freeze()  # collections skip the loaded objects, which are never freed
+        startup = [("process", begun - launch.launched_at), *work.info.startup]
+        return replace(work, info=msgspec.structs.replace(work.info, startup=startup))
+
+    try:
+        run_worker(load, launch.endpoint)
+        status = 0
+    except BaseException as error:
+        if private_memory.is_exceeded(error):
+            reason = f"{type(error).__name__}: {error}"
+            _LOG.critical("the worker has reached its limit of private memory and ends (%s)", reason)
+            status = OUT_OF_MEMORY
+        else:
+            _LOG.critical("the worker failed", exc_info=True)
+            status = 1
+    logging.shutdown()
+    os._exit(status)  # does not wait for threads of libraries
+
+
+def _exit_with_parent(folder: str) -> None:
+    """End this process when its parent ends, which closes the standard input."""
+    os.read(0, 1)  # sys.stdin would hold its lock forever
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)

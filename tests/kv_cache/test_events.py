@@ -1,0 +1,148 @@
+"""Events of the prefix cache, the reset of the cache, and the return of its memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+import torch
+from support.paged import advance, compute, kv_manager, text_context
+
+from penstock.host.memory import discard_pages
+from penstock.kv_cache import KVCacheManager
+from penstock.kv_cache.hashing import chain_digests, context_root
+from penstock.pipelines.core import TextContext
+from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
+
+PROMPT = list(range(10))
+
+
+def digests_of(context: TextContext) -> list[bytes]:
+    root = context_root(context, 0, None)
+    assert root is not None
+    return chain_digests(root, context.all_tokens, {}, range(context.current_length // 4), 4)
+
+
+def findable(known: set[bytes], events: Iterable[CacheEvent]) -> set[bytes]:
+    """Apply events as a router does."""
+    for event in events:
+        match event:
+            case BlocksStored():
+                known |= set(event.digests)
+            case BlocksRemoved():
+                assert set(event.digests) <= known
+                known -= set(event.digests)
+            case BlocksCleared():
+                known = set()
+    return known
+
+
+def test_stored_blocks_have_digests_parents_and_tokens() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    manager.record_events()
+    advance(manager, context, token=10)
+    first, second = digests_of(context)
+    assert manager.take_events() == [BlocksStored([first, second], None, PROMPT[:8])]
+    assert manager.take_events() == []
+    advance(manager, context, token=11)
+    advance(manager, context, token=12)  # computes the twelfth token
+    third = digests_of(context)[2]
+    assert manager.take_events() == [BlocksStored([third], second, [8, 9, 10, 11])]
+    twin = text_context(PROMPT)
+    advance(manager, twin)
+    assert manager.take_events() == []  # it used the cached blocks
+
+
+def test_no_event_without_a_reader() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    advance(manager, context)
+    assert manager.take_events() == []
+
+
+def test_evicted_blocks_are_removed() -> None:
+    manager, context = kv_manager(4), text_context(PROMPT)
+    manager.record_events()
+    advance(manager, context)
+    manager.release(context)
+    manager.take_events()
+    other = text_context([50 + number for number in range(12)])
+    advance(manager, other)
+    first, second = digests_of(text_context(PROMPT))
+    events = manager.take_events()
+    assert events[0] == BlocksRemoved([second])  # the end of a prompt is evicted first
+    assert findable({first, second}, events) == {first, *digests_of(other)}
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])
+def test_events_describe_the_pool_exactly(windows: tuple[int | None, ...]) -> None:
+    draws, known = random.Random(7), set[bytes]()
+    manager = kv_manager(*(9 for _ in windows), windows=windows)
+    manager.record_events()
+    for _ in range(60):
+        context = text_context([draws.randrange(2) for _ in range(draws.randrange(1, 20))])
+        advance(manager, context, token=draws.randrange(2))
+        advance(manager, context, token=draws.randrange(2))
+        manager.release(context)
+        if draws.random() < 0.05:
+            manager.forget_prefixes()
+        known = findable(known, manager.take_events())
+        pool = manager._pools[0]
+        assert known == set(pool._block_of)
+        manager.check_integrity()
+
+
+def test_forgetting_prefixes_keeps_running_requests() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    manager.record_events()
+    advance(manager, context)
+    manager.forget_prefixes()
+    assert manager.take_events() == [BlocksCleared()]
+    manager.check_integrity()
+    twin = text_context(PROMPT)
+    manager.claim(twin)
+    assert twin.num_cached_tokens == 0
+    manager.release(twin)
+    compute_rest(manager, context)
+    manager.release(context)
+    assert manager.num_free_blocks == 8
+    manager.check_integrity()
+
+
+def compute_rest(manager: KVCacheManager, context: TextContext) -> None:
+    for token in range(6):
+        advance(manager, context, token=token)  # checks the keys of all tokens
+
+
+def test_discarded_storage_is_zero_and_can_be_used_again() -> None:
+    manager, context = kv_manager(3000), text_context(PROMPT)
+    advance(manager, context)
+    manager.release(context)
+    cache = manager.storage.caches[0]
+    address = cache.data_ptr()
+    assert bool(cache.any())
+    manager.discard_storage()
+    assert manager.storage.caches[0].data_ptr() == address
+    assert not bool(cache.any())
+    again = text_context(PROMPT)
+    manager.claim(again)
+    assert again.num_cached_tokens == 0
+    manager.reserve(again)
+    compute(manager, [again])
+    manager.release(again)
+    manager.check_integrity()
+
+
+def test_discarded_pages_are_returned_and_their_neighbours_kept() -> None:
+    tensor = torch.ones(6_000_000, dtype=torch.uint8)
+    before = resident()
+    discard_pages(tensor.data_ptr() + 5, 5_900_000)
+    assert before - resident() > 5_500_000
+    assert int(tensor.sum()) == 100_000
+    assert bool(tensor[:5].all())
+    assert bool(tensor[5_900_005:].all())
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096

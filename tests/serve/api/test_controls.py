@@ -1,0 +1,87 @@
+"""Sleep, reload, the prefix cache and profiles over HTTP, with a fake engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from support.engines import INFO, FakeEngine
+from support.serving import client_of, make_services
+
+from penstock.errors import UnsupportedFeatureError
+
+ROUTES = {
+    "/sleep": ["sleep 1"],
+    "/sleep?level=2": ["sleep 2"],
+    "/wake_up": ["wake_up"],
+    "/reload": ["reload"],
+    "/reset_prefix_cache": ["reset_prefix_cache"],
+    "/start_profile": ["start_profile"],
+    "/stop_profile": ["stop_profile"],
+}
+
+
+async def post(engine: FakeEngine, path: str, *, headers: Any = None, **config: Any) -> httpx.Response:
+    async with client_of(make_services(engine, **config)) as client:
+        return await client.post(path, headers=headers)
+
+
+@pytest.mark.parametrize(("path", "calls"), ROUTES.items())
+async def test_each_route_calls_the_engine(path: str, calls: list[str]) -> None:
+    engine = FakeEngine()
+    assert (await post(engine, path)).status_code == 200
+    assert engine.calls == calls
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_each_route_needs_the_key(path: str) -> None:
+    engine = FakeEngine()
+    assert (await post(engine, path, api_key=("one",))).status_code == 401
+    wrong = {"authorization": "Bearer two"}
+    assert (await post(engine, path, headers=wrong, api_key=("one",))).status_code == 401
+    refused = await post(engine, path, host="0.0.0.0")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "controls_disabled")
+    assert engine.calls == []
+    right = {"authorization": "Bearer one"}
+    assert (await post(engine, path, headers=right, api_key=("one",), host="0.0.0.0")).status_code == 200
+
+
+async def test_a_sleeping_server_is_alive_and_not_ready() -> None:
+    engine = FakeEngine()
+    async with client_of(make_services(engine)) as client:
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
+        assert (await client.post("/sleep")).json() == {"is_sleeping": True}
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 503
+        body = {"model": "demo", "prompt": "Hi"}
+        assert (await client.post("/v1/completions", json=body)).status_code == 503
+        assert (await client.post("/wake_up")).json() == {"is_sleeping": False}
+        assert (await client.get("/ready")).status_code == 200
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("level", ["0", "3", "x"])
+async def test_other_levels_are_refused(level: str) -> None:
+    engine = FakeEngine()
+    assert (await post(engine, f"/sleep?level={level}")).status_code in (400, 422)
+    assert engine.calls == []
+
+
+async def test_errors_of_the_engine_are_answers() -> None:
+    engine = FakeEngine(control_error=UnsupportedFeatureError("profiles", "start with --profile-dir"))
+    answer = await post(engine, "/start_profile")
+    assert answer.status_code == 400
+    assert "--profile-dir" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/wake_up", "/reload"])
+async def test_the_limits_of_new_workers_are_used(path: str) -> None:
+    engine = FakeEngine()
+    services = make_services(engine)
+    async with client_of(services) as client:
+        engine.info = msgspec.structs.replace(INFO, max_length=77)
+        await client.post(path)
+    assert services.tokenizer.max_length == 77

@@ -1,0 +1,77 @@
+"""Two workers behind one server: each is killed under load, and then all are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.server_process import server_process
+
+from penstock.host.processors import divide_processors
+
+LONG = {"model": "demo", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+
+class Client:
+    """A client of one server."""
+
+    def __init__(self, url: str) -> None:
+        self.http = httpx.AsyncClient(base_url=url, timeout=60)
+
+    async def ask(self, **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={**LONG, **fields})
+
+    async def per_worker(self, name: str) -> list[float]:
+        text = (await self.http.get("/metrics")).text
+        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+        values = {
+            one.labels["worker"]: one.value for one in samples if one.name == f"penstock_per_worker_{name}"
+        }
+        return [values["0"], values["1"]]
+
+    async def until(self, name: str, *expected: float) -> None:
+        async with asyncio.timeout(60):
+            while await self.per_worker(name) not in [[*expected], [*expected[::-1]]]:
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_killed_worker_takes_only_its_own_requests_along(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with server_process(log, "--data-parallel-size", "2", "--max-length", "512") as server:
+        shares = sorted(sorted(share.processors) for share in divide_processors(2))
+        assert sorted(sorted(os.sched_getaffinity(worker)) for worker in server.workers) == shares
+        client = Client(server.url)
+        expected = (await client.ask()).json()["choices"]
+        for victim in sorted(server.workers):
+            running = [asyncio.create_task(client.ask(cache_salt=f"{victim}-{n}")) for n in range(8)]
+            await client.until("requests_running", 4, 4)
+            os.kill(victim, signal.SIGKILL)
+            await client.until("up", 0, 1)
+            later = [asyncio.create_task(client.ask(max_tokens=5)) for _ in range(4)]
+            answers = await asyncio.gather(*running)
+            assert [one.json()["choices"] for one in answers if one.status_code == 200] == [expected] * 4
+            assert [one.status_code for one in answers].count(503) == 4
+            assert [one.status_code for one in await asyncio.gather(*later)] == [200] * 4
+            await client.until("up", 1, 1)
+        assert await client.per_worker("restarts_total") == [1, 1]
+
+        # A reload under load: every request is answered.
+        before = set(server.workers)
+        reload = asyncio.create_task(client.http.post("/reload"))
+        statuses = set()
+        while not reload.done():
+            answers = await asyncio.gather(*(client.ask(max_tokens=20) for _ in range(3)))
+            statuses |= {one.status_code for one in answers}
+        assert (reload.result().json(), statuses) == ({"status": "reloaded"}, {200})
+        assert len(set(server.workers) - before) == 2
+        assert (await client.ask()).json()["choices"] == expected
+        await client.http.aclose()
+    assert "Traceback" not in log.read_text()

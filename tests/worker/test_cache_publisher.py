@@ -1,0 +1,101 @@
+"""Cache events over ZeroMQ, from a worker to a subscriber."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from support.paged import kv_manager
+from support.workers import client_of, fake_work, letters, read, request
+
+from penstock.errors import ConfigError
+from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, BlocksStored
+from penstock.testing import FakePipeline
+from penstock.worker.cache_publisher import CachePublisher
+from penstock.worker.process import WorkerRuntime
+from penstock.worker.router import WorkerRouter
+
+
+class Subscriber:
+    def __init__(self, endpoint: str, topic: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.rcvtimeo = 5000
+        self.socket.connect(endpoint)
+        self.socket.subscribe(topic)
+
+    def read(self) -> tuple[bytes, int, Any]:
+        topic, number, body = self.socket.recv_multipart()
+        return topic, int.from_bytes(number, "big"), msgspec.msgpack.decode(body)
+
+
+@contextmanager
+def subscribed(publisher: CachePublisher, topic: str) -> Iterator[Subscriber]:
+    """Yield a subscriber that has received its first message, so that it misses no later one."""
+    subscriber = Subscriber(publisher.endpoint, topic)
+    while not subscriber.socket.poll(20):
+        publisher.publish(9, [BlocksCleared()])
+    while subscriber.socket.poll(50):
+        subscriber.socket.recv_multipart()
+    try:
+        yield subscriber
+    finally:
+        subscriber.context.destroy(linger=0)
+        publisher.close()
+
+
+def test_the_messages_have_a_topic_a_number_and_a_body() -> None:
+    publisher = CachePublisher("tcp://127.0.0.1:*", "mine")
+    first, second = bytes(range(32)), bytes(range(1, 33))
+    events = [
+        BlocksStored([first, second], None, [1, 2, 3, 4], "tone"),
+        BlocksStored([second], first, [5, 6]),
+        BlocksRemoved([first]),
+        BlocksCleared(),
+    ]
+    with subscribed(publisher, "mine") as subscriber:
+        publisher.publish(3, events)
+        publisher.publish(0, [BlocksCleared()])
+        topic, number, (time, shown, worker) = subscriber.read()
+        assert (topic, worker) == (b"mine", 3)
+        assert time > 1e9
+        one, two = 0x0001020304050607, 0x0102030405060708
+        assert shown == [
+            ["BlockStored", [one, two], None, [1, 2, 3, 4], 2, None, None, "tone"],
+            ["BlockStored", [two], one, [5, 6], 2, None, None, None],
+            ["BlockRemoved", [one]],
+            ["AllBlocksCleared"],
+        ]
+        assert subscriber.read()[1] == number + 1
+
+
+def test_an_address_in_use_is_a_configuration_error() -> None:
+    publisher = CachePublisher("tcp://127.0.0.1:*", "mine")
+    for endpoint in (publisher.endpoint, "nonsense"):
+        with pytest.raises(ConfigError, match="cache_events"):
+            CachePublisher(endpoint, "mine")
+    publisher.close()
+
+
+async def test_events_of_a_worker_reach_subscribers_and_the_router() -> None:
+    def work() -> WorkerRuntime:
+        return fake_work(FakePipeline(letters(3), kv=kv_manager(16)))
+
+    publisher = CachePublisher("tcp://127.0.0.1:*", "kv")
+    with subscribed(publisher, "kv") as subscriber:
+        async with client_of(work, listener=publisher.publish) as first, client_of(work) as second:
+            router = WorkerRouter([first, second])
+            await read(router.submit(request("a", "0123456789")))
+            _, _, (_, (event,), worker) = await asyncio.to_thread(subscriber.read)
+            assert (worker, event[0], event[3], event[4]) == (0, "BlockStored", [*b"01234567"], 4)
+            await first.reset_prefix_cache()
+            while (event := (await asyncio.to_thread(subscriber.read))[2][1][-1])[0] == "BlockStored":
+                pass
+            assert event == ["AllBlocksCleared"]
+            deltas = await read(first.submit(request("b", "0123456789")))
+            assert {delta.num_cached_tokens for delta in deltas} == {0}
