@@ -15,6 +15,7 @@ from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
 from penstock.scheduler.batch import Batch, Entry, is_whole, num_rows, set_rows, splittable_rows
 from penstock.scheduler.budget import PromptBudget, check_limits, decode_rows, smallest_chunk
+from penstock.scheduler.deferral import Deferral
 from penstock.scheduler.isolation import Isolation, as_failure
 from penstock.scheduler.shares import Shares
 from penstock.scheduler.waiting import WaitingQueue
@@ -30,9 +31,9 @@ class Scheduler(Generic[ContextT, OutputT]):
     """Continuous batching: contexts join and leave the batch between two steps.
 
     A context is either waiting or running. The order is priority, then arrival. Each step contains all
-    contexts that decode. Prompts share the rest of the token budget, in chunks if necessary. If blocks run
-    out, the youngest context of the lowest priority is preempted: it returns to the queue and keeps its
-    arrival number. Its generated tokens are then computed again as part of its prompt.
+    contexts that decode, except those that `Deferral` moves to the next step. Prompts share the rest of the
+    token budget, in chunks if necessary. If blocks run out, the youngest context of the lowest priority is
+    preempted: it returns to the queue and keeps its arrival number. Its tokens are then computed again.
 
     Contexts of several clients (``client_id``) share the batch. Within a priority, the client that holds the
     fewest slots is admitted first, and clients take turns with prompts. The contexts of one client stay in
@@ -90,6 +91,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         self._isolation = Isolation(pipeline, is_enabled=isolates_faults)
         self._arrivals = count()
         self._shares = Shares()
+        self._deferral = Deferral()
         self._waiting: WaitingQueue[Entry[ContextT]] = WaitingQueue(
             2 * self._max_batch_size, self._shares.rank
         )
@@ -156,6 +158,8 @@ class Scheduler(Generic[ContextT, OutputT]):
         self.admitted.clear()
         self._shares.begin_step()
         self._slot_free_steps = max(self._slot_free_steps - 1, 0)
+        if self._has_slot() or self._shares.is_contended:
+            self._waiting.recheck(self._is_ready)
         batch: Batch[ContextT] = Batch(self._prompts.max_tokens, max(num_steps, 1))
         self._add_decoding(batch)
         self._add_prompts(batch)
@@ -174,18 +178,17 @@ class Scheduler(Generic[ContextT, OutputT]):
         self._retire(outputs)
         return outputs
 
-    # -- The batch --------------------------------------------------------------------------------------
-
     def _add_decoding(self, batch: Batch[ContextT]) -> None:
         """Add all contexts that decode. If blocks run out, preempt the last contexts in order.
 
         Contexts whose tokens have ended need no tokens and no blocks.
         """
         decoding = sorted([e for e in self._running.values() if e.is_decoding], key=_key)
-        for entry in decoding:
-            if not entry.is_generating:
-                batch.add(entry, 0)
+        for entry in (entry for entry in decoding if not entry.is_generating):
+            batch.add(entry, 0)
         decoding = [entry for entry in decoding if entry.is_generating]
+        if self._shares.is_contended:
+            decoding = self._deferral.select(decoding, self._next_prompt())
         num_left = batch.num_left
         all_rows = []
         for num_others, entry in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):
@@ -212,12 +215,18 @@ class Scheduler(Generic[ContextT, OutputT]):
             return False
         return True
 
+    def _next_prompt(self) -> Entry[ContextT] | None:
+        """Return the prompt that the step computes first; None without a prompt that can run."""
+        waiting = self._waiting.first_ready(self._is_ready)
+        if waiting is not None and not (self._has_slot() and self._has_blocks(waiting)):
+            waiting = None
+        running = (entry for entry in self._running.values() if not entry.is_decoding)
+        return min((*running, *filter(None, [waiting])), key=self._shares.turn_of, default=None)
+
     def _add_prompts(self, batch: Batch[ContextT]) -> None:
         """Add prompts in order, running and waiting ones, while tokens, slots and blocks suffice."""
         prompts = [entry for entry in self._running.values() if not entry.is_decoding]
-        admits = self._has_slot() or self._shares.is_contended
-        if admits:
-            self._waiting.recheck(self._is_ready)
+        admits = True
         while batch.num_left > 0:
             prompts = [entry for entry in prompts if entry.request_id in self._running]
             entry = min(prompts, key=self._shares.turn_of, default=None)
@@ -326,8 +335,6 @@ class Scheduler(Generic[ContextT, OutputT]):
                 else:
                     self._preempt(entry, batch)
                 return 0
-
-    # -- Queue and slots --------------------------------------------------------------------------------
 
     @property
     def _generating(self) -> list[Entry[ContextT]]:

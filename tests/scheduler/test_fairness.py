@@ -221,3 +221,59 @@ def test_clients_are_forgotten(num_clients: int) -> None:
     assert not shares._num_present
     assert not shares._num_running
     assert not shares._turns
+
+
+class TestDeferral:
+    """Decode rows of one client wait for a short prompt of another."""
+
+    SIZES = {"max_batch_size": 40, "max_batch_input_tokens": 64}
+
+    def crowded(self) -> Run:
+        """Return a run in which 30 contexts of client ``a`` decode."""
+        run = Run(**self.SIZES)
+        for number in range(30):
+            run.submit(f"a{number:02}", 1, new=50)
+        run.step()
+        assert len(run.step()) == 30
+        return run
+
+    def test_a_short_prompt_runs_with_few_rows_of_the_other_client(self) -> None:
+        run = self.crowded()
+        run.submit("b", 3, new=50)
+        first = run.step()
+        assert first.pop("b") == 3
+        assert list(first) == [f"a{number:02}" for number in range(8)]
+        assert len(run.step()) == 31
+        run.finish()
+
+    def test_no_two_consecutive_steps_defer(self) -> None:
+        run = self.crowded()
+        sizes = []
+        for client in "bcdef":
+            run.submit(client, 3, new=2)
+            sizes.append(sum(name[0] == "a" for name in run.step()))
+        assert sizes == [8, 30, 8, 30, 8]
+        run.finish()
+
+    def test_a_prompt_that_is_longer_than_the_deferred_rows_defers_nothing(self) -> None:
+        run = self.crowded()
+        run.submit("b", 22, new=2)
+        assert sum(name[0] == "a" for name in run.step()) == 30
+        run.submit("c", 21, new=2)
+        assert sum(name[0] == "a" for name in run.step()) == 8
+        run.finish()
+
+    def test_prompts_of_the_same_client_defer_nothing(self) -> None:
+        run = self.crowded()
+        run.submit("a30", 3, new=2)
+        assert len(run.step()) == 31
+        run.finish()
+
+    def test_a_prompt_that_cannot_run_defers_nothing(self) -> None:
+        run = Run(**(self.SIZES | {"max_batch_size": 30}))
+        for number in range(30):
+            run.submit(f"a{number:02}", 1, new=50, priority=1)
+        run.step()
+        run.submit("b", 3, new=2)
+        assert len(run.step()) == 30
+        run.finish()

@@ -1,0 +1,52 @@
+"""Defers decode rows of one client while a short prompt of another client is computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypeVar
+
+from penstock.pipelines.core import InputContext
+from penstock.scheduler.batch import Entry
+
+ContextT = TypeVar("ContextT", bound=InputContext)
+
+_MAX_ROWS_WITH_PROMPT = 8
+"""Decode rows of another client in a step with a short prompt. A step of so few rows takes about as long as
+a step of one row, because it reads the same weights."""
+
+
+class Deferral:
+    """Selects the contexts that decode in a step.
+
+    A step with hundreds of decode rows takes several times as long as a short prompt. If one client holds
+    many slots, the first token of another client would wait for such a step. Therefore each other client
+    decodes at most `_MAX_ROWS_WITH_PROMPT` contexts in a step with a short prompt, and the rest of them in
+    the next step. Two consecutive steps never defer rows, so a client loses at most half of its steps.
+    A prompt is short if it has fewer tokens than the rows that it would wait for.
+    """
+
+    def __init__(self) -> None:
+        self._has_deferred = False
+
+    def select(
+        self, decoding: list[Entry[ContextT]], prompt: Entry[ContextT] | None
+    ) -> list[Entry[ContextT]]:
+        """Return the entries of `decoding` that run in this step, in their order.
+
+        Args:
+            decoding: all entries that decode, in order.
+            prompt: the prompt that this step computes first; None without one.
+        """
+        may_defer, self._has_deferred = not self._has_deferred, False
+        if prompt is None or not may_defer:
+            return decoding
+        counts: Counter[str] = Counter()
+        selected = []
+        for entry in decoding:
+            counts[entry.client_id] += 1
+            if entry.client_id == prompt.client_id or counts[entry.client_id] <= _MAX_ROWS_WITH_PROMPT:
+                selected.append(entry)
+        if len(decoding) - len(selected) <= prompt.num_remaining:
+            return decoding
+        self._has_deferred = True
+        return selected
