@@ -17,7 +17,7 @@ from penstock.serve.api.text_generation import checked_body
 from penstock.serve.batches.batch_lines import ENDPOINTS
 from penstock.serve.batches.batch_manager import BatchManager
 from penstock.serve.batches.batch_store import ObjectStore, file_object, shown
-from penstock.serve.batches.multipart import read_form
+from penstock.serve.batches.form import read_form
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import body_of, generated, responses
 from penstock.serve.http.problems import RequestProblem
@@ -51,7 +51,7 @@ async def upload_file(request: Request) -> Response:
             raise RequestProblem(400, f"unknown field {unknown[0][:100]!r}", param=unknown[0][:100])
         if form.fields.get("purpose") != "batch":
             raise RequestProblem(400, "purpose must be batch", param="purpose")
-        made = file_object(name, owner_of(request), form.file_name, "batch", form.size)
+        made = file_object(name, owner_of(request), form.file_name or "file", "batch", form.size)
         await asyncio.to_thread(manager.files.put, made)
     except BaseException:
         await asyncio.to_thread(path.unlink, missing_ok=True)

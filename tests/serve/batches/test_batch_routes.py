@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,59 @@ async def test_refusals(tmp_path: Path) -> None:
         assert batch.errors is not None
         assert "two lines have the custom_id 'n0'" in str(batch.errors.data)
         assert {path.suffix for path in tmp_path.rglob("*.*")} >= {".json", ".jsonl"}
-        assert not list(tmp_path.rglob("*.form"))
     async with chatting() as server:
         with pytest.raises(openai.BadRequestError, match="--state-dir"):
             await server.openai.files.list()
+
+
+def part(name: str, content: bytes, **parameters: str) -> bytes:
+    """Return a part of a form with the boundary ``x``."""
+    more = "".join(f'; {key}="{value}"' for key, value in parameters.items())
+    return f'--x\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + content + b"\r\n"
+
+
+PURPOSE = part("purpose", b"batch")
+FILE = part("file", b"\r\n--y", filename="a/b.jsonl")
+MALFORMED_FORMS = {
+    "its last part does not end": PURPOSE + FILE,
+    "two files": PURPOSE + FILE + FILE + b"--x--",
+    "file is required": PURPOSE + b"--x--",
+    "longer than 4096 bytes": part("purpose", b"b" * 4097) + FILE + b"--x--",
+    "more than 16 fields": b"".join(part(f"f{number}", b"") for number in range(17)) + FILE + b"--x--",
+    "unknown field 'other'": PURPOSE + part("other", b"1") + FILE + b"--x--",
+    "malformed": b"purpose=batch",
+}
+
+
+@pytest.mark.parametrize("message", MALFORMED_FORMS)
+async def test_malformed_forms(tmp_path: Path, message: str) -> None:
+    async with chatting(state_dir=str(tmp_path)) as server:
+        response = await server.http.post(
+            "/v1/files",
+            content=MALFORMED_FORMS[message],
+            headers={"content-type": "multipart/form-data; boundary=x"},
+        )
+        assert response.status_code == 400
+        assert message in response.json()["error"]["message"]
+        assert not list((tmp_path / "files").iterdir())
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+async def test_a_form_in_pieces(tmp_path: Path, size: int) -> None:
+    form = FILE + PURPOSE + b"--x--\r\n"
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(form), size):
+            yield form[start : start + size]
+
+    async with chatting(state_dir=str(tmp_path)) as server:
+        response = await server.http.post(
+            "/v1/files", content=pieces(), headers={"content-type": 'multipart/form-data; boundary="x"'}
+        )
+        file = response.json()
+        assert (file["filename"], file["bytes"]) == ("b.jsonl", 5)
+        content = await server.http.get(f"/v1/files/{file['id']}/content")
+        assert content.content == b"\r\n--y"
 
 
 async def test_another_endpoint_than_that_of_the_batch(tmp_path: Path) -> None:
