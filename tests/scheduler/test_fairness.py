@@ -223,14 +223,15 @@ def test_clients_are_forgotten(num_clients: int) -> None:
     assert not shares._turns
 
 
+SIZES = {"max_batch_size": 40, "max_batch_input_tokens": 64}
+
+
 class TestDeferral:
     """Decode rows of one client wait for a short prompt of another."""
 
-    SIZES = {"max_batch_size": 40, "max_batch_input_tokens": 64}
-
     def crowded(self) -> Run:
         """Return a run in which 30 contexts of client ``a`` decode."""
-        run = Run(**self.SIZES)
+        run = Run(**SIZES)
         for number in range(30):
             run.submit(f"a{number:02}", 1, new=50)
         run.step()
@@ -270,7 +271,7 @@ class TestDeferral:
         run.finish()
 
     def test_a_prompt_that_cannot_run_defers_nothing(self) -> None:
-        run = Run(**(self.SIZES | {"max_batch_size": 30}))
+        run = Run(**(SIZES | {"max_batch_size": 30}))
         for number in range(30):
             run.submit(f"a{number:02}", 1, new=50, priority=1)
         run.step()
