@@ -78,7 +78,8 @@ TABLE: Mapping[str, Row] = {
     "worker": Row("scheduler kv_cache pipelines.core host", "msgspec numpy zmq"),
     "serve": Row(
         "worker pipelines.core text media grammar config host",
-        "fastapi starlette pydantic pydantic_core msgspec numpy uvicorn h11 prometheus_client",
+        "fastapi starlette pydantic pydantic_core msgspec numpy uvicorn h11 prometheus_client "
+        "python_multipart",
         "opentelemetry rich uvloop",
     ),
 }
