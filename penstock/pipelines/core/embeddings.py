@@ -16,8 +16,10 @@ EmbeddingsOutput = Literal["dense", "sparse", "multi_vector", "scores"]
 """``dense``: one pooled vector. ``sparse``: a weight for each of some token ids. ``multi_vector``: one vector
 for each token. ``scores``: one number for each label of a classification or reranking head."""
 PoolingType = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"]
+"""How the hidden states of an input become one vector; see ``PoolingMode`` of sentence-transformers."""
 
 EMBEDDINGS_OUTPUTS: tuple[EmbeddingsOutput, ...] = ("dense", "sparse", "multi_vector", "scores")
+"""All values of `EmbeddingsOutput`."""
 POOLING_TYPES: tuple[PoolingType, ...] = (
     "cls",
     "mean",
@@ -26,6 +28,7 @@ POOLING_TYPES: tuple[PoolingType, ...] = (
     "weighted_mean",
     "last_token",
 )
+"""All values of `PoolingType`."""
 
 
 def check_dimensions(dimensions: int, size: int, trained: Sequence[int] | None) -> None:

@@ -1,0 +1,34 @@
+"""An extension of griffe: shows the ``>>>`` examples of docstrings as code on the documentation site."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import griffe
+
+
+class DoctestBlocks(griffe.Extension):
+    """Puts each run of ``>>>`` lines and their output into a fenced block."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Rewrite the docstring of a loaded object."""
+        if obj.docstring is not None:
+            obj.docstring.value = with_fences(obj.docstring.value)
+
+
+def with_fences(text: str) -> str:
+    """Return a docstring with its examples in fenced blocks. A blank line ends an example."""
+    lines: list[str] = []
+    is_open = False
+    for line in text.split("\n"):
+        starts = line.lstrip().startswith(">>>")
+        if starts and not is_open:
+            lines.append("```pycon")
+            is_open = True
+        elif is_open and not line.strip():
+            lines.append("```")
+            is_open = False
+        lines.append(line)
+    if is_open:
+        lines.append("```")
+    return "\n".join(lines)
