@@ -46,6 +46,7 @@ def make_engine(
     hang_limit: float = 20.0,
     memory_limit: int | None = None,
     memory: int | None = None,
+    is_asleep: bool = False,
 ) -> WorkerRouter:
     """Return the engine client of a configuration, not launched yet.
 
@@ -57,6 +58,7 @@ def make_engine(
         memory_limit: as of `WorkerClient`, for each worker.
         memory: bytes of host memory for all workers together; by default ``device_memory_utilization`` of the
             free memory if there are several.
+        is_asleep: whether `wake_up` starts the workers, in place of `start`.
 
     Raises:
         ConfigError: the devices cannot be divided among the workers.
@@ -69,6 +71,7 @@ def make_engine(
             max_queue_size=max_queue_size,
             hang_limit=hang_limit,
             memory_limit=memory_limit,
+            is_asleep=is_asleep,
         )
 
     if len(shares) > 1:
@@ -85,7 +88,7 @@ def divide(config: PipelineConfig, memory: int | None = None) -> list[WorkerShar
     """
     count, devices = config.data_parallel_size, config.model.devices
     if count == 1:
-        return [WorkerShare(devices, memory=memory)]
+        return [WorkerShare(devices, memory=memory if devices[0].device_type == "cpu" else None)]
     if len(devices) > 1 and len(devices) % count:
         raise ConfigError(
             "data_parallel_size",

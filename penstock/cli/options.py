@@ -42,6 +42,16 @@ _SERVE_GROUPS = {
 
 
 def config_options(function: Decorated) -> Decorated:
+    """Add the options of `_config_options`, with one model."""
+    return _config_options(function)
+
+
+def several_models_options(function: Decorated) -> Decorated:
+    """Add the options of `_config_options`, with ``--model`` as a flag that may be given several times."""
+    return _config_options(function, repeated=("model_path",))
+
+
+def _config_options(function: Decorated, repeated: tuple[str, ...] = ()) -> Decorated:
     """Add MODEL, ``--config-file``, ``--print-config`` and a flag for each field of `PipelineConfig`."""
     function = click.argument("model", required=False, metavar="[MODEL]")(function)
     function = click.option(
@@ -50,7 +60,7 @@ def config_options(function: Decorated) -> Decorated:
     function = click.option(
         "--print-config", is_flag=True, help="Print every setting and its source, then exit."
     )(function)
-    return _with_options(function, config_fields(), lambda field: _GROUPS[field.section])
+    return _with_options(function, config_fields(), lambda field: _GROUPS[field.section], repeated)
 
 
 def serve_options(function: Decorated) -> Decorated:
@@ -121,14 +131,17 @@ def _serve_group(field: ConfigField) -> str:
 
 
 def _with_options(
-    function: Decorated, fields: Iterable[ConfigField], group: Callable[[ConfigField], str]
+    function: Decorated,
+    fields: Iterable[ConfigField],
+    group: Callable[[ConfigField], str],
+    repeated: tuple[str, ...] = (),
 ) -> Decorated:
     for field in reversed(list(fields)):
-        function = _option(field, group(field))(function)
+        function = _option(field, group(field), is_repeated=field.name in repeated)(function)
     return function
 
 
-def _option(field: ConfigField, group: str) -> Callable[[Decorated], Decorated]:
+def _option(field: ConfigField, group: str, *, is_repeated: bool = False) -> Callable[[Decorated], Decorated]:
     # Values stay text and absent ones None; `from_flat` converts and checks them, as for other sources.
     name = field.name.replace("_", "-")
     has_default = field.default not in (None, False, ())
@@ -145,7 +158,7 @@ def _option(field: ConfigField, group: str) -> Callable[[Decorated], Decorated]:
         field.name,
         metavar=metavar,
         help=help,
-        multiple=field.type == tuple[str, ...],
+        multiple=is_repeated or field.type == tuple[str, ...],
         cls=GroupedOption,
         group=group,
     )

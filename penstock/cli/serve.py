@@ -1,8 +1,8 @@
-"""``penstock serve``: an OpenAI-compatible server for one model."""
+"""``penstock serve``: an OpenAI-compatible server for one or several models."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.formatting import GroupedCommand
-from penstock.cli.options import config_options, configs_from_flags, print_settings, serve_options
+from penstock.cli.models import (
+    ModelFlag,
+    configs_of_models,
+    memory_budget,
+    parse_model,
+    served_engine,
+    served_models,
+)
+from penstock.cli.options import print_settings, serve_options, several_models_options
 from penstock.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
     from penstock.serve.config import ServeConfig
-    from penstock.worker.process import WorkerRuntime
+    from penstock.serve.http.lifecycle import Server
+    from penstock.worker.engine_client import CacheListener
 
 _PACKAGES = {
     "fastapi": "fastapi",
@@ -29,42 +38,78 @@ _PACKAGES = {
 
 @click.command("serve", cls=GroupedCommand)
 @serve_options
-@config_options
+@several_models_options
 def command(print_config: bool, **flags: object) -> int:
-    """Serve a model through an OpenAI-compatible API until a signal arrives.
+    """Serve models through an OpenAI-compatible API until a signal arrives.
+
+    Give --model several times to serve several models. --model PATH,name=value,... sets settings of one
+    model, and memory=SIZE the memory that it may use. The first one is loaded at the start, the others when
+    requests name them.
 
     After the first SIGTERM or Ctrl-C the server finishes the running requests; the second one stops it at
     once.
     """
-    pipeline_config, config = configs_from_flags(flags)
+    models = _models(flags)
+    configs, (config, *_) = zip(*configs_of_models(models, flags), strict=True)
     if print_config:
-        print_settings([*config.describe(), *pipeline_config.describe()])
+        _print_settings(config, configs)
         return 0
     check_packages("penstock serve")
-    from penstock.assembly import load_serving_tokenizer
-    from penstock.engines import make_engine
-    from penstock.serve.http.lifecycle import Server
-    from penstock.serve.http.startup import Startup
     from penstock.worker.cache_publisher import CachePublisher
 
-    engine = make_engine(
-        pipeline_config,
-        partial(load_served_work, serve_config=config),
-        max_queue_size=config.max_queue_size,
-        hang_limit=config.worker_timeout,
-        memory_limit=config.worker_memory_limit,
-    )
-    server = Server(
-        config, pipeline_config, engine, partial(load_serving_tokenizer, pipeline_config), Startup()
-    )
-    if config.cache_events is None:
-        return server.run()
-    publisher = CachePublisher(config.cache_events, config.cache_events_topic)
-    engine.watch_cache(publisher.publish)
+    publisher = None
+    if config.cache_events is not None:
+        publisher = CachePublisher(config.cache_events, config.cache_events_topic)
     try:
-        return server.run()
+        return _server(config, models, configs, None if publisher is None else publisher.publish).run()
     finally:
-        publisher.close()
+        if publisher is not None:
+            publisher.close()
+
+
+def _models(flags: dict[str, object]) -> list[ModelFlag]:
+    """Take the models out of the flags.
+
+    Raises:
+        click.UsageError: MODEL and --model are both given.
+    """
+    argument, given = flags.pop("model"), flags.pop("model_path")
+    assert isinstance(given, tuple)
+    if argument is not None and given not in ((), (argument,)):
+        shown = " ".join(f"--model {text!r}" for text in given)
+        raise click.UsageError(f"the model is given twice, as {argument!r} and as {shown}: give one")
+    texts = given or (() if argument is None else (argument,))
+    return [parse_model(str(text)) for text in texts] or [ModelFlag(None, {})]
+
+
+def _print_settings(config: ServeConfig, configs: Sequence[PipelineConfig]) -> None:
+    """Print all settings of the server and the first model, and those in which other models differ."""
+    first, *others = configs
+    print_settings([*config.describe(), *first.describe()])
+    for other in others:
+        click.echo(f"\n{other.model.name}")
+        print_settings(row for row in other.describe() if row not in first.describe())
+
+
+def _server(
+    config: ServeConfig,
+    models: Sequence[ModelFlag],
+    configs: Sequence[PipelineConfig],
+    listener: CacheListener | None,
+) -> Server:
+    from penstock.serve.http.startup import Startup
+
+    startup = Startup()
+    if len(models) > 1:
+        from penstock.serve.models.server import ModelsServer
+
+        served = served_models(models, configs, config, listener)
+        return ModelsServer(config, served, memory_budget(config, configs[0]), startup)
+    from penstock.assembly import load_serving_tokenizer
+    from penstock.serve.http.lifecycle import Server
+
+    engine = served_engine(configs[0], config, listener, memory=models[0].memory)
+    return Server(config, configs[0], engine, partial(load_serving_tokenizer, configs[0]), startup)
 
 
 def check_packages(what: str) -> None:
@@ -76,16 +121,3 @@ def check_packages(what: str) -> None:
     for module, package in _PACKAGES.items():
         if find_spec(module) is None:
             raise MissingDependencyError(package, "serve", what)
-
-
-def load_served_work(pipeline_config: PipelineConfig, serve_config: ServeConfig) -> WorkerRuntime:
-    """Load what the worker runs, in the worker's process, with the log format of the server."""
-    from penstock.assembly import load_work
-    from penstock.host.profiler import StepProfiler
-    from penstock.serve.observability.logs import configure_logging
-
-    configure_logging(serve_config)
-    work = load_work(pipeline_config)
-    if serve_config.profile_dir is None:
-        return work
-    return replace(work, profiler=StepProfiler(serve_config.profile_dir, f"worker-{work.info.pid}"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -38,13 +39,34 @@ from penstock.serve.http.middleware import AdmissionMiddleware, ObservabilityMid
 from penstock.serve.http.origins import OriginMiddleware
 from penstock.serve.services import Services
 
+TASK_ROUTERS: Mapping[PipelineTask, Sequence[APIRouter]] = {
+    PipelineTask.TEXT_GENERATION: (
+        chat.router,  # POST /v1/chat/completions, .../render
+        completions.router,  # POST /v1/completions
+        response_routes.router,  # POST, GET, DELETE /v1/responses
+        message_routes.router,  # POST /v1/messages, .../count_tokens
+        ollama_routes.text_router,  # POST /api/chat, /api/generate
+        llama_cpp_routes.router,  # POST /completion, /infill
+    ),
+    PipelineTask.EMBEDDINGS_GENERATION: (
+        embeddings.router,  # POST /v1/embeddings, /pooling
+        rerank.router,  # POST /v1/rerank, /v2/rerank, /rerank
+        scores.router,  # POST /v1/score, /score
+        classification.router,  # POST /v1/classify, /classify
+        ollama_routes.embedding_router,  # POST /api/embed
+    ),
+    PipelineTask.AUDIO_GENERATION: (speech.router,),  # POST /v1/audio/speech, GET /v1/audio/voices
+}
+"""The routes that only models of one task can serve."""
 
-def create_app(services: Services, *more: APIRouter) -> FastAPI:
+
+def create_app(services: Services, *more: APIRouter, is_inner: bool = False) -> FastAPI:
     """Return the application that serves one model. The caller starts the engine.
 
     Args:
         services: the objects that the routes use.
         more: additional routes, matched before the others.
+        is_inner: whether the application is behind another one, which has the middleware.
 
     The application has ``/openapi.json`` but no documentation pages, which would load scripts from other
     servers.
@@ -56,7 +78,7 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # redirects would go to the host in the Host header
-        middleware=_middleware(services),
+        middleware=[] if is_inner else middleware_of(services),
         exception_handlers={
             PenstockError: problems.handle,
             HTTPException: problems.handle,
@@ -66,27 +88,15 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     app.state.services = services
     for router in more:
         app.include_router(router)
-    text = [_needs(PipelineTask.TEXT_GENERATION)]
-    app.include_router(chat.router, dependencies=text)  # POST /v1/chat/completions, .../render
-    app.include_router(completions.router, dependencies=text)  # POST /v1/completions
-    app.include_router(response_routes.router, dependencies=text)  # POST, GET, DELETE /v1/responses
-    app.include_router(message_routes.router, dependencies=text)  # POST /v1/messages, .../count_tokens
+    for task, routers in TASK_ROUTERS.items():
+        for router in routers:
+            app.include_router(router, dependencies=[Depends(TaskCheck(task))])
     if services.config.state_dir is not None and services.task is PipelineTask.TEXT_GENERATION:
         response_routes.open_state(services)
-    app.include_router(ollama_routes.text_router, dependencies=text)  # POST /api/chat, /api/generate
-    app.include_router(llama_cpp_routes.router, dependencies=text)  # POST /completion, /infill
-    embedder = [_needs(PipelineTask.EMBEDDINGS_GENERATION)]
-    app.include_router(embeddings.router, dependencies=embedder)  # POST /v1/embeddings, /pooling
-    app.include_router(rerank.router, dependencies=embedder)  # POST /v1/rerank, /v2/rerank, /rerank
-    app.include_router(scores.router, dependencies=embedder)  # POST /v1/score, /score
-    app.include_router(classification.router, dependencies=embedder)  # POST /v1/classify, /classify
-    app.include_router(ollama_routes.embedding_router, dependencies=embedder)  # POST /api/embed
     app.include_router(ollama_routes.router)  # /api/tags, /api/ps, /api/version, /api/show
     app.include_router(batch_routes.router)  # /v1/files, /v1/batches
-    if services.config.state_dir is not None:
+    if services.config.state_dir is not None and not is_inner:
         batch_routes.open_manager(services, app)
-    speaker = [_needs(PipelineTask.AUDIO_GENERATION)]
-    app.include_router(speech.router, dependencies=speaker)  # POST /v1/audio/speech, GET /v1/audio/voices
     app.include_router(models.router)  # GET  /v1/models, /v1/models/{id}
     app.include_router(adapters.router)  # POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     app.include_router(tokenization.router)  # POST /tokenize, /detokenize
@@ -97,18 +107,29 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     return app
 
 
-def _needs(task: PipelineTask) -> Any:
-    """Return the dependency of routes that only a model of this task can serve; others answer 400."""
+@dataclass(frozen=True)
+class TaskCheck:
+    """The dependency of routes that only a model of this task can serve; others answer 400."""
 
-    async def check(request: Request) -> None:
+    task: PipelineTask
+
+    async def __call__(self, request: Request) -> None:
+        """Refuse the request if the model has another task."""
         served = Services.of(request).task
-        if served is not task:
-            raise TaskMismatchError(request.url.path, task.option, served.option)
-
-    return Depends(check)
+        if served is not self.task:
+            raise TaskMismatchError(request.url.path, self.task.option, served.option)
 
 
-def _middleware(services: Services) -> list[Middleware]:
+def task_of_path(path: str) -> PipelineTask | None:
+    """Return the task that a model needs for a route; None for routes of all tasks and for unknown paths."""
+    for task, routers in TASK_ROUTERS.items():
+        for router in routers:
+            if any(getattr(route, "path", None) == path for route in router.routes):
+                return task
+    return None
+
+
+def middleware_of(services: Services) -> list[Middleware]:
     """Return the middleware, the outermost first."""
     layers = [
         Middleware(ObservabilityMiddleware, services=services),

@@ -196,6 +196,11 @@ class ServeConfig:
     profile_dir: str | None = setting(
         None, TEXT, "Folder for the profiles of /start_profile and /stop_profile. Default: none are recorded."
     )
+    model_memory: int | None = setting(
+        None,
+        NUM_BYTES,
+        "Host memory for all loaded models of a server with several. Default: as device-memory-utilization.",
+    )
     router_gauge: tuple[str, ...] = setting(
         (),
         _GAUGES,

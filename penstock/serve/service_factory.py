@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.serve.http.gate import Gate
@@ -27,10 +28,30 @@ def build_services(
     pipeline_config: PipelineConfig,
     worker: EngineClient,
     tokenizer: TextTokenizer,
+    beside: Services | None = None,
 ) -> Services:
-    """Return services with a closed gate. The worker need not have started."""
+    """Return services with a closed gate. The worker need not have started.
+
+    Args:
+        config: the configuration of the server.
+        pipeline_config: the configuration of the model.
+        worker: the engine client of the model.
+        tokenizer: the tokenizer of the model.
+        beside: the services of another model of the same server. Both share all that does not depend on the
+            model: gate, metrics, traces, thread pools, and the state of routes.
+    """
+    if beside is not None:
+        beside.metrics.watch(worker, parse_gauges(config.router_gauge), pipeline_config.model.name)
+        return replace(
+            beside,
+            pipeline_config=pipeline_config,
+            task=pipeline_config.model.pipeline_task,
+            tokenizer=tokenizer,
+            worker=worker,
+            parsers=_parsers(config, tokenizer),
+        )
     metrics = Metrics()
-    metrics.watch(worker, parse_gauges(config.router_gauge))
+    metrics.watch(worker, parse_gauges(config.router_gauge), pipeline_config.model.name)
     return Services(
         config=config,
         pipeline_config=pipeline_config,
@@ -39,14 +60,18 @@ def build_services(
         worker=worker,
         metrics=metrics,
         pool=ThreadPoolExecutor(_NUM_POOL_THREADS, thread_name_prefix="penstock-pool"),
-        parsers=ParserFactory.choose(
-            tokenizer.chat_template_source,
-            config.tool_call_parser,
-            config.reasoning_parser,
-            tokenizer.special_token_texts,
-        ),
+        parsers=_parsers(config, tokenizer),
         gate=Gate(is_open=False),
         tracing=Tracing.to_endpoint(config.otlp_endpoint) if config.otlp_endpoint else None,
+    )
+
+
+def _parsers(config: ServeConfig, tokenizer: TextTokenizer) -> ParserFactory:
+    return ParserFactory.choose(
+        tokenizer.chat_template_source,
+        config.tool_call_parser,
+        config.reasoning_parser,
+        tokenizer.special_token_texts,
     )
 
 

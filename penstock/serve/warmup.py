@@ -11,6 +11,7 @@ from penstock.pipelines.core import (
     AudioGenerationRequest,
     EmbeddingsGenerationRequest,
     Grammar,
+    PipelineTask,
     RequestContext,
     SamplingParams,
     TextContext,
@@ -24,6 +25,20 @@ from penstock.worker.engine_client import EngineClient
 _NUM_TOKENS = 3
 _INPUT_LENGTHS = (2, 64)
 """Tokens of the inputs of an embeddings model."""
+
+
+async def warm_up_model(worker: EngineClient, tokenizer: TextTokenizer, task: PipelineTask) -> None:
+    """Run short requests of a task; none for a task of another package.
+
+    Raises:
+        PenstockError: a request failed. Requests of users would fail too.
+    """
+    if task is PipelineTask.TEXT_GENERATION:
+        await warm_up(worker, tokenizer)
+    elif isinstance(tokenizer, EmbeddingsTokenizer):
+        await warm_up_embeddings(worker, tokenizer)
+    elif isinstance(tokenizer, SpeechTokenizer):
+        await warm_up_speech(worker, tokenizer)
 
 
 async def warm_up(worker: EngineClient, tokenizer: TextTokenizer) -> None:

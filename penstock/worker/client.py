@@ -39,7 +39,6 @@ _STOP_POLL_INTERVAL = 0.02
 
 class WorkerClient:
     """Send requests to one worker and pass its results to their `Generation`. An `EngineClient`.
-
     A `WorkerSupervisor` starts, watches and restarts the worker.
 
     Args:
@@ -48,8 +47,8 @@ class WorkerClient:
         max_queue_size: requests that may wait for a place in the batch. Default: 4 batches, at least 64. A
             client with less than one batch of outstanding requests may exceed the limit; all such requests
             together exceed it by at most one batch.
-        hang_limit: see `WorkerSupervisor`.
-        memory_limit: see `WorkerSupervisor`.
+        hang_limit, memory_limit: see `WorkerSupervisor`.
+        is_asleep: whether `wake_up` starts the worker, in place of `start`.
     """
 
     def __init__(
@@ -60,6 +59,7 @@ class WorkerClient:
         max_queue_size: int | None = None,
         hang_limit: float = 20.0,
         memory_limit: int | None = None,
+        is_asleep: bool = False,
     ) -> None:
         self._supervisor = WorkerSupervisor(
             factory,
@@ -70,6 +70,7 @@ class WorkerClient:
             hang_limit=hang_limit,
             memory_limit=memory_limit,
         )
+        self._supervisor.is_asleep = is_asleep
         self._max_queue_size = max_queue_size
         self._call_ids = count()
         self._calls: dict[int, asyncio.Future[PenstockError | None]] = {}
@@ -97,7 +98,7 @@ class WorkerClient:
 
     @property
     def info(self) -> WorkerInfo:
-        """The information that the newest worker reported when it had started."""
+        """The information that the newest worker reported."""
         return self._supervisor.info
 
     @property
@@ -107,8 +108,8 @@ class WorkerClient:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The loaded LoRA adapters, name to path."""
-        merged = dict(self.info.adapters) | self._changed_adapters
+        """The loaded LoRA adapters, name to path. None before the first start."""
+        merged = dict(self._supervisor.first_adapters) | self._changed_adapters
         return {name: path for name, path in merged.items() if path is not None}
 
     @property
@@ -263,13 +264,12 @@ class WorkerClient:
         Raises:
             PenstockError: the worker cannot start. It is still asleep.
         """
-        supervisor = self._supervisor
-        if supervisor.is_asleep and not supervisor.is_running:
-            await supervisor.start()
-        supervisor.is_asleep = False
+        if self._supervisor.is_asleep and not self._supervisor.is_running:
+            await self._supervisor.start()
+        self._supervisor.is_asleep = False
 
     async def reload(self, grace: float) -> None:
-        """Replace the worker. Requests are refused meanwhile; a `WorkerRouter` avoids that."""
+        """Replace the worker. Requests are refused meanwhile."""
         await self.sleep(2, grace)
         await self.wake_up()
 

@@ -132,6 +132,11 @@ class WorkerSupervisor:
         return self._info
 
     @property
+    def first_adapters(self) -> list[tuple[str, str]]:
+        """Name and path of the adapters that the worker loaded when it started; empty before."""
+        return [] if self._info is None else self._info.adapters
+
+    @property
     def retry_after(self) -> int:
         """The estimated duration of a start, in whole seconds from 1 to 60."""
         seconds = sum(seconds for _, seconds in self._info.startup) if self._info is not None else 1

@@ -50,13 +50,13 @@ class ModelList(BaseModel):
 @router.get("/v1/models", responses=responses(401, 421, 503))
 async def list_models(request: Request) -> ModelList:
     """List the served model and its adapters."""
-    return ModelList(data=list(_models(Services.of(request)).values()))
+    return ModelList(data=list(models_of(Services.of(request)).values()))
 
 
 @router.get("/v1/models/{model:path}", responses=responses(401, 404, 421, 503))
 async def retrieve_model(model: str, request: Request) -> Model:
     """Return one model or adapter. The name may contain slashes."""
-    models = _models(Services.of(request))
+    models = models_of(Services.of(request))
     if model not in models:
         raise UnknownModelError(model[:200], models)
     return models[model]
@@ -82,7 +82,21 @@ def system_fingerprint(services: Services) -> str:
     return f"fp_{blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"
 
 
-def _models(services: Services) -> dict[str, Model]:
+def unloaded_model(services: Services) -> Model:
+    """Return the entry of a model that was not loaded yet, with the limit of its checkpoint."""
+    return Model(
+        id=services.model_name,
+        root=services.pipeline_config.model.model_path,
+        created=_STARTED,
+        max_model_len=services.tokenizer.max_length or 0,
+        task=services.task.option,
+        input_modalities=["text", "image"] if services.tokenizer.reads_images else ["text"],
+        outputs=[],
+    )
+
+
+def models_of(services: Services) -> dict[str, Model]:
+    """Return the entries of a loaded model and its adapters, by name."""
     name = services.model_name
     limits: dict[str, Any] = {
         "created": _STARTED,

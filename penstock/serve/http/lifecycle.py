@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.host.garbage_collection import gc_disabled
-from penstock.pipelines.core import PipelineTask
 from penstock.serve.config import ServeConfig
 from penstock.serve.http.startup import Startup, announce
 from penstock.serve.observability.logs import configure_logging, log_event
@@ -149,22 +148,13 @@ class Server:
             stopping.cancel()
 
     async def _open(self, services: Services, listener: socket.socket) -> None:
-        from penstock.serve.warmup import warm_up, warm_up_embeddings, warm_up_speech
-        from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
-        from penstock.text.speech_tokenizer import SpeechTokenizer
+        from penstock.serve.warmup import warm_up_model
 
         info = self._worker.info
         services.tokenizer.max_length = info.max_length
         self._startup.add_worker(info.startup)
-        if services.task is PipelineTask.TEXT_GENERATION:
-            with self._startup.phase("warm up"):
-                await warm_up(self._worker, services.tokenizer)
-        elif isinstance(services.tokenizer, EmbeddingsTokenizer):
-            with self._startup.phase("warm up"):
-                await warm_up_embeddings(self._worker, services.tokenizer)
-        elif isinstance(services.tokenizer, SpeechTokenizer):
-            with self._startup.phase("warm up"):
-                await warm_up_speech(self._worker, services.tokenizer)
+        with self._startup.phase("warm up"):
+            await warm_up_model(self._worker, services.tokenizer, services.task)
         gc.collect()
         gc.freeze()  # collections skip objects that live as long as the server
         services.gate.open()

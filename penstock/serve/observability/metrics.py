@@ -59,6 +59,7 @@ class Metrics:
 
     def __init__(self, *, with_process: bool = True) -> None:
         self.registry = CollectorRegistry()
+        self._engines: dict[str, EngineClient] = {}
         make: Any = {"registry": self.registry}
         self._requests = Counter(
             "penstock_requests", "Requests that ended", ["route", "method", "status"], **make
@@ -137,14 +138,17 @@ class Metrics:
         for phase, seconds in phases:
             self._startup.labels(phase).set(seconds)
 
-    def watch(self, engine: EngineClient, gauges: Mapping[str, str] | None = None) -> None:
-        """Add the metrics of an engine, read at each scrape.
+    def watch(self, engine: EngineClient, gauges: Mapping[str, str] | None = None, model: str = "") -> None:
+        """Add the metrics of an engine, read at each scrape. With several engines they have the label model.
 
         Args:
             engine: the engine.
             gauges: additional names of gauges, as `router_gauges`.
+            model: the name of its model.
         """
-        self.registry.register(EngineCollector(engine, gauges or {}))
+        if not self._engines:
+            self.registry.register(EngineCollector(self._engines, gauges or {}))
+        self._engines[model] = engine
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -196,10 +200,10 @@ class RequestMetrics:
 
 
 class EngineCollector(Collector):
-    """The engine's newest statistics as metrics. A restarted worker counts its totals from 0."""
+    """The engines' newest statistics as metrics. A restarted worker counts its totals from 0."""
 
-    def __init__(self, engine: EngineClient, gauges: Mapping[str, str]) -> None:
-        self._engine = engine
+    def __init__(self, engines: Mapping[str, EngineClient], gauges: Mapping[str, str]) -> None:
+        self._engines = engines
         self._gauges = gauges
 
     def describe(self) -> Iterable[Metric]:
@@ -208,17 +212,24 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of `ENGINE_METRICS`: the sums, and with several workers those of each worker."""
-        workers = self._engine.workers
+        names = ["model"] if len(self._engines) > 1 else []
+        has_several_workers = any(len(engine.workers) > 1 for engine in self._engines.values())
         for metric in ENGINE_METRICS:
             family = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
-            yield family(metric.name, metric.help, value=float(metric.read(self._engine)))
-            if len(workers) > 1:
-                name = f"penstock_per_worker_{metric.name.removeprefix('penstock_').removeprefix('worker_')}"
-                each = family(name, f"{metric.help}, of each worker", labels=["worker"])
-                for number, worker in enumerate(workers):
-                    each.add_metric([str(number)], float(metric.read(worker)))
+            sums = family(metric.name, metric.help, labels=names)
+            name = metric.name.removeprefix("penstock_").removeprefix("worker_")
+            each = family(
+                f"penstock_per_worker_{name}", f"{metric.help}, of each worker", labels=[*names, "worker"]
+            )
+            for model, engine in self._engines.items():
+                labels = [model] if names else []
+                sums.add_metric(labels, float(metric.read(engine)))
+                for number, worker in enumerate(engine.workers):
+                    each.add_metric([*labels, str(number)], float(metric.read(worker)))
+            yield sums
+            if has_several_workers:
                 yield each
-        yield from router_gauges(self._engine, self._gauges)
+        yield from router_gauges(self._engines, self._gauges)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from penstock.worker.engine_client import EngineClient
 
 
+_HELP = {
+    "waiting": "Requests that wait for admission",
+    "running": "Requests in the batch",
+    "kv_usage": "Used part of the KV cache, 0 to 1",
+    "adapters": "The loaded LoRA adapters",
+}
+
+
 def parse_gauges(given: Sequence[str]) -> dict[str, str]:
     """Return the names of gauges, by quantity.
 
@@ -26,22 +34,30 @@ def kv_usage(engine: EngineClient) -> float:
     return stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
 
 
-def router_gauges(engine: EngineClient, names: Mapping[str, str]) -> Iterator[Metric]:
-    """Yield the gauges that `names` configures, by quantity.
+def router_gauges(engines: Mapping[str, EngineClient], names: Mapping[str, str]) -> Iterator[Metric]:
+    """Yield the gauges that `names` configures, by quantity, with the label ``model_name``.
 
     The gauge of ``adapters`` has the value 1 and the labels that the inference extension of the Kubernetes
     Gateway API reads: ``running_lora_adapters``, ``waiting_lora_adapters`` and ``max_lora``.
+
+    Args:
+        engines: the engines, by the name of their model.
+        names: quantity -> name of its gauge.
     """
     for quantity, name in names.items():
-        match quantity:
-            case "waiting":
-                yield GaugeMetricFamily(name, "Requests that wait for admission", engine.stats.num_waiting)
-            case "running":
-                yield GaugeMetricFamily(name, "Requests in the batch", engine.stats.num_running)
-            case "kv_usage":
-                yield GaugeMetricFamily(name, "Used part of the KV cache, 0 to 1", kv_usage(engine))
-            case _:
-                labels = ["running_lora_adapters", "waiting_lora_adapters", "max_lora"]
-                gauge = GaugeMetricFamily(name, "The loaded LoRA adapters", labels=labels)
-                gauge.add_metric([",".join(sorted(engine.adapters)), "", str(len(engine.adapters))], 1)
-                yield gauge
+        labels = ["model_name"]
+        if quantity == "adapters":
+            labels += ["running_lora_adapters", "waiting_lora_adapters", "max_lora"]
+        gauge = GaugeMetricFamily(name, _HELP[quantity], labels=labels)
+        for model, engine in engines.items():
+            match quantity:
+                case "waiting":
+                    gauge.add_metric([model], engine.stats.num_waiting)
+                case "running":
+                    gauge.add_metric([model], engine.stats.num_running)
+                case "kv_usage":
+                    gauge.add_metric([model], kv_usage(engine))
+                case _:
+                    adapters = engine.adapters
+                    gauge.add_metric([model, ",".join(sorted(adapters)), "", str(len(adapters))], 1)
+        yield gauge

@@ -193,10 +193,11 @@ def test_gauges_for_routers_have_the_configured_names() -> None:
         "kv_usage=kv",
         "adapters=vllm:lora_requests_info",
     ]
-    metrics.watch(FakeEngine(stats=stats, adapters={"b": "/b", "a": "/a"}), parse_gauges(names))
+    metrics.watch(FakeEngine(stats=stats, adapters={"b": "/b", "a": "/a"}), parse_gauges(names), "m")
     found = samples(metrics)
-    assert (found["vllm:num_requests_waiting"], found["r"], found["kv"]) == (2, 1, 0.25)
-    labels = "max_lora=2 running_lora_adapters=a,b waiting_lora_adapters="
+    values = [found[f"{name} model_name=m"] for name in ("vllm:num_requests_waiting", "r", "kv")]
+    assert values == [2, 1, 0.25]
+    labels = "max_lora=2 model_name=m running_lora_adapters=a,b waiting_lora_adapters="
     assert found[f"vllm:lora_requests_info {labels}"] == 1
 
 

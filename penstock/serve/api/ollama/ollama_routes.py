@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from typing import Any
 from uuid import uuid4
@@ -143,7 +143,8 @@ async def ollama_embed(request: Request) -> Response:
 @router.get("/api/tags", response_class=Response, responses=responses(401, 503))
 async def ollama_tags(request: Request) -> Response:
     """List the served model and its adapters, in Ollama's format."""
-    return _json({"models": _models(Services.of(request))})
+    services = Services.of(request)
+    return _json({"models": listed_models(services, [services.model_name, *services.worker.adapters])})
 
 
 @router.get("/api/ps", response_class=Response, responses=responses(401, 503))
@@ -205,8 +206,8 @@ async def _answer(request: Request, body: OllamaBody, job: GenerationJob, *, is_
     return await answer_request(request, Services.of(request), job, builder, stream=body.streams)
 
 
-def _models(services: Services) -> list[dict[str, object]]:
-    names = [services.model_name, *services.worker.adapters]
+def listed_models(services: Services, names: Iterable[str]) -> list[dict[str, object]]:
+    """Return the entries of a model and its adapters."""
     return [
         {
             "name": name,

@@ -1,0 +1,151 @@
+"""The models of ``penstock serve``: ``--model PATH,setting=value,...``, given several times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from penstock.cli.options import configs_from_flags
+from penstock.config.settings import NUM_BYTES, read_size
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.serve.config import ServeConfig
+    from penstock.serve.models.registry import ServedModel
+    from penstock.worker.engine_client import CacheListener
+    from penstock.worker.process import WorkerRuntime
+    from penstock.worker.router import WorkerRouter
+
+_SETTING = re.compile(r",(?=[a-z][a-z0-9_-]*=)")
+_MEMORY = "memory"
+_RESERVE = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlag:
+    """One ``--model`` flag."""
+
+    path: str | None
+    """None leaves the model to the environment, the file, or the default."""
+    settings: Mapping[str, str]
+    """Flat name -> text, of settings that differ from those of the other flags."""
+    memory: int | None = None
+    """Bytes that the model may use, if given."""
+
+
+def parse_model(text: str) -> ModelFlag:
+    """Parse ``PATH,setting=value,...``. The settings are those of the configuration, and ``memory``.
+
+    >>> parse_model("./a,served-model-name=small,devices=gpu:0,1").settings
+    {'served_model_name': 'small', 'devices': 'gpu:0,1'}
+
+    Raises:
+        ConfigError: a setting is given twice, or the memory is no size.
+    """
+    path, *rest = _SETTING.split(text)
+    settings: dict[str, str] = {}
+    for part in rest:
+        name, _, value = part.partition("=")
+        name = name.replace("-", "_")
+        if name in settings:
+            raise ConfigError(name, f"is given twice in --model {text!r}")
+        settings[name] = value
+    given = settings.pop(_MEMORY, None)
+    if given is None:
+        return ModelFlag(path, settings)
+    size = read_size(given)
+    if isinstance(size, str):
+        size = int(size) if size.isdecimal() else 0
+    if not NUM_BYTES.holds(size):
+        raise ConfigError(_MEMORY, f"must be {NUM_BYTES.legal}, was {given!r} (in --model {text!r})")
+    return ModelFlag(path, settings, size)
+
+
+def configs_of_models(
+    models: Sequence[ModelFlag], flags: Mapping[str, object]
+) -> list[tuple[PipelineConfig, ServeConfig]]:
+    """Return the configurations of models: the common flags, with the settings of each model.
+
+    Raises:
+        ConfigError: unknown name, wrong type or impossible value.
+    """
+    return [configs_from_flags({**flags, **model.settings, "model_path": model.path}) for model in models]
+
+
+def served_engine(
+    pipeline_config: PipelineConfig,
+    config: ServeConfig,
+    listener: CacheListener | None,
+    *,
+    memory: int | None = None,
+    is_asleep: bool = False,
+) -> WorkerRouter:
+    """Return the engine client of a model that is served, not launched yet."""
+    from penstock.engines import make_engine
+
+    engine = make_engine(
+        pipeline_config,
+        partial(load_served_work, serve_config=config),
+        max_queue_size=config.max_queue_size,
+        hang_limit=config.worker_timeout,
+        memory_limit=config.worker_memory_limit,
+        memory=memory,
+        is_asleep=is_asleep,
+    )
+    if listener is not None:
+        engine.watch_cache(listener)
+    return engine
+
+
+def load_served_work(pipeline_config: PipelineConfig, serve_config: ServeConfig) -> WorkerRuntime:
+    """Load what the worker runs, in the worker's process, with the log format of the server."""
+    from penstock.assembly import load_work
+    from penstock.host.profiler import StepProfiler
+    from penstock.serve.observability.logs import configure_logging
+
+    configure_logging(serve_config)
+    work = load_work(pipeline_config)
+    if serve_config.profile_dir is None:
+        return work
+    return replace(work, profiler=StepProfiler(serve_config.profile_dir, f"worker-{work.info.pid}"))
+
+
+def served_models(
+    models: Sequence[ModelFlag],
+    configs: Sequence[PipelineConfig],
+    config: ServeConfig,
+    listener: CacheListener | None,
+) -> list[ServedModel]:
+    """Return the models of a server, the first one awake. Finds or downloads their checkpoints."""
+    from penstock.assembly import load_serving_tokenizer
+    from penstock.serve.models.registry import ServedModel
+
+    sizes = [flag.memory or estimate_memory(one) for flag, one in zip(models, configs, strict=True)]
+    return [
+        ServedModel(
+            config=one,
+            engine=served_engine(one, config, listener, memory=size, is_asleep=number > 0),
+            load_tokenizer=partial(load_serving_tokenizer, one),
+            memory=size,
+        )
+        for number, (one, size) in enumerate(zip(configs, sizes, strict=True))
+    ]
+
+
+def estimate_memory(config: PipelineConfig) -> int:
+    """Return the memory of a model that names none: for each worker 1.5 times its weights, and 512 MiB."""
+    size = sum(header.num_bytes for header in config.model.tensor_headers.values())
+    return config.data_parallel_size * (size + size // 2 + _RESERVE)
+
+
+def memory_budget(config: ServeConfig, pipeline_config: PipelineConfig) -> int:
+    """Return the bytes for all loaded models: ``--model-memory``, or a part of the free memory."""
+    from penstock.driver import CPU
+
+    if config.model_memory is not None:
+        return config.model_memory
+    return int(CPU().stats["free_memory"] * pipeline_config.kv_cache.device_memory_utilization)

@@ -1,0 +1,125 @@
+"""Pass each request on to the routes of the model that it names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from penstock.errors import PenstockError
+from penstock.pipelines.core import PipelineTask
+from penstock.serve.http.middleware import PUBLIC, send_problem
+from penstock.serve.http.problems import problem_of
+from penstock.serve.models.registry import ModelRegistry, ServedModel
+from penstock.serve.observability.request_record import RequestRecord
+
+_UNLOADED = frozenset({"/sleep", "/is_sleeping", "/tokenize", "/detokenize"})
+"""Paths that need no loaded model."""
+_SHARED = ("/v1/files", "/v1/batches", "/v1/models")
+"""Beginnings of paths whose routes concern no single model."""
+
+
+class _Named(msgspec.Struct):
+    """The members of a body that may name a model."""
+
+    model: object = None
+    name: object = None
+
+
+class ModelDispatcher:
+    """An ASGI application in front of those of the models.
+
+    A request names its model in the query (``?model=``) or in the member ``model`` of its JSON body, for
+    Ollama's routes also ``name``. Without a name it is for the first model of the route's task.
+
+    Args:
+        registry: the models, with their applications.
+        task_of: returns the task of a path, None for any task.
+        max_body_size: bytes of a body up to which its model is looked for; the routes refuse longer ones.
+        body_timeout: seconds in which the body must arrive; the routes refuse slower ones.
+    """
+
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        task_of: Callable[[str], PipelineTask | None],
+        max_body_size: int,
+        body_timeout: float,
+    ) -> None:
+        self._registry = registry
+        self._task_of = task_of
+        self._max_body_size = max_body_size
+        self._body_timeout = body_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if scope["type"] != "http" or path in PUBLIC or path.startswith(_SHARED):
+            await self._run(self._registry.default, scope, receive, send)
+            return
+        body = _Body(receive)
+        try:
+            await body.read(self._max_body_size, self._body_timeout)
+            model = self._registry.find(_name_of(scope, body), self._task_of(path))
+            is_read = scope["method"] == "GET" and not path.startswith("/v1/audio/")
+            if path in _UNLOADED or is_read:
+                await self._run(model, scope, body.receive, send)
+                return
+            async with self._registry.loaded(model):
+                await self._run(model, scope, body.receive, send)
+        except PenstockError as error:  # the applications of the models answer their own errors
+            problem = problem_of(error)
+            record: RequestRecord = scope["state"]["record"]
+            record.failed(problem.code, problem.status)
+            await send_problem(problem, scope, receive, send)
+
+    async def _run(self, model: ServedModel, scope: Scope, receive: Receive, send: Send) -> None:
+        assert model.app is not None
+        await model.app(scope, receive, send)
+
+
+class _Body:
+    """Reads a body, and gives its messages to the application again."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._messages: list[Message] = []
+
+    async def read(self, max_size: int, seconds: float) -> None:
+        """Read until the end of the body, or until it is too long or too slow."""
+        size, more = 0, True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while more and size <= max_size:
+                    message = await self._receive()
+                    self._messages.append(message)
+                    size += len(message.get("body", b""))
+                    more = message["type"] == "http.request" and message.get("more_body", False)
+
+    @property
+    def data(self) -> bytes:
+        """The bytes that were read."""
+        return b"".join(message.get("body", b"") for message in self._messages)
+
+    async def receive(self) -> Message:
+        """Return the next message; first those that were read."""
+        return self._messages.pop(0) if self._messages else await self._receive()
+
+
+def _name_of(scope: Scope, body: _Body) -> str | None:
+    """Return the model that a request names, or None. Malformed bodies name none; the routes refuse them."""
+    given: bytes = scope.get("query_string", b"")
+    query = parse_qs(given.decode("latin-1"))
+    if "model" in query:
+        return query["model"][0]
+    try:
+        named = msgspec.json.decode(body.data, type=_Named)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    name = named.model
+    if name is None and str(scope["path"]).startswith("/api/"):
+        name = named.name
+    return name if isinstance(name, str) and name else None

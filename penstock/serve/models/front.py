@@ -1,0 +1,33 @@
+"""The application of a server of several models."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp
+
+from penstock.serve.app import create_app, middleware_of, task_of_path
+from penstock.serve.batches import batch_routes
+from penstock.serve.models.dispatch import ModelDispatcher
+from penstock.serve.models.model_routes import model_router
+from penstock.serve.models.registry import ModelRegistry
+
+
+def make_front(registry: ModelRegistry) -> ASGIApp:
+    """Return the application that passes requests on to those of the models, which are made here.
+
+    The middleware is in front of all of them. The routes that concern all models are those of the default.
+    """
+    services = registry.default.services
+    assert services is not None
+    config = services.config
+    routes = model_router(registry)
+    for model in registry:
+        assert model.services is not None
+        model.app = create_app(
+            model.services, *([routes] if model is registry.default else []), is_inner=True
+        )
+    front: ASGIApp = ModelDispatcher(registry, task_of_path, config.max_body_size, config.body_timeout)
+    for layer in reversed(middleware_of(services)):
+        front = layer.cls(front, *layer.args, **layer.kwargs)
+    if config.state_dir is not None:
+        batch_routes.open_manager(services, front)
+    return front

@@ -1,0 +1,83 @@
+"""The routes that concern all models of a server: their list, liveness and readiness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fastapi import APIRouter, Request
+
+from penstock.errors import UnknownModelError
+from penstock.serve.api.models import Model, ModelList, models_of, unloaded_model
+from penstock.serve.api.ollama.ollama_routes import listed_models
+from penstock.serve.api.operations import Status
+from penstock.serve.http.openapi import responses
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.models.registry import ModelRegistry, ServedModel
+from penstock.serve.services import Services
+
+
+def model_router(registry: ModelRegistry) -> APIRouter:
+    """Return the routes, which replace those of a server with one model."""
+    router = APIRouter(tags=["models"])
+
+    def all_models() -> dict[str, Model]:
+        found: dict[str, Model] = {}
+        for model in registry:
+            assert model.services is not None
+            if model.was_loaded:
+                found |= models_of(model.services)
+            else:
+                found[model.name] = unloaded_model(model.services)
+        return found
+
+    def listed(models: Iterable[ServedModel]) -> list[dict[str, object]]:
+        found: list[dict[str, object]] = []
+        for model in models:
+            assert model.services is not None
+            found += listed_models(model.services, [model.name, *model.engine.adapters])
+        return found
+
+    @router.get("/v1/models", responses=responses(401, 421, 503))
+    async def list_models() -> ModelList:
+        """List the served models and their adapters, also those that are not loaded."""
+        return ModelList(data=list(all_models().values()))
+
+    @router.get("/v1/models/{model:path}", responses=responses(401, 404, 421, 503))
+    async def retrieve_model(model: str) -> Model:
+        """Return one model or adapter."""
+        models = all_models()
+        if model not in models:
+            raise UnknownModelError(model[:200], models)
+        return models[model]
+
+    @router.get("/api/tags")
+    async def tags() -> dict[str, object]:
+        """List all models and adapters, in Ollama's format."""
+        return {"models": listed(registry)}
+
+    @router.get("/api/ps")
+    async def running() -> dict[str, object]:
+        """List the loaded models, in Ollama's format."""
+        return {"models": listed(model for model in registry if model.is_loaded)}
+
+    @router.get("/health", responses=responses(503))
+    @router.get("/ping", include_in_schema=False)
+    @router.post("/ping", include_in_schema=False)
+    async def health() -> Status:
+        """Liveness: 200 while the workers of all loaded models respond, else 503."""
+        for model in registry:
+            if model.is_loaded and not model.engine.is_alive:
+                raise RequestProblem(503, f"the worker of {model.name} is {model.engine.state}")
+        if not any(model.was_loaded for model in registry):
+            raise RequestProblem(503, "the first model is being loaded")
+        return Status(status="ok")
+
+    @router.get("/ready", responses=responses(503))
+    async def ready(request: Request) -> Status:
+        """Readiness: 200 if the server admits requests now, else 503."""
+        gate = Services.of(request).gate
+        if gate.reason:
+            raise RequestProblem(503, gate.reason)
+        return Status(status="ready")
+
+    return router

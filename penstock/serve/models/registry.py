@@ -1,0 +1,197 @@
+"""The models of a server, of which as many are loaded as the memory allows.
+
+    unloaded --- a request names it ---> loaded --- another model needs its memory ---> unloaded
+
+One model is loaded or unloaded at a time. A model is unloaded when no request uses it. New requests for a
+model that waits for that wait until it is loaded again, so that two models that share memory take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp
+
+from penstock.config import PipelineConfig
+from penstock.errors import ConfigError, UnknownModelError
+from penstock.pipelines.core import PipelineTask
+from penstock.serve.observability.logs import log_event
+from penstock.serve.services import Services
+from penstock.text.tokenizer import TextTokenizer
+from penstock.worker.engine_client import EngineClient
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, kw_only=True)
+class ServedModel:
+    """One of the models of a server."""
+
+    config: PipelineConfig
+    engine: EngineClient
+    """The engine client; asleep while the model is not loaded."""
+    load_tokenizer: Callable[[], TextTokenizer]
+    memory: int
+    """Bytes of host memory that the model may use."""
+
+    num_users: int = 0
+    """The number of requests that use it now."""
+    last_used: float = 0.0
+    is_loaded: bool = False
+    was_loaded: bool = False
+    is_closing: bool = False
+    """Whether it waits for the end of its requests, to be unloaded."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    services: Services | None = None
+    """The objects of its routes; set when the server is made."""
+    app: ASGIApp | None = None
+    """Its routes."""
+
+    @property
+    def name(self) -> str:
+        """The name of the model in requests."""
+        return self.config.model.name
+
+    @property
+    def task(self) -> PipelineTask:
+        """The task that the model is served for."""
+        return self.config.model.pipeline_task
+
+
+class ModelRegistry:
+    """Loads models when requests name them, within a memory budget; unloads the least recently used ones.
+
+    Args:
+        models: the models, the default first.
+        budget: bytes of host memory for all loaded models.
+        prepare: awaited after a model was loaded and before it gets requests.
+        grace: seconds that work in the background of a model has to finish before it is unloaded.
+
+    Raises:
+        ConfigError: two models have the same name, or one needs more memory than the budget.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        budget: int,
+        prepare: Callable[[ServedModel], Awaitable[None]],
+        grace: float,
+    ) -> None:
+        self._models = {model.name: model for model in models}
+        if len(self._models) < len(models):
+            names = [model.name for model in models]
+            raise ConfigError(
+                "served_model_name", f"two models have the same name, of {', '.join(names)}: give another"
+            )
+        for model in models:
+            if model.memory > budget:
+                raise ConfigError(
+                    "model_memory",
+                    f"{model.name} needs {_gib(model.memory)}, and all models together may use "
+                    f"{_gib(budget)}: raise --model-memory, or give the model memory=SIZE",
+                )
+        self._budget = budget
+        self._prepare = prepare
+        self._grace = grace
+        self._changing = asyncio.Lock()
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        """Iterate over the models, the default first."""
+        return iter(self._models.values())
+
+    @property
+    def default(self) -> ServedModel:
+        """The model of requests that name none."""
+        return next(iter(self._models.values()))
+
+    @property
+    def names(self) -> list[str]:
+        """The names that a request may use: the models and their adapters."""
+        return [*self._models, *(name for model in self for name in model.engine.adapters)]
+
+    def find(self, name: str | None, task: PipelineTask | None) -> ServedModel:
+        """Return the model that a request names, or whose adapter it names.
+
+        Args:
+            name: the name; None for the first model of a task.
+            task: the task of the route; None if all tasks have it.
+
+        Raises:
+            UnknownModelError: there is no model or adapter of that name.
+        """
+        if name is None:
+            return next((model for model in self if model.task is task), self.default)
+        if name in self._models:
+            return self._models[name]
+        for model in self:
+            if name in model.engine.adapters:
+                return model
+        raise UnknownModelError(name[:200], self.names)
+
+    @asynccontextmanager
+    async def loaded(self, model: ServedModel) -> AsyncIterator[None]:
+        """Keep a model loaded while the block runs. Loads it first if needed.
+
+        Raises:
+            PenstockError: the model cannot be loaded.
+        """
+        while not model.is_loaded or model.is_closing:
+            async with self._changing:
+                if not model.is_loaded:
+                    await self._load(model)
+        model.num_users += 1
+        model.idle.clear()
+        try:
+            yield
+        finally:
+            model.last_used = time.monotonic()
+            model.num_users -= 1
+            if not model.num_users:
+                model.idle.set()
+
+    async def stop(self) -> None:
+        """End the workers of all models."""
+        await asyncio.gather(*(model.engine.stop(0) for model in self))
+
+    async def _load(self, model: ServedModel) -> None:
+        while self._num_bytes_loaded + model.memory > self._budget:
+            await self._unload(self._least_recently_used())
+        begin = time.perf_counter()
+        if model.engine.state == "asleep":
+            await model.engine.wake_up()
+        await self._prepare(model)
+        model.is_loaded = model.was_loaded = True
+        model.last_used = time.monotonic()
+        if not model.num_users:
+            model.idle.set()
+        log_event(
+            _log, logging.INFO, "model loaded", model=model.name, for_s=round(time.perf_counter() - begin, 1)
+        )
+
+    async def _unload(self, model: ServedModel) -> None:
+        model.is_closing = True
+        try:
+            await model.idle.wait()
+            await model.engine.sleep(2, self._grace)
+            model.is_loaded = False
+        finally:
+            model.is_closing = False
+        log_event(_log, logging.INFO, "model unloaded", model=model.name)
+
+    @property
+    def _num_bytes_loaded(self) -> int:
+        return sum(model.memory for model in self if model.is_loaded)
+
+    def _least_recently_used(self) -> ServedModel:
+        loaded = [model for model in self if model.is_loaded]
+        return min(loaded, key=lambda model: (model.num_users > 0, model.last_used))
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,91 @@
+"""A server of several models."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from penstock.host.garbage_collection import gc_disabled
+from penstock.serve.config import ServeConfig
+from penstock.serve.http.lifecycle import Server
+from penstock.serve.http.startup import Startup
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from penstock.serve.http.server import HttpServer
+    from penstock.serve.models.registry import ModelRegistry, ServedModel
+    from penstock.serve.services import Services
+
+
+class ModelsServer(Server):
+    """A server of several models. The first one is loaded at the start, the others when requests name them.
+
+    Args:
+        config: the configuration of the server.
+        models: the models; all engines except the first are asleep.
+        budget: bytes of host memory for all loaded models.
+        startup: measures the phases of the start.
+    """
+
+    def __init__(
+        self, config: ServeConfig, models: Sequence[ServedModel], budget: int, startup: Startup
+    ) -> None:
+        from penstock.serve.models.registry import ModelRegistry
+
+        first = models[0]
+        super().__init__(config, first.config, first.engine, first.load_tokenizer, startup)
+        self._registry: ModelRegistry = ModelRegistry(models, budget, self._prepare, config.shutdown_grace)
+
+    async def _run(self, listener: socket.socket) -> int:
+        try:
+            return await super()._run(listener)
+        finally:
+            await self._registry.stop()
+
+    def _make_server(self) -> tuple[Services, HttpServer]:
+        """Create the routes of all models, and the application in front of them."""
+        with gc_disabled(), self._startup.phase("import the HTTP framework"):
+            from penstock.serve.http.server import HttpServer
+            from penstock.serve.models.front import make_front
+            from penstock.serve.service_factory import build_services
+        services: Services | None = None
+        for model in self._registry:
+            with self._startup.phase(f"read the tokenizer of {model.name}"):
+                tokenizer = model.load_tokenizer()
+            services = build_services(self._config, model.config, model.engine, tokenizer, services)
+            model.services = services
+        first = self._registry.default.services
+        assert first is not None
+        with self._startup.phase("make the routes"):
+            return first, HttpServer(cast("FastAPI", make_front(self._registry)), self._config)
+
+    async def _open(self, services: Services, listener: socket.socket) -> None:
+        async with self._registry.loaded(self._registry.default):  # its worker has started
+            await super()._open(services, listener)
+
+    async def _prepare(self, model: ServedModel) -> None:
+        from penstock.serve.warmup import warm_up_model
+
+        assert model.services is not None
+        tokenizer = model.services.tokenizer
+        tokenizer.max_length = model.engine.info.max_length
+        if model is not self._registry.default or model.was_loaded:  # the start warms the first one up
+            await warm_up_model(model.engine, tokenizer, model.task)
+
+    async def _watch(self) -> None:
+        from penstock.serve.observability.watchdog import Watchdog
+
+        limit = self._config.watchdog_timeout
+        await asyncio.gather(*(Watchdog(model.engine, limit).run() for model in self._registry))
+
+    async def _drain(self, services: Services) -> int:
+        status = await super()._drain(services)
+        for model in self._registry:
+            if model.services is not None and model.services is not services:
+                if model.services.tokenizer.reads_images:
+                    model.services.images.close()
+                await asyncio.to_thread(model.services.tokenizer.close)
+        return status

@@ -1,0 +1,311 @@
+"""Several models behind one application, with fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import pytest
+from support.engines import FakeEngine
+from support.serving import make_services
+
+from penstock.config import PipelineConfig
+from penstock.errors import CheckpointNotFoundError, ConfigError
+from penstock.pipelines.core import PipelineTask
+from penstock.serve.models.front import make_front
+from penstock.serve.models.registry import ModelRegistry, ServedModel
+from penstock.serve.services import Services
+from penstock.testing import FakeTokenizer
+from penstock.worker.engine_client import EngineClient, SleepLevel
+
+
+class SlowEngine(FakeEngine):
+    """Takes some turns of the event loop to load."""
+
+    load_error: Exception | None = None
+
+    async def wake_up(self) -> None:
+        await asyncio.sleep(0.01)
+        if self.load_error is not None:
+            raise self.load_error
+        await super().wake_up()
+
+    async def sleep(self, level: SleepLevel, grace: float) -> None:
+        assert not self.num_outstanding
+        await super().sleep(level, grace)
+
+
+def served(name: str, memory: int = 1, engine: EngineClient | None = None, **flat: Any) -> ServedModel:
+    config = PipelineConfig.from_flat({"model_path": "demo", "served_model_name": name, **flat})
+    engine = SlowEngine(f"I am {name}", state="asleep") if engine is None else engine
+    return ServedModel(config=config, engine=engine, load_tokenizer=FakeTokenizer, memory=memory)
+
+
+@dataclass
+class Front:
+    """An application and a client of it."""
+
+    registry: ModelRegistry
+    client: httpx.AsyncClient
+
+    async def complete(self, model: str | None = None, **more: Any) -> httpx.Response:
+        body = {"prompt": "Hi", **({} if model is None else {"model": model}), **more}
+        return await self.client.post("/v1/completions", json=body)
+
+    async def text(self, model: str | None = None, **more: Any) -> str:
+        answer = await self.complete(model, **more)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def calls(self, name: str) -> list[str]:
+        engine = self.registry.find(name, None).engine
+        assert isinstance(engine, FakeEngine)
+        return engine.calls
+
+    @property
+    def loaded(self) -> list[str]:
+        return [model.name for model in self.registry if model.is_loaded]
+
+
+@asynccontextmanager
+async def front_of(*models: ServedModel, budget: int = 1, **config: Any) -> AsyncIterator[Front]:
+    async def prepare(model: ServedModel) -> None:
+        assert model.engine.state == "ready"
+
+    registry = ModelRegistry(models, budget, prepare, 1)
+    services: Services | None = None
+    for model in models:
+        services = make_services(model.engine, **config) if services is None else services
+        services = replace(
+            services,
+            worker=model.engine,
+            pipeline_config=model.config,
+            task=model.task,
+            tokenizer=FakeTokenizer(),
+        )
+        model.services = services
+        services.metrics.watch(model.engine, {"waiting": "waits"}, model.name)
+    assert services is not None
+    transport = httpx.ASGITransport(make_front(registry))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield Front(registry, client)
+    services.states.close()
+    services.pool.shutdown()
+    for decoder in (services.decoder, services.large_body_decoder):
+        await decoder.close()
+
+
+# -- Which model -----------------------------------------------------------------------------------------
+
+
+async def test_a_request_names_its_model() -> None:
+    async with front_of(served("a"), served("b"), budget=2) as front:
+        assert [await front.text(name) for name in ("a", "b", None)] == ["I am a", "I am b", "I am a"]
+        answer = await front.client.post("/v1/completions?model=b", json={"prompt": "Hi"})
+        assert answer.json()["choices"][0]["text"] == "I am b"
+        chat = {"model": "b", "messages": [{"role": "user", "content": "Hi"}]}
+        answer = await front.client.post("/api/chat", json={**chat, "stream": False})
+        assert answer.json()["message"]["content"] == "I am b"
+        message = {**chat, "max_tokens": 20}
+        answer = await front.client.post("/v1/messages", json=message)
+        assert answer.json()["content"][0]["text"] == "I am b"
+
+
+async def test_an_unknown_model_is_a_404_in_the_shape_of_the_api() -> None:
+    async with front_of(served("a"), served("b"), budget=2) as front:
+        answer = await front.complete("c")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+        assert "served are: a, b" in answer.json()["error"]["message"]
+        body = {"model": "c", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
+        answer = await front.client.post("/v1/messages", json=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+        answer = await front.client.post("/v1/embeddings", json={"model": "c", "input": "Hi"})
+        assert answer.status_code == 404
+        answer = await front.client.post("/api/chat", json=body)
+        assert (answer.status_code, "served are" in answer.json()["error"]) == (404, True)
+        assert front.loaded == []
+
+
+async def test_an_adapter_belongs_to_its_model() -> None:
+    first, second = served("a"), served("b", enable_lora=True)
+    async with front_of(first, second, budget=2) as front:
+        await front.text("b")
+        load = {"lora_name": "tone", "lora_path": "/tone"}
+        answer = await front.client.post("/v1/load_lora_adapter?model=b", json=load)
+        assert answer.status_code == 200, answer.text
+        assert await front.text("tone") == "I am b"
+        listed = (await front.client.get("/v1/models")).json()["data"]
+        assert {one["id"]: one["parent"] for one in listed} == {"a": None, "b": None, "tone": "b"}
+
+
+async def test_routes_of_a_task_are_those_of_its_model() -> None:
+    async with front_of(served("a"), served("e", task="embeddings-generation"), budget=2) as front:
+        assert front.registry.find(None, PipelineTask.EMBEDDINGS_GENERATION).name == "e"
+        await front.client.post("/v1/embeddings", json={"input": "Hi"})
+        assert front.loaded == ["e"]
+        answer = await front.client.post("/v1/embeddings", json={"model": "a", "input": "Hi"})
+        assert answer.status_code == 400
+        assert "embeddings" in answer.json()["error"]["message"]
+
+
+async def test_malformed_bodies_get_the_error_of_the_route() -> None:
+    async with front_of(served("a"), served("b"), max_body_size=1000) as front:
+        front.client.headers["content-type"] = "application/json"
+        post = front.client.post
+        answer = await post("/v1/completions", content=b"{")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+        assert (await post("/v1/completions", content=b'"' + b"x" * 3000)).status_code == 413
+        assert (await front.complete(model=7)).status_code == 400  # type: ignore[arg-type]
+        assert (await front.client.get("/nothing")).status_code == 404
+
+
+# -- Loading ---------------------------------------------------------------------------------------------
+
+
+async def test_models_are_loaded_on_demand_and_the_least_recently_used_is_unloaded() -> None:
+    async with front_of(served("a"), served("b"), served("c"), budget=2) as front:
+        for name in "abac":
+            assert await front.text(name) == f"I am {name}"
+        assert front.loaded == ["a", "c"]
+        assert front.calls("a") == ["wake_up"]
+        assert front.calls("b") == ["wake_up", "sleep 2"]
+        assert await front.text("b") == "I am b"
+        assert front.loaded == ["b", "c"]
+
+
+async def test_a_large_model_takes_the_memory_of_several() -> None:
+    async with front_of(served("a"), served("b"), served("large", memory=2), budget=2) as front:
+        for name in ("a", "b", "large"):
+            await front.text(name)
+        assert front.loaded == ["large"]
+        await front.text("a")
+        assert front.loaded == ["a"]
+
+
+async def test_a_model_in_use_is_not_unloaded() -> None:
+    paused = SlowEngine("I am a", state="asleep", is_paused=True)
+    async with front_of(served("a", engine=paused), served("b")) as front:
+        first = asyncio.create_task(front.complete("a"))
+        while not paused.num_outstanding:
+            await asyncio.sleep(0)
+        other = asyncio.create_task(front.text("b"))
+        await asyncio.sleep(0.05)
+        late = asyncio.create_task(front.complete("a"))
+        await asyncio.sleep(0.05)
+        assert (front.loaded, other.done()) == (["a"], False)
+        assert len(paused.contexts) == 1  # the late one waits for the turn of its model
+        first.cancel()
+        assert await other == "I am b"
+        while not paused.num_outstanding:
+            await asyncio.sleep(0)
+        assert (front.loaded, len(paused.contexts)) == (["a"], 2)
+        late.cancel()
+
+
+async def test_many_requests_for_two_models_all_end() -> None:
+    async with front_of(served("a"), served("b")) as front:
+        names = [name for name in "aabbab" for _ in range(5)]
+        texts = await asyncio.wait_for(asyncio.gather(*(front.text(name) for name in names)), 30)
+        assert texts == [f"I am {name}" for name in names]
+
+
+async def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests_only() -> None:
+    broken = SlowEngine(state="asleep")
+    broken.load_error = CheckpointNotFoundError("/b", "does not exist")
+    async with front_of(served("a"), served("b", engine=broken), budget=2) as front:
+        assert (await front.complete("b")).status_code >= 400
+        assert await front.text("a") == "I am a"
+        broken.load_error = None
+        assert (await front.complete("b")).status_code == 200
+
+
+async def test_requests_without_the_key_load_nothing() -> None:
+    async with front_of(served("a"), served("b"), api_key=("one",)) as front:
+        for name in ("b", "c"):
+            assert (await front.complete(name)).status_code == 401
+        assert front.loaded == []
+        front.client.headers["authorization"] = "Bearer one"
+        assert (await front.complete("c")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ((("a", 1), ("a", 1)), "two models have the same name"),
+        ((("a", 1), ("b", 2 << 30)), "b needs 2.0 GiB, and all models together may use 1.0 GiB"),
+    ],
+)
+def test_impossible_models_are_refused(models: Any, message: str) -> None:
+    async def prepare(model: ServedModel) -> None:
+        raise AssertionError
+
+    with pytest.raises(ConfigError, match=message):
+        ModelRegistry([served(name, memory) for name, memory in models], 1 << 30, prepare, 1)
+
+
+# -- Routes that concern all models ----------------------------------------------------------------------
+
+
+async def test_all_models_are_listed() -> None:
+    async with front_of(served("a"), served("b"), budget=2) as front:
+        await front.text("a")
+        listed = (await front.client.get("/v1/models")).json()["data"]
+        assert [(one["id"], one["max_model_len"]) for one in listed] == [("a", 2048), ("b", 2048)]
+        assert (await front.client.get("/v1/models/b")).json()["id"] == "b"
+        assert (await front.client.get("/v1/models/c")).status_code == 404
+        tags = (await front.client.get("/api/tags")).json()["models"]
+        assert [one["name"] for one in tags] == ["a", "b"]
+        running = (await front.client.get("/api/ps")).json()["models"]
+        assert [one["name"] for one in running] == ["a"]
+        assert front.loaded == ["a"]
+
+
+async def test_health_is_that_of_all_loaded_models() -> None:
+    async with front_of(served("a"), served("b"), budget=2) as front:
+        assert (await front.client.get("/health")).status_code == 503
+        await front.text("a")
+        await front.text("b")
+        assert (await front.client.get("/health")).status_code == 200
+        engine = front.registry.find("b", None).engine
+        assert isinstance(engine, FakeEngine)
+        engine.is_alive, engine.state = False, "restarting"
+        answer = await front.client.get("/health")
+        assert (answer.status_code, "of b is restarting" in answer.json()["error"]["message"]) == (503, True)
+        assert (await front.client.get("/ready")).status_code == 200
+
+
+async def test_metrics_have_the_label_of_their_model() -> None:
+    async with front_of(served("a"), served("b"), budget=2) as front:
+        await front.text("a")
+        text = (await front.client.get("/metrics")).text
+        assert 'penstock_worker_up{model="a"} 1.0' in text
+        assert 'penstock_worker_up{model="b"} 0.0' in text
+        assert 'waits{model_name="b"} 0.0' in text
+        assert text.count("# TYPE penstock_worker_up ") == 1
+        assert 'penstock_requests_total{method="POST",route="/v1/completions",status="200"} 1.0' in text
+
+
+async def test_sleep_and_wake_up_concern_the_named_model() -> None:
+    async with front_of(served("a"), served("b"), budget=2) as front:
+        await front.text("a")
+        await front.text("b")
+        assert (await front.client.post("/sleep?model=b&level=2")).json() == {"is_sleeping": True}
+        assert (await front.client.get("/is_sleeping?model=b")).json() == {"is_sleeping": True}
+        assert (await front.client.get("/is_sleeping")).json() == {"is_sleeping": False}
+        assert (await front.complete("b")).status_code == 503
+        assert (await front.client.post("/wake_up?model=b")).json() == {"is_sleeping": False}
+        assert await front.text("b") == "I am b"
+
+
+async def test_responses_of_all_models_are_stored_together() -> None:
+    async with front_of(served("a"), served("b"), budget=2) as front:
+        answer = await front.client.post("/v1/responses", json={"model": "b", "input": "Hi"})
+        name = answer.json()["id"]
+        again = await front.client.get(f"/v1/responses/{name}")
+        assert json.loads(again.text)["model"] == "b"
