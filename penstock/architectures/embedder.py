@@ -107,8 +107,9 @@ class EmbedderModel(EncoderModel):
     @classmethod
     def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> EmbedderNetwork:
         blueprint = cls.blueprint(huggingface_config)
-        feed_forward = cls.decoder.feed_forward(load, blueprint, huggingface_config)
-        trunk = DecoderTrunk.load(load, blueprint, max_length, feed_forward)
+        parts = cls.decoder.parts(load, blueprint, huggingface_config)
+        block = cls.decoder.block(load, blueprint, huggingface_config, parts)
+        trunk = DecoderTrunk.load(load, blueprint, max_length, parts, block)
         if not cls.is_causal(huggingface_config):
             trunk = trunk.bidirectional()
         vocabulary = None

@@ -1,18 +1,31 @@
 """`TransformerModel`: a decoder that a `Blueprint` describes.
 
 An architecture subclasses it and reads a blueprint from ``config.json``. It overrides `feed_forward` if its
-blocks have another feed-forward layer.
+blocks have another feed-forward layer, `parts` if they have other norms or another attention, and `block` if
+they combine these differently.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 from penstock.architectures.decoder import DecoderModel, Network, kv_dtype
 from penstock.config import upper_bounded_default
 from penstock.kv_cache import KVCacheSpec, KVGroup
-from penstock.nn import Blueprint, DecoderNetwork, Loader, LoadFeedForward, TensorNames, gated_mlps
+from penstock.nn import (
+    BlockParts,
+    Blueprint,
+    DecoderBlock,
+    DecoderNetwork,
+    LoadBlock,
+    Loader,
+    LoadFeedForward,
+    TensorNames,
+    gated_mlps,
+    llama_parts,
+)
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
@@ -20,6 +33,9 @@ if TYPE_CHECKING:
 
 class TransformerModel(DecoderModel):
     """A decoder-only transformer that a `Blueprint` describes."""
+
+    head_bias: ClassVar[bool] = False
+    """Whether the output head has a bias."""
 
     @classmethod
     @abstractmethod
@@ -37,6 +53,19 @@ class TransformerModel(DecoderModel):
     ) -> LoadFeedForward:
         """Return a function that reads the feed-forward layer of a block."""
         return gated_mlps(load, blueprint)
+
+    @classmethod
+    def parts(cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig) -> BlockParts:
+        """Return how the parts of a block are read; by default attention and norms are those of Llama."""
+        feed_forward = cls.feed_forward(load, blueprint, huggingface_config)
+        return replace(llama_parts(load, blueprint), feed_forward=feed_forward)
+
+    @classmethod
+    def block(
+        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig, parts: BlockParts
+    ) -> LoadBlock:
+        """Return a function that reads a block; by default a `DecoderBlock`."""
+        return lambda layer: DecoderBlock.load(load, blueprint, layer, parts)
 
     @classmethod
     def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
@@ -69,5 +98,6 @@ class TransformerModel(DecoderModel):
     @classmethod
     def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> Network:
         blueprint = cls.blueprint(huggingface_config)
-        feed_forward = cls.feed_forward(load, blueprint, huggingface_config)
-        return DecoderNetwork.load(load, blueprint, max_length, feed_forward)
+        parts = cls.parts(load, blueprint, huggingface_config)
+        block = cls.block(load, blueprint, huggingface_config, parts)
+        return DecoderNetwork.load(load, blueprint, max_length, parts, block, head_bias=cls.head_bias)

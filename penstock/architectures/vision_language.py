@@ -22,7 +22,7 @@ from penstock.pipelines.core import ImageMetadata
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
     from penstock.lora import LoRAManager
-    from penstock.nn import LoadFeedForward
+    from penstock.nn import BlockParts, LoadBlock
 
 _ROWS_PER_PATCH = 6
 """Rows as wide as the widest layer that the tower holds for a patch, as in `estimate_activation_memory`."""
@@ -128,11 +128,16 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         return cls.text_model(text).blueprint(text)
 
     @classmethod
-    def feed_forward(
-        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
-    ) -> LoadFeedForward:
+    def parts(cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig) -> BlockParts:
         text = cls.text_config(huggingface_config)
-        return cls.text_model(text).feed_forward(load, blueprint, text)
+        return cls.text_model(text).parts(load, blueprint, text)
+
+    @classmethod
+    def block(
+        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig, parts: BlockParts
+    ) -> LoadBlock:
+        text = cls.text_config(huggingface_config)
+        return cls.text_model(text).block(load, blueprint, text, parts)
 
     @classmethod
     def build(

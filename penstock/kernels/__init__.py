@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.kernels.activations import XIELU, Activation
     from penstock.kernels.backend import BACKENDS, Backend, BackendRegistry, DefaultSizes
     from penstock.kernels.convolution import PackedConv1d, PackedConvTranspose1d
     from penstock.kernels.encodings import ENCODINGS, LayerRole, LinearEncoding, encoding_named
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     )
     from penstock.kernels.lazy_weight import LazyWeight
     from penstock.kernels.linear import LinearSlice, PackedLinear, pack_linear, unpack_linear
-    from penstock.kernels.ops import OPERATIONS, Activation, Gating, Ops
+    from penstock.kernels.ops import OPERATIONS, Gating, Ops
     from penstock.kernels.routing import Routing, ScoreRouting, SparseMixer
     from penstock.kernels.step import StepInputs
 
@@ -32,6 +33,7 @@ __all__ = [
     "BACKENDS",
     "ENCODINGS",
     "OPERATIONS",
+    "XIELU",
     "Activation",
     "Backend",
     "BackendRegistry",
@@ -65,6 +67,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "penstock.kernels.activations": ("XIELU", "Activation"),
     "penstock.kernels.backend": ("BACKENDS", "Backend", "BackendRegistry", "DefaultSizes"),
     "penstock.kernels.convolution": ("PackedConv1d", "PackedConvTranspose1d"),
     "penstock.kernels.encodings": ("ENCODINGS", "LayerRole", "LinearEncoding", "encoding_named"),
@@ -73,7 +76,7 @@ _HOMES = {
     "penstock.kernels.inputs": ("KVCacheInputs", "KVGroupInputs", "LayerKV", "LoRAInputs", "SamplingInputs"),
     "penstock.kernels.lazy_weight": ("LazyWeight",),
     "penstock.kernels.linear": ("LinearSlice", "PackedLinear", "pack_linear", "unpack_linear"),
-    "penstock.kernels.ops": ("OPERATIONS", "Activation", "Gating", "Ops"),
+    "penstock.kernels.ops": ("OPERATIONS", "Gating", "Ops"),
     "penstock.kernels.routing": ("Routing", "ScoreRouting", "SparseMixer"),
     "penstock.kernels.step": ("StepInputs",),
 }

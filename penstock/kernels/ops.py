@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from torch import Tensor
 
 from penstock.host.memory import PrefaultedMemory
+from penstock.kernels.activations import XIELU, Activation
 from penstock.kernels.convolution import ConvolutionOps
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs, SequenceBlocks
@@ -31,7 +31,6 @@ from penstock.kernels.operations import (
 )
 from penstock.kernels.routing import RoutingOps
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Gating = Activation | ClampedSwiGLU
 
 
@@ -163,12 +162,13 @@ class Ops(ConvolutionOps, RoutingOps):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return ``(rms_norm(x + residual), x + residual)``, both ``[T, E]``."""
 
-    @operation(weights=["weight", "bias"], functions={"layer_norm": CFunction("2q 4P 5q d")})
+    @operation(weights=["weight", "bias"], functions={"layer_norm": CFunction("2q 4P 6q d")})
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Normalise each row of ``x [..., E]`` to mean 0 and variance 1, then ``* weight [E] + bias [E]``.
 
-        Computed in float32, returned in x's type (Ba et al. 2016, arXiv:1607.06450).
+        For ``x [T, H, D]`` weight and bias can also be ``[H, D]``, one row for each head. Computed in
+        float32, returned in x's type (Ba et al. 2016, arXiv:1607.06450).
         """
 
     @operation(weights=["weight", "bias"], functions={"add_layer_norm": CFunction("2q 6P 4q d")})
@@ -190,6 +190,11 @@ class Ops(ConvolutionOps, RoutingOps):
 
     @operation()
     @abstractmethod
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        """Return the numbers of ``x [T, F]``, those beyond ``limit`` or ``-limit`` replaced by it."""
+
+    @operation()
+    @abstractmethod
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """Return ``cap * tanh(x / cap)``, computed in float32, in x's type."""
 
@@ -203,7 +208,7 @@ class Ops(ConvolutionOps, RoutingOps):
     ) -> tuple[Tensor, Tensor]:  # [T, R / 2], [T, R / 2]
         """Return the rows of the rotary tables for the positions of a step, once for all layers."""
 
-    @operation(functions={"rotary": CFunction("q 6P 9q")})
+    @operation(functions={"rotary": CFunction("q 6P 10q")})
     @abstractmethod
     def rotary(
         self,
@@ -211,10 +216,12 @@ class Ops(ConvolutionOps, RoutingOps):
         k: Tensor,  # [T, K, D]
         cos: Tensor,  # [T, R / 2] float32, R <= D
         sin: Tensor,  # [T, R / 2] float32
+        *,
+        is_interleaved: bool = False,
     ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, K, D]
         """Rotate the first R dimensions of queries and keys by the angles of their positions.
 
-        Pairs are (i, i + R / 2), the layout of Hugging Face checkpoints. The other D - R dimensions
+        Pairs are (i, i + R / 2), or (2 i, 2 i + 1) if they are interleaved. The other D - R dimensions
         stay unchanged (Su et al. 2021, arXiv:2104.09864). Computed in float32, returned in q's type.
         """
 
@@ -289,6 +296,11 @@ class Ops(ConvolutionOps, RoutingOps):
     @abstractmethod
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         """Return ``activation(x)`` for each number of ``x [T, F]``, computed in float32, in x's type."""
+
+    @operation(functions={"xielu": CFunction("q 2P 3q 4d")})
+    @abstractmethod
+    def xielu(self, x: Tensor, parameters: XIELU) -> Tensor:
+        """Return xIELU of each number of ``x [T, F]``, computed in float32, in x's type."""
 
     @operation(functions={"clamped_swiglu": CFunction("q 2P 3q 2d")})
     @abstractmethod

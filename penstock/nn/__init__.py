@@ -5,6 +5,19 @@ A layer is read from a checkpoint by a `Loader` and holds packed weights. A call
 """
 
 from penstock.nn.attention import Attention
+from penstock.nn.block_parts import (
+    BlockParts,
+    FeedForward,
+    LoadAttention,
+    LoadFeedForward,
+    attentions,
+    gated_mlps,
+    layer_norms,
+    llama_parts,
+    load_attention,
+    plain_mlps,
+    rms_norms,
+)
 from penstock.nn.blueprint import (
     FULL,
     MAX_LAYERS,
@@ -12,6 +25,8 @@ from penstock.nn.blueprint import (
     Blueprint,
     BlueprintFields,
     activation_named,
+    check_head_dim,
+    interleaved,
     layer_types,
     num_layers,
     same_windows,
@@ -19,14 +34,13 @@ from penstock.nn.blueprint import (
 )
 from penstock.nn.config_values import ConfigValues
 from penstock.nn.decoder import (
+    Block,
     Branch,
     DecoderBlock,
     DecoderNetwork,
     DecoderTrunk,
-    FeedForward,
-    LoadFeedForward,
-    gated_mlps,
-    load_attention,
+    LoadBlock,
+    ParallelBlock,
 )
 from penstock.nn.embedding import Embedding
 from penstock.nn.encoder import EncoderAttention, PostNormBlock
@@ -50,13 +64,14 @@ from penstock.nn.experts import (
 )
 from penstock.nn.head import Head
 from penstock.nn.linear import Linear
-from penstock.nn.loader import Loader, TensorSource
+from penstock.nn.loader import Loader
 from penstock.nn.mlp import MLP, GatedMLP
-from penstock.nn.norm import LayerNorm, RMSNorm
+from penstock.nn.norm import LayerNorm, LoadNorm, Norm, RMSNorm
 from penstock.nn.outputs import ReturnHiddenStates, ReturnLogits
 from penstock.nn.post_norm_encoder import EncoderNames, PostNormEncoder, PostNormSizes
-from penstock.nn.rotary import Rotary, RotaryConfig, RotaryRows, rope_values
+from penstock.nn.rotary import Rotary, RotaryConfig, RotaryRows, rope_values, rotaries_of_types
 from penstock.nn.tensor_names import LLAMA_NAMES, TensorNames, TensorRole
+from penstock.nn.tensor_source import TensorSource
 
 __all__ = [
     "FULL",
@@ -65,6 +80,8 @@ __all__ = [
     "MLP",
     "SLIDING",
     "Attention",
+    "Block",
+    "BlockParts",
     "Blueprint",
     "BlueprintFields",
     "Branch",
@@ -83,8 +100,13 @@ __all__ = [
     "Head",
     "LayerNorm",
     "Linear",
+    "LoadAttention",
+    "LoadBlock",
     "LoadFeedForward",
+    "LoadNorm",
     "Loader",
+    "Norm",
+    "ParallelBlock",
     "PostNormBlock",
     "PostNormEncoder",
     "PostNormSizes",
@@ -101,8 +123,13 @@ __all__ = [
     "VocabularyHead",
     "VocabularyNames",
     "activation_named",
+    "attentions",
+    "check_head_dim",
     "gated_mlps",
+    "interleaved",
+    "layer_norms",
     "layer_types",
+    "llama_parts",
     "load_attention",
     "load_classifier",
     "load_correction_bias",
@@ -113,7 +140,10 @@ __all__ = [
     "num_experts_per_token",
     "num_labels",
     "num_layers",
+    "plain_mlps",
+    "rms_norms",
     "rope_values",
+    "rotaries_of_types",
     "same_windows",
     "windows_of",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.kernels import StepInputs
 from penstock.nn.linear import Linear
-from penstock.nn.norm import RMSNorm
+from penstock.nn.norm import Norm
 from penstock.nn.rotary import RotaryRows
 
 
@@ -32,27 +32,39 @@ class Attention:
     """The index of the rotary embedding for queries and keys; None for no rotation."""
     soft_cap: float | None = None
     """The scores become ``cap * tanh(score / cap)``."""
-    q_norm: RMSNorm | None = None
-    k_norm: RMSNorm | None = None
-    """Norms before the rotation, of each head (``[D]``) or of all heads together (``[H D]``, ``[K D]``)."""
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    """Norms before the rotation, of each head or of all heads together (``[H D]``, ``[K D]``). Those of each
+    head have the same weights for all heads (``[D]``), or weights for each (``[H, D]``, ``[K, D]``)."""
     sinks: Tensor | None = None  # [H]: an extra score in each softmax, without a value
     values: Linear | None = None  # [E] -> [K D], if its encoding differs from that of queries and keys
     window: int | None = None
     """The number of keys that a query sees in a direction, itself included, without a KV cache."""
     is_causal: bool = True
     """Whether a query sees no later keys, without a KV cache."""
+    is_interleaved: bool = False
+    """Whether the rotary embedding turns the pairs (2 i, 2 i + 1) of a head."""
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
         """``x [T, E] -> [T, E]``; ``rows`` are the rows of all rotary embeddings of the model."""
         q, k, v = self._project(x, step)
-        if self.q_norm is not None:
-            q = self._normed(q, self.q_norm, step)
-        if self.k_norm is not None:
-            k = self._normed(k, self.k_norm, step)
-        if self.rotary is not None:
-            q, k = step.ops.rotary(q, k, *rows[self.rotary])
+        q, k = self._positioned(q, k, rows, step)
         out = self._attend(q, k, v, step)
         return self.output(out.view(-1, self.heads * self.head_dim), step)
+
+    def _positioned(
+        self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        """Return queries ``[T, H, D]`` and keys ``[T, K, D]`` with norms and rotary embedding applied."""
+        q, k = self._normed(q, self.q_norm, step), self._normed(k, self.k_norm, step)
+        return self._rotated(q, k, rows, step)
+
+    def _rotated(
+        self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        if self.rotary is None:
+            return q, k
+        return step.ops.rotary(q, k, *rows[self.rotary], is_interleaved=self.is_interleaved)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepInputs) -> Tensor:
         """Return the attention of ``q [T, H, D]``, ``k [T, K, D]`` and ``v [T, K, D]``: ``[T, H, D]``."""
@@ -92,7 +104,9 @@ class Attention:
             v = self.values(x, step).view(-1, self.kv_heads, self.head_dim)
         return heads[:, : self.heads], heads[:, self.heads : keys], v
 
-    def _normed(self, heads: Tensor, norm: RMSNorm, step: StepInputs) -> Tensor:  # [T, H, D] -> [T, H, D]
-        if len(norm.weight) == self.head_dim:
+    def _normed(self, heads: Tensor, norm: Norm | None, step: StepInputs) -> Tensor:  # [T, H, D] -> [T, H, D]
+        if norm is None:
+            return heads
+        if norm.weight.shape[-1] == self.head_dim:
             return norm(heads, step)
         return norm(heads.flatten(1), step).view(heads.shape)

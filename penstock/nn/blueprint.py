@@ -7,7 +7,7 @@ value. A family that differs in another place writes its own blocks, see ``docs/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, TypedDict, Unpack
 
 from penstock.errors import ConfigError
@@ -27,6 +27,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 """Activation functions by their names in checkpoints."""
 
@@ -84,11 +85,11 @@ class Blueprint:
         config: ConfigValues,
         *,
         head_dim: int | None = None,
-        activation: str = "hidden_act",
+        activation: str | None = "hidden_act",
         default_activation: str = "silu",
         default_base: float = 10000.0,
         rope_parameters: Mapping[str, object] | None = None,
-        partial_rotary: bool = False,
+        partial_rotary: float | None = None,
         tied_head: bool = False,
         windows: tuple[int | None, ...] | None = None,
         **fields: Unpack[BlueprintFields],
@@ -98,11 +99,11 @@ class Blueprint:
         Args:
             config: the checkpoint's configuration, a `HuggingFaceConfig`.
             head_dim: the family's default head size. Without a default it is E / H.
-            activation: the key of the activation function.
+            activation: the key of the activation function; None if the file does not decide it.
             default_activation: the family's activation function, used if the file has none.
             default_base: the family's base of the rotary embedding.
             rope_parameters: replace the rotary parameters of the file.
-            partial_rotary: whether the family supports ``partial_rotary_factor``.
+            partial_rotary: the family's default for ``partial_rotary_factor``; None if it has no such key.
             tied_head: the family's default for ``tie_word_embeddings``.
             windows: the window of each layer. By default no layer has one, and ``layer_types`` must agree.
             fields: further fields; they replace defaults and values of the file.
@@ -131,7 +132,8 @@ class Blueprint:
                 head_dim,
                 default_base=default_base,
                 parameters=rope_parameters,
-                supports_partial=partial_rotary,
+                supports_partial=partial_rotary is not None,
+                default_fraction=1.0 if partial_rotary is None else partial_rotary,
             )
             fields = {"max_length": rotary.max_length, "rotaries": (rotary,), **fields}
         values: BlueprintFields = {
@@ -151,7 +153,7 @@ class Blueprint:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            activation=activation_named(config.get(activation) or default_activation, activation),
+            activation=_activation(config, activation, default_activation),
             tied_head=config.flag("tie_word_embeddings", tied_head),
             windows=tuple(fitting),
             **values,
@@ -179,6 +181,34 @@ class BlueprintFields(TypedDict, total=False):
     logit_scale: float
     logit_soft_cap: float | None
     names: TensorNames
+
+
+def _activation(config: ConfigValues, key: str | None, default: str) -> Activation:
+    if key is None:
+        return activation_named(default, "hidden_act")
+    return activation_named(config.get(key) or default, key)
+
+
+def interleaved(blueprint: Blueprint) -> Blueprint:
+    """Return the blueprint with rotary embeddings that turn the pairs (2 i, 2 i + 1) of a head."""
+    return replace(
+        blueprint, rotaries=tuple(replace(rotary, is_interleaved=True) for rotary in blueprint.rotaries)
+    )
+
+
+def check_head_dim(config: ConfigValues) -> None:
+    """Check that ``head_dim`` is absent or E / H, in families that do not read it.
+
+    Raises:
+        ConfigError: it has another value.
+    """
+    size = config.integer("hidden_size") // config.integer("num_attention_heads")
+    if config.get("head_dim") not in (None, size):
+        raise ConfigError(
+            "head_dim",
+            f"is {config.get('head_dim')!r}, but heads have {size} dims in this family, "
+            "hidden_size / num_attention_heads",
+        )
 
 
 def num_layers(config: ConfigValues) -> int:

@@ -12,33 +12,47 @@ from torch import Tensor
 from penstock.host.heartbeat import beat
 from penstock.kernels import StepInputs
 from penstock.nn.attention import Attention
+from penstock.nn.block_parts import BlockParts, FeedForward, llama_parts
 from penstock.nn.blueprint import Blueprint
 from penstock.nn.embedding import Embedding
 from penstock.nn.head import Head
 from penstock.nn.loader import Loader
-from penstock.nn.mlp import GatedMLP
-from penstock.nn.norm import RMSNorm
+from penstock.nn.norm import Norm
 from penstock.nn.rotary import Rotary, RotaryRows
 
 
-class FeedForward(Protocol):
-    """The feed-forward part of a block: a gated layer, or experts. It computes each row independently."""
+class Block(Protocol):
+    """One of the blocks of a decoder."""
 
-    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
-        """``x [T, E] -> [T, E]``."""
+    @property
+    def attention(self) -> Attention:
+        """The attention of the block."""
+        ...
+
+    def with_attention(self, attention: Attention) -> Block:
+        """Return the block with another attention."""
+        ...
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rows: Sequence[RotaryRows], step: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output ``[T, E]``, not yet added, and the residual stream ``[T, E]``.
+
+        ``x`` and ``residual`` are those of the block before; the first block has no residual stream.
+        """
         ...
 
 
-LoadFeedForward: TypeAlias = Callable[[str, int], FeedForward]
-"""Reads the feed-forward layer of a block, given its full name in the checkpoint and the block's number."""
+LoadBlock: TypeAlias = Callable[[int], Block]
+"""Reads a block, given its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
     """The norms around a layer, and the addition of the layer's output to the residual stream."""
 
-    before: RMSNorm | None
-    after: RMSNorm | None
+    before: Norm | None
+    after: Norm | None
     scale: float = 1.0
 
     def enter(self, x: Tensor, residual: Tensor | None, step: StepInputs) -> tuple[Tensor, Tensor]:
@@ -71,17 +85,13 @@ class DecoderBlock:
     mlp: FeedForward
 
     @classmethod
-    def load(
-        cls, load: Loader, blueprint: Blueprint, layer: int, feed_forward: LoadFeedForward
-    ) -> DecoderBlock:
+    def load(cls, load: Loader, blueprint: Blueprint, layer: int, parts: BlockParts) -> DecoderBlock:
         """Read block ``layer``."""
         names = blueprint.names
         name = names.block_path(layer)
 
-        def norm(part: str) -> RMSNorm:
-            return load.norm(
-                f"{name}.{part}", blueprint.hidden, blueprint.norm_eps, offset=blueprint.norm_offset
-            )
+        def norm(part: str) -> Norm:
+            return parts.norm(f"{name}.{part}", blueprint.hidden)
 
         def branch(which: int) -> Branch:
             before = None if blueprint.block_norms == "after" else norm(names.norms_before[which])
@@ -90,10 +100,14 @@ class DecoderBlock:
 
         return cls(
             branch(0),
-            load_attention(load, blueprint, f"{name}.{names.attention}", layer),
+            parts.attention(f"{name}.{names.attention}", layer),
             branch(1),
-            feed_forward(f"{name}.{names.feed_forward}", layer),
+            parts.feed_forward(f"{name}.{names.feed_forward}", layer),
         )
+
+    def with_attention(self, attention: Attention) -> DecoderBlock:
+        """Return the block with another attention."""
+        return replace(self, attention=attention)
 
     def __call__(
         self,
@@ -109,13 +123,54 @@ class DecoderBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelBlock:
+    """Attention and feed-forward layer side by side: ``x + attention(norm(x)) + mlp(norm(x))``.
+
+    The feed-forward layer can have a norm of its own (Wang and Komatsuzaki 2021, GPT-J).
+    """
+
+    norm: Norm
+    attention: Attention
+    mlp_norm: Norm | None
+    mlp: FeedForward
+
+    @classmethod
+    def load(
+        cls, load: Loader, blueprint: Blueprint, layer: int, parts: BlockParts, *, norms: int = 1
+    ) -> ParallelBlock:
+        """Read block ``layer`` with one norm or two ``norms``."""
+        names = blueprint.names
+        name = names.block_path(layer)
+        norm, mlp_norm = (f"{name}.{part}" for part in names.norms_before)
+        return cls(
+            parts.norm(norm, blueprint.hidden),
+            parts.attention(f"{name}.{names.attention}", layer),
+            parts.norm(mlp_norm, blueprint.hidden) if norms == 2 else None,
+            parts.feed_forward(f"{name}.{names.feed_forward}", layer),
+        )
+
+    def with_attention(self, attention: Attention) -> ParallelBlock:
+        """Return the block with another attention."""
+        return replace(self, attention=attention)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rows: Sequence[RotaryRows], step: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self.norm.add(x, residual, step)
+        attended = self.attention(normed, rows, step)
+        if self.mlp_norm is not None:
+            normed = self.mlp_norm(residual, step)
+        return step.ops.add(attended, self.mlp(normed, step)), residual
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderTrunk:
     """The network that a `Blueprint` describes, without its head."""
 
     embedding: Embedding
     rotaries: tuple[Rotary, ...]
-    blocks: tuple[DecoderBlock, ...]
-    norm: RMSNorm
+    blocks: tuple[Block, ...]
+    norm: Norm
 
     @classmethod
     def load(
@@ -123,7 +178,8 @@ class DecoderTrunk:
         load: Loader,
         blueprint: Blueprint,
         max_length: int,
-        feed_forward: LoadFeedForward | None = None,
+        parts: BlockParts | None = None,
+        block: LoadBlock | None = None,
     ) -> DecoderTrunk:
         """Read a network for sequences of up to ``max_length`` tokens.
 
@@ -131,10 +187,11 @@ class DecoderTrunk:
             load: reads and packs the tensors.
             blueprint: sizes, options and tensor names.
             max_length: the number of positions in the tables of the rotary embeddings.
-            feed_forward: reads the feed-forward layer of a block; by default a `GatedMLP`.
+            parts: read the parts of the blocks, and the final norm; by default `llama_parts`.
+            block: reads a block; by default a `DecoderBlock` of these parts.
         """
-        if feed_forward is None:
-            feed_forward = gated_mlps(load, blueprint)
+        parts = parts or llama_parts(load, blueprint)
+        block = block or (lambda layer: DecoderBlock.load(load, blueprint, layer, parts))
         vocabulary, hidden, names = blueprint.vocabulary, blueprint.hidden, blueprint.names
         tied_head = names.head if blueprint.tied_head else None
         table = load.table(names.embedding_path, vocabulary, hidden, tied_head=tied_head)
@@ -142,8 +199,8 @@ class DecoderTrunk:
         return DecoderTrunk(
             Embedding(table, scale),
             tuple(Rotary(rotary, max_length, load.device) for rotary in blueprint.rotaries),
-            tuple(DecoderBlock.load(load, blueprint, i, feed_forward) for i in range(blueprint.layers)),
-            load.norm(names.norm_path, hidden, blueprint.norm_eps, offset=blueprint.norm_offset),
+            tuple(block(layer) for layer in range(blueprint.layers)),
+            parts.norm(names.norm_path, hidden),
         )
 
     @property
@@ -153,9 +210,7 @@ class DecoderTrunk:
 
     def bidirectional(self) -> DecoderTrunk:
         """Return the trunk with attention that also sees later keys, for steps without a KV cache."""
-        blocks = (
-            replace(block, attention=replace(block.attention, is_causal=False)) for block in self.blocks
-        )
+        blocks = (block.with_attention(replace(block.attention, is_causal=False)) for block in self.blocks)
         return DecoderTrunk(self.embedding, self.rotaries, tuple(blocks), self.norm)
 
     def __call__(
@@ -183,69 +238,18 @@ class DecoderNetwork(DecoderTrunk):
         load: Loader,
         blueprint: Blueprint,
         max_length: int,
-        feed_forward: LoadFeedForward | None = None,
+        parts: BlockParts | None = None,
+        block: LoadBlock | None = None,
+        *,
+        head_bias: bool = False,
     ) -> DecoderNetwork:
         """Read a network with its head; see `DecoderTrunk.load`."""
-        trunk = DecoderTrunk.load(load, blueprint, max_length, feed_forward)
+        trunk = DecoderTrunk.load(load, blueprint, max_length, parts, block)
         tied_to = trunk.embedding.table if blueprint.tied_head else None
+        name, sizes = blueprint.names.head, (blueprint.vocabulary, blueprint.hidden)
         head = Head(
-            load.head(blueprint.names.head, blueprint.vocabulary, blueprint.hidden, tied_to=tied_to),
+            load.head(name, *sizes, tied_to=tied_to, bias=head_bias),
             blueprint.logit_scale,
             blueprint.logit_soft_cap,
         )
         return cls(trunk.embedding, trunk.rotaries, trunk.blocks, trunk.norm, head)
-
-
-def gated_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
-    """Return a function that reads `GatedMLP` layers of a blueprint's sizes."""
-    names = blueprint.names
-
-    def read(name: str, layer: int) -> GatedMLP:
-        return GatedMLP.load(
-            load,
-            name,
-            blueprint.hidden,
-            blueprint.inner,
-            blueprint.activation,
-            bias=blueprint.mlp_bias,
-            gate_up=names.gate_up,
-            down=names.down,
-        )
-
-    return read
-
-
-def load_attention(load: Loader, blueprint: Blueprint, name: str, layer: int) -> Attention:
-    """Read the attention of block ``layer``; ``name`` is its full name in the checkpoint."""
-    hidden, heads, kv_heads, dim = blueprint.hidden, blueprint.heads, blueprint.kv_heads, blueprint.head_dim
-    names, sizes = blueprint.names, (heads * dim, kv_heads * dim, kv_heads * dim)
-    value_path, values = f"{name}.{names.values}", None
-    if names.values is None:
-        parts = {names.qkv[0]: sum(sizes)}
-    else:
-        parts = dict(zip(names.qkv, sizes, strict=True))
-        if load.has_separate_values(value_path, parts[names.values], hidden):
-            values = load.values(value_path, parts.pop(names.values), hidden, bias=blueprint.qkv_bias)
-    return Attention(
-        load.fused(name, parts, hidden, bias=blueprint.qkv_bias),
-        load.linear(f"{name}.{names.output}", hidden, heads * dim, bias=blueprint.output_bias),
-        layer,
-        heads,
-        kv_heads,
-        dim,
-        blueprint.attention_scale,
-        blueprint.rotary_of_layer[layer],
-        blueprint.attention_soft_cap,
-        _head_norm(load, blueprint, f"{name}.{names.query_norm}", heads),
-        _head_norm(load, blueprint, f"{name}.{names.key_norm}", kv_heads),
-        load.tensor(f"{name}.{names.sinks}", heads) if blueprint.sinks else None,
-        values,
-        window=blueprint.windows[layer],
-    )
-
-
-def _head_norm(load: Loader, blueprint: Blueprint, name: str, heads: int) -> RMSNorm | None:
-    if blueprint.head_norms is None:
-        return None
-    size = blueprint.head_dim * (heads if blueprint.head_norms == "together" else 1)
-    return load.norm(name, size, blueprint.norm_eps, offset=blueprint.norm_offset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,45 +14,9 @@ from penstock.kernels import LazyWeight, LinearSlice, Ops, PackedLinear, encodin
 from penstock.kernels.reference import ReferenceOps
 from penstock.nn.linear import Linear
 from penstock.nn.norm import LayerNorm, RMSNorm
+from penstock.nn.tensor_source import TensorSource
 
 _logger = logging.getLogger(__name__)
-
-
-class TensorSource(Protocol):
-    """Named tensors, such as `penstock.weights.Weights`."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor as floats; it must have this shape."""
-        ...
-
-    def expect(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether the tensor exists in this shape, without reading its numbers."""
-        ...
-
-    def stored_encoding(self, name: str) -> str | None:
-        """Return the encoding in which a weight is stored; None if it is stored as floats."""
-        ...
-
-    def read_linear(
-        self, name: str, shape: tuple[int, int], *, transposed: bool = False
-    ) -> tuple[str | None, Mapping[str, Tensor]]:
-        """Return the weight of a linear layer in its stored encoding.
-
-        The tensors are those of `LinearEncoding.pack`. If the weight is not stored in an encoding, None and
-        ``weight [out, in]`` as floats are returned. ``shape`` is ``(out, in)``, also if the stored shape is
-        ``transposed``.
-        """
-        ...
-
-    def is_mapped(self, name: str) -> bool:
-        """Return whether `tensor` returns a view of the mapped file instead of a copy."""
-        ...
-
-    def release(self, name: str) -> None:
-        """Release the memory of a tensor's file pages, after the tensor has been packed."""
-        ...
 
 
 TakePacked = Callable[[str, tuple[int, int], Tensor | None, Sequence[LinearSlice]], PackedLinear | None]
@@ -124,9 +88,17 @@ class Loader:
         weight = self.source.tensor(f"{name}.weight", (size,)).to(self.device)
         return RMSNorm(weight.float() + offset, eps)  # in float32: the sum needs more digits than its terms
 
-    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
-        """Return the layer norm with a bias called ``name``."""
-        return LayerNorm(self.tensor(f"{name}.weight", size), self.tensor(f"{name}.bias", size), eps)
+    def layer_norm(
+        self, name: str, size: int, eps: float, *, bias: bool = True, offset: float = 0.0
+    ) -> LayerNorm:
+        """Return the layer norm called ``name``; ``offset`` is added to the stored weights."""
+        names = [f"{name}.weight", f"{name}.bias"][: 1 + bias]
+        weight, *biases = (self.source.tensor(one, (size,)).to(self.device) for one in names)
+        if offset:  # in float32: the sum needs more digits than its terms
+            weight, biases = weight.float() + offset, [one.float() for one in biases]
+        else:
+            weight, biases = weight.to(self.dtype), [one.to(self.dtype) for one in biases]
+        return LayerNorm(weight, biases[0] if biases else torch.zeros_like(weight), eps)
 
     def linear(
         self,
@@ -181,7 +153,15 @@ class Loader:
             weight = f"{tied_head}.weight"
         return self.tensor(weight, vocabulary, hidden)
 
-    def head(self, name: str, vocabulary: int, hidden: int, *, tied_to: Tensor | None = None) -> Linear:
+    def head(
+        self,
+        name: str,
+        vocabulary: int,
+        hidden: int,
+        *,
+        tied_to: Tensor | None = None,
+        bias: bool = False,
+    ) -> Linear:
         """Return the output head.
 
         Args:
@@ -191,15 +171,17 @@ class Loader:
             tied_to: the embedding table ``[V, E]``, if the configuration ties the head to it. It is used only
                 if the checkpoint has no tensor of the head, because a stored head may differ from the table.
                 The head is packed as a copy in both cases.
+            bias: whether the head has a bias.
         """
         encoding = self._kind.for_layer("head", vocabulary, hidden)
         if self._is_uniform:
             encoding = self._kind.compute_dtype.value
         parts = {name: vocabulary}
+        offset = self.source.tensor(f"{name}.bias", (vocabulary,)) if bias else None
         if tied_to is None or f"{name}.weight" in self.source:
             stored = self.source.stored_encoding(f"{name}.weight") if self._keep_stored else None
-            return self._named(parts, hidden, None, stored or encoding)
-        return self._layer(parts, (vocabulary, hidden), None, encoding, lambda: [tied_to], is_mapped=True)
+            return self._named(parts, hidden, offset, stored or encoding)
+        return self._layer(parts, (vocabulary, hidden), offset, encoding, lambda: [tied_to], is_mapped=True)
 
     def pack(
         self,

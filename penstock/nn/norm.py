@@ -3,11 +3,34 @@ variance (Ba et al. 2016, arXiv:1607.06450)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from penstock.kernels import StepInputs
+
+
+class Norm(Protocol):
+    """A norm of rows."""
+
+    @property
+    def weight(self) -> Tensor:
+        """``[E]``, or ``[H, D]`` for a norm of heads."""
+        ...
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
+        """``x [..., E] -> [..., E]``."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor | None, step: StepInputs) -> tuple[Tensor, Tensor]:
+        """Return ``(norm(x + residual), x + residual)``. The first layer of a model has no residual."""
+        ...
+
+
+LoadNorm: TypeAlias = Callable[[str, int], Norm]
+"""Reads a norm, given its full name in the checkpoint and its size E."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +61,8 @@ class LayerNorm:
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
         return step.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """Return ``(norm(x + residual), x + residual)``."""
+    def add(self, x: Tensor, residual: Tensor | None, step: StepInputs) -> tuple[Tensor, Tensor]:
+        """Return ``(norm(x + residual), x + residual)``. The first layer of a model has no residual."""
+        if residual is None:
+            return self(x, step), x
         return step.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)

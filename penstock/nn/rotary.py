@@ -37,6 +37,8 @@ class RotaryConfig:
     parameters: Mapping[str, object] = field(default_factory=dict)
     axes: tuple[int, ...] | None = None
     """``[R / 2]``: the axis of the positions that turns each pair of dims, if positions have several axes."""
+    is_interleaved: bool = False
+    """Whether the pairs of dims are (2 i, 2 i + 1); otherwise they are (i, i + R / 2)."""
 
     @property
     def key_limit(self) -> int | None:
@@ -55,6 +57,7 @@ class RotaryConfig:
         default_base: float = 10000.0,
         parameters: Mapping[str, object] | None = None,
         supports_partial: bool = True,
+        default_fraction: float = 1.0,
     ) -> RotaryConfig:
         """Read ``rope_parameters`` (newer files) or ``rope_theta`` and ``rope_scaling`` (older files).
 
@@ -65,6 +68,7 @@ class RotaryConfig:
             parameters: replace ``rope_parameters``, for families with several rotary embeddings.
             supports_partial: whether the family's reference implementation rotates a part of each head. If
                 not, rope type ``default`` ignores ``partial_rotary_factor``, as the reference does.
+            default_fraction: the family's ``partial_rotary_factor``, used if the checkpoint has none.
 
         Raises:
             ConfigError: the rope type is unknown, a number that it needs is missing, or the file asks for
@@ -95,7 +99,7 @@ class RotaryConfig:
         elif kind == "longrope":
             if given.get("factor") is None:
                 given["factor"] = max(1.0, positions / original)
-        dim = _rotated_dims(config, given, head_dim, kind, supports_partial)
+        dim = _rotated_dims(config, given, head_dim, kind, supports_partial, default_fraction)
         if dim < 2 or dim % 2:
             raise ConfigError("head_dim", f"rotary embeddings need an even number of dims, were given {dim}")
         if kind == "dynamic" and dim < 4:
@@ -104,12 +108,17 @@ class RotaryConfig:
 
 
 def _rotated_dims(
-    config: ConfigValues, parameters: Mapping[str, object], head_dim: int, kind: str, supports_partial: bool
+    config: ConfigValues,
+    parameters: Mapping[str, object],
+    head_dim: int,
+    kind: str,
+    supports_partial: bool,
+    default_fraction: float,
 ) -> int:
     """Return the number of dims of a head that are rotated."""
     if kind == "default" and not supports_partial:
         return head_dim
-    default = config.number("partial_rotary_factor", 1.0)
+    default = config.number("partial_rotary_factor", default_fraction)
     fraction = _number(parameters, "partial_rotary_factor", default)
     if fraction > 1:
         raise ConfigError("partial_rotary_factor", f"must be at most 1, was {fraction}")
@@ -121,6 +130,38 @@ def _rotated_dims(
             "of a head: remove the factor or set it to 1",
         )
     return dim
+
+
+def rotaries_of_types(
+    config: ConfigValues, head_dim: int, bases: Mapping[str, float]
+) -> dict[str, RotaryConfig]:
+    """Return the rotary embedding of each type of layers, in families where these differ.
+
+    Newer files have ``rope_parameters`` for each type. In older files ``rope_scaling`` is that of the first
+    type, and the others are not scaled.
+
+    Args:
+        config: the checkpoint's configuration.
+        head_dim: dims of a head.
+        bases: the base of each type if the file has no ``rope_parameters``.
+
+    Raises:
+        ConfigError: ``rope_parameters`` has other keys than the types.
+    """
+    given = config.section("rope_parameters")
+    if set(given) - set(bases):
+        raise ConfigError("rope_parameters", f"must hold {' and '.join(bases)}, holds {', '.join(given)}")
+    older: dict[str, dict[str, object]] = {kind: {"rope_theta": base} for kind, base in bases.items()}
+    scaling = config.section("rope_scaling")
+    older[next(iter(bases))] |= {key: scaling[key] for key in scaling}
+    rotaries = {}
+    for kind in bases:
+        newer = given.section(kind)
+        parameters = older[kind] | {key: newer[key] for key in newer}
+        rotaries[kind] = RotaryConfig.from_huggingface(
+            config, head_dim, parameters=parameters, supports_partial=False
+        )
+    return rotaries
 
 
 def rope_values(config: ConfigValues) -> dict[str, object]:

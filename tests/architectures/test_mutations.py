@@ -14,7 +14,7 @@ from support.running import context_of, feed, open_pipeline, random_tokens, step
 
 from penstock.kernels import Activation, KVCacheInputs, Ops
 from penstock.kv_cache import KVCacheManager
-from penstock.nn import DecoderNetwork, Head, RotaryConfig
+from penstock.nn import DecoderBlock, DecoderNetwork, Head, RotaryConfig
 from penstock.pipelines import TextGenerationPipeline
 
 TOKENS = random_tokens(50, 130, seed=9)
@@ -149,11 +149,11 @@ def with_plain_embeddings(network: Any) -> Any:
 
 
 def with_branches_of_scale_one(network: Any) -> Any:
-    if not isinstance(network, DecoderNetwork) or all(b.mlp_branch.scale == 1 for b in network.blocks):
+    blocks = [block for block in network.blocks if isinstance(block, DecoderBlock)]
+    if all(block.mlp_branch.scale == 1 for block in blocks):
         return None
     return replace(
-        network,
-        blocks=tuple(replace(b, mlp_branch=replace(b.mlp_branch, scale=1.0)) for b in network.blocks),
+        network, blocks=tuple(replace(b, mlp_branch=replace(b.mlp_branch, scale=1.0)) for b in blocks)
     )
 
 

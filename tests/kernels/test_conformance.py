@@ -14,6 +14,7 @@ from support.back_ends import fast_back_ends
 from torch import Tensor
 
 from penstock.kernels import (
+    XIELU,
     ClampedSwiGLU,
     LayerKV,
     LoRAInputs,
@@ -108,6 +109,19 @@ def test_layer_norm(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_of_heads(ops: Ops, dtype: torch.dtype) -> None:
+    """Each head has its own weight and bias."""
+    q, k, _ = fused_qkv(5, 4, 2, 24, dtype)
+    weight, bias = torch.randn(2, 4, 24).to(dtype)
+    same(lambda o: o.layer_norm(q, weight, bias, 1e-5), ops)
+    for head in range(4):
+        one = REFERENCE.layer_norm(q[:, head], weight[head], bias[head], 1e-5)
+        assert agree(ops.layer_norm(q, weight, bias, 1e-5)[:, head], one)
+        assert not agree(ops.layer_norm(q, weight.roll(1, 0), bias, 1e-5)[:, head], one)
+    same(lambda o: o.layer_norm(k, weight[0], bias[0], 1e-5), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
 def test_number_by_number(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
     x, y = (5 * torch.randn(2, rows, 2 * width)).to(dtype)[:, :, :width]
@@ -116,6 +130,8 @@ def test_number_by_number(ops: Ops, dtype: torch.dtype, rows: int, width: int) -
     same(lambda o: o.soft_cap(x, 3.0), ops)
     assert (ops.soft_cap(1000 * x, 3.0).abs() <= 3).all()
     assert agree(ops.soft_cap(x, 1e6), x)
+    assert torch.equal(ops.clamp(x, 2.5), x.clamp(-2.5, 2.5))
+    same(lambda o: o.clamp(x, 2.5), ops)
     for activation, function in TORCH_ACTIVATIONS.items():
         same(lambda o, a=activation: o.activation(x, a), ops)
         assert agree(ops.activation(x, activation), function(x.float()).to(dtype))
@@ -126,7 +142,20 @@ TORCH_ACTIVATIONS = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
 }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
+def test_xielu(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+    x = (5 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]
+    for one in (XIELU(0.8, 1.3, 0.5, -1e-6), XIELU(0.1, 0.7, 0.25, -0.5)):
+        same(lambda o, one=one: o.xielu(x, one), ops)
+        wide = x.double()
+        below = one.negative * (wide.clamp(max=one.eps).expm1() - wide)
+        expected = one.slope * wide + torch.where(wide > 0, one.positive * wide.square(), below)
+        assert agree(ops.xielu(x, one), expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,12 +163,25 @@ TORCH_ACTIVATIONS = {
 def test_rotary(ops: Ops, dtype: torch.dtype, dim: int, rotated: int) -> None:
     q, k, _ = fused_qkv(33, 4, 2, dim, dtype)
     angles = torch.rand(33, rotated // 2) * 6
-    same(lambda o: o.rotary(q, k, angles.cos(), angles.sin()), ops)
+    for is_interleaved in (False, True):
+        same(lambda o, i=is_interleaved: o.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=i), ops)
+
+
+def test_interleaved_rotary(ops: Ops) -> None:
+    """Rows whose pairs are put side by side give the same rows, put side by side."""
+    q, k, _ = fused_qkv(9, 4, 2, 40, torch.float32)
+    angles = torch.rand(9, 12) * 6
+    order = torch.cat([torch.arange(24).view(2, 12).T.flatten(), torch.arange(24, 40)])
+    apart = ops.rotary(q, k, angles.cos(), angles.sin())
+    beside = ops.rotary(q[..., order], k[..., order], angles.cos(), angles.sin(), is_interleaved=True)
+    for one, other in zip(apart, beside, strict=True):
+        assert agree(other, one[..., order])
+        assert not agree(other, one)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 704)])
 def test_gated_activation(ops: Ops, dtype: torch.dtype, activation: str, rows: int, width: int) -> None:
     x = (4 * torch.randn(rows, 3 * width)).to(dtype)[:, : 2 * width]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from penstock.kernels import (
     OPERATIONS,
+    XIELU,
     ClampedSwiGLU,
     LayerKV,
     LinearSlice,
@@ -119,7 +120,10 @@ def of_rows(
 def rotary(dtype: torch.dtype) -> Run:
     q, k = torch.randn(ROWS, 4, 40).to(dtype), torch.randn(ROWS, 2, 40).to(dtype)
     cos, sin = torch.randn(2, ROWS, 10)
-    return lambda ops, rows: ops.rotary(q[rows], k[rows], cos[rows], sin[rows])
+    return lambda ops, rows: (
+        *ops.rotary(q[rows], k[rows], cos[rows], sin[rows]),
+        *ops.rotary(q[rows], k[rows], cos[rows], sin[rows], is_interleaved=True),
+    )
 
 
 def rope_rows(dtype: torch.dtype) -> Run:
@@ -203,12 +207,18 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
         "of heads": of_rows(lambda ops, x: ops.rms_norm(x, WEIGHT[:24], 1e-5), (3, 24)),
     },
     "add_rms_norm": {"": of_rows(lambda ops, x, y: ops.add_rms_norm(x, y, WEIGHT, 1e-5), (101,), (101,))},
-    "layer_norm": {"": of_rows(lambda ops, x: ops.layer_norm(x, WEIGHT, BIAS, 1e-5), (101,))},
+    "layer_norm": {
+        "": of_rows(lambda ops, x: ops.layer_norm(x, WEIGHT, BIAS, 1e-5), (101,)),
+        "of heads": of_rows(
+            lambda ops, x: ops.layer_norm(x, WEIGHT[:72].view(3, 24), BIAS[:72].view(3, 24), 1e-5), (3, 24)
+        ),
+    },
     "add_layer_norm": {
         "": of_rows(lambda ops, x, y: ops.add_layer_norm(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
     },
     "add": {"": of_rows(lambda ops, x, y: ops.add(x, y), (101,), (101,))},
     "scale": {"": of_rows(lambda ops, x: ops.scale(x, 0.3), (101,))},
+    "clamp": {"": of_rows(lambda ops, x: ops.clamp(x, 0.7), (101,))},
     "soft_cap": {"": of_rows(lambda ops, x: ops.soft_cap(x, 2.5), (101,))},
     "rope_rows": {"": rope_rows},
     "rotary": {"": rotary},
@@ -217,12 +227,13 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
     "encoder_attention": {},  # test_encoder_attention.py: whole sequences
     "gated_activation": {
         name: of_rows(lambda ops, x, name=name: ops.gated_activation(x, name), (2 * 101,))
-        for name in ("silu", "gelu", "gelu_tanh", "relu")
+        for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2")
     },
     "activation": {
         name: of_rows(lambda ops, x, name=name: ops.activation(x, name), (101,))
-        for name in ("silu", "gelu", "gelu_tanh", "relu")
+        for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2")
     },
+    "xielu": {"": of_rows(lambda ops, x: ops.xielu(x, XIELU(0.8, 1.3, 0.5, -1e-6)), (101,))},
     "clamped_swiglu": {"": of_rows(lambda ops, x: ops.clamped_swiglu(x, ClampedSwiGLU(1.7, 2)), (202,))},
     "route": {
         kind: of_rows(lambda ops, x, kind=kind: ops.route(x, 3, kind), (13,))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.architectures.gemma2.model import gemma_defaults
 from penstock.architectures.transformer import TransformerModel
 from penstock.errors import ConfigError
-from penstock.nn import FULL, SLIDING, Blueprint, RotaryConfig, layer_types, num_layers, windows_of
+from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, rotaries_of_types, windows_of
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -26,6 +26,11 @@ class Gemma3TextModel(TransformerModel):
         pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
         default = tuple(SLIDING if (i + 1) % pattern else FULL for i in range(num_layers(config)))
         types = layer_types(config, default)
+        bases = {
+            FULL: config.number("rope_theta", 1_000_000.0),
+            SLIDING: config.number("rope_local_base_freq", 10_000.0),
+        }
+        rotaries = rotaries_of_types(config, config.integer("head_dim", 256), bases)
         return Blueprint.from_huggingface(
             config,
             **gemma_defaults(config),
@@ -33,30 +38,6 @@ class Gemma3TextModel(TransformerModel):
             head_norms="each",
             windows=windows_of(config, types, 4096),
             max_length=config.integer("max_position_embeddings"),  # already includes the rope extension
-            rotaries=_rotaries(config),
-            rotary_of_layer=tuple(_ROTARIES.index(kind) for kind in types),
+            rotaries=tuple(rotaries.values()),
+            rotary_of_layer=tuple(list(rotaries).index(kind) for kind in types),
         )
-
-
-_ROTARIES = (FULL, SLIDING)
-
-
-def _rotaries(config: HuggingFaceConfig) -> tuple[RotaryConfig, ...]:
-    """Return the rotary embeddings of both layer types, from newer or older files."""
-    given = config.section("rope_parameters")
-    if set(given) - set(_ROTARIES):
-        raise ConfigError("rope_parameters", f"must hold {' and '.join(_ROTARIES)}, holds {', '.join(given)}")
-    older: dict[str, dict[str, object]] = {
-        FULL: {"rope_theta": config.number("rope_theta", 1_000_000.0)} | dict(config.section("rope_scaling")),
-        SLIDING: {"rope_theta": config.number("rope_local_base_freq", 10_000.0)},
-    }
-    head_dim = config.integer("head_dim", 256)
-    return tuple(
-        RotaryConfig.from_huggingface(
-            config,
-            head_dim,
-            parameters=older[kind] | dict(given.section(kind)),
-            supports_partial=False,
-        )
-        for kind in _ROTARIES
-    )

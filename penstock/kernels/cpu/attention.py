@@ -28,7 +28,9 @@ class CpuAttention(CpuExperts):
     _last_parts: tuple[weakref.ref[Tensor], tuple[SpanPart, ...]] | None = None
     """The result of `_parts_of` for the ``spans`` of the last step."""
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
+    ) -> tuple[Tensor, Tensor]:
         kind, q_strides, k_strides = TYPES.get(q.dtype), q.stride(), k.stride()
         tables = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         if kind is None or q_strides[2] != 1 or k_strides[2] != 1 or k.dtype != q.dtype or not tables:
@@ -41,7 +43,7 @@ class CpuAttention(CpuExperts):
                     "tables that are not contiguous float32": tables,
                 },
             )
-            return super().rotary(q, k, cos, sin)
+            return super().rotary(q, k, cos, sin, is_interleaved=is_interleaved)
         q_out, k_out = self._empty(q.shape, q.dtype), self._empty(k.shape, k.dtype)
         rows, heads, dim = q.shape
         self._kernels.rotary(
@@ -61,6 +63,7 @@ class CpuAttention(CpuExperts):
             q_strides[1],
             k_strides[0],
             k_strides[1],
+            int(is_interleaved),
         )
         return q_out, k_out
 

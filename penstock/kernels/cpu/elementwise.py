@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from penstock.kernels.activations import XIELU, Activation
 from penstock.kernels.cpu.attention import CpuAttention
 from penstock.kernels.cpu.experts import ACTIVATIONS
 from penstock.kernels.cpu.linear import TYPES
 from penstock.kernels.experts import ClampedSwiGLU
-from penstock.kernels.ops import Activation
 
-_SCALE, _SOFT_CAP = 4, 5
+_SCALE, _SOFT_CAP, _CLAMP = 5, 6, 7
 """Functions of the kernel ``change`` besides the activations."""
 
 
@@ -82,6 +82,7 @@ class CpuElementwise(CpuAttention):
         kind, weight_kind, strides = TYPES.get(x.dtype), TYPES.get(weight.dtype), x.stride()
         weights_fit = weight_kind is not None and bias.dtype == weight.dtype
         weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
+        weights_fit = weights_fit and weight.shape in (x.shape[-1:], x.shape[-2:])
         if kind is None or not weights_fit or len(strides) not in (2, 3) or strides[-1] != 1:
             self._fall_back(
                 "layer_norm",
@@ -106,6 +107,7 @@ class CpuElementwise(CpuAttention):
             strides[0],
             strides[-2],
             width,
+            width if weight.dim() == 2 else 0,
             eps,
         )
         return out
@@ -184,6 +186,24 @@ class CpuElementwise(CpuAttention):
         if out is None:
             self._fall_back("soft_cap", _elementwise_conditions(x))
             return super().soft_cap(x, cap)
+        return out
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        out = self._change(x, _CLAMP, limit)
+        if out is None:
+            self._fall_back("clamp", _elementwise_conditions(x))
+            return super().clamp(x, limit)
+        return out
+
+    def xielu(self, x: Tensor, parameters: XIELU) -> Tensor:
+        kind, strides = TYPES.get(x.dtype), x.stride()
+        if kind is None or len(strides) != 2 or strides[1] != 1:
+            self._fall_back("xielu", _elementwise_conditions(x))
+            return super().xielu(x, parameters)
+        out = self._empty(x.shape, x.dtype)
+        one = parameters
+        factors = (one.positive, one.negative, one.slope, one.eps)
+        self._kernels.xielu(kind, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], *factors)
         return out
 
     def _change(self, x: Tensor, function: int, factor: float) -> Tensor | None:

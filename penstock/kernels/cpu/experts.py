@@ -17,10 +17,10 @@ from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import Gating
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 """Numbers of the activations in csrc."""
 
-_CLAMPED = 4  # in addition to the activations
+_CLAMPED = 5  # in addition to the activations
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.activations import XIELU, Activation
 from penstock.kernels.encodings import ENCODINGS, encoding_named
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts, grouped_by_expert
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs, SequenceBlocks
@@ -29,7 +30,7 @@ from penstock.kernels.linear import (
     shape_of,
     tensors_in_rows,
 )
-from penstock.kernels.ops import Activation, Gating, Ops
+from penstock.kernels.ops import Gating, Ops
 from penstock.kernels.reference.attention import paged_attention
 from penstock.kernels.reference.convolution import ReferenceConvolution
 from penstock.kernels.reference.encoder_attention import ragged_attention
@@ -92,8 +93,10 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         return self.rms_norm(total, weight, eps), total
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        normed = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)  # row by row
-        return normed.to(x.dtype)
+        if weight.dim() == 1:
+            normed = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)  # row by row
+            return normed.to(x.dtype)
+        return (F.layer_norm(x.float(), x.shape[-1:], eps=eps) * weight + bias).to(x.dtype)
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
@@ -107,14 +110,20 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
 
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        return x.clamp(-limit, limit)
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
 
     def rope_rows(self, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return cos[positions], sin[positions]
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    def rotary(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        rotate = _rotate_pairs if is_interleaved else _rotate
+        return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         block_size = kv.cache.shape[3]
@@ -165,6 +174,11 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         return _ACTIVATIONS[activation](x.float()).to(x.dtype)
+
+    def xielu(self, x: Tensor, parameters: XIELU) -> Tensor:
+        wide, one = x.float(), parameters
+        below = one.negative * (torch.exp(wide.clamp(max=one.eps)) - 1 - wide)
+        return (one.slope * wide + torch.where(wide > 0, one.positive * wide * wide, below)).to(x.dtype)
 
     def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
         gates, ups = x.float().chunk(2, dim=-1)  # [T, F] each
@@ -251,6 +265,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], dim=-1)
 
 
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    size = 2 * cos.shape[-1]
+    first, second = x[..., :size:2].float(), x[..., 1:size:2].float()  # [T, H, R / 2]
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+    return torch.cat([rotated.to(x.dtype), x[..., size:]], dim=-1)
+
+
 def _silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
@@ -259,9 +281,19 @@ def _gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
 
 
+def _relu2(x: Tensor) -> Tensor:
+    return torch.relu(x) ** 2
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
     inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x * x * x)
     return 0.5 * x * (1 + torch.tanh(inner))
 
 
-_ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": torch.relu}
+_ACTIVATIONS = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": torch.relu,
+    "relu2": _relu2,
+}

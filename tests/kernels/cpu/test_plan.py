@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import ClampedSwiGLU, LayerKV, Ops, PackedExperts, SamplingInputs, cpu, encoding_named
+from penstock.kernels import (
+    XIELU,
+    ClampedSwiGLU,
+    LayerKV,
+    Ops,
+    PackedExperts,
+    SamplingInputs,
+    cpu,
+    encoding_named,
+)
 from penstock.kernels.cpu.graphs import CpuGraphCompiler
 from penstock.kernels.cpu.library import CoreContention
 from penstock.kernels.cpu.ops import CpuOps
@@ -49,6 +58,7 @@ def everything(ops: CpuOps, encoding: str, width: int) -> Step:
     experts = PackedExperts(gate_ups, downs)
     table, weight, bias = torch.randn(50, width).to(dtype), torch.randn(width), torch.randn(width)
     angles = torch.randn(100, 8)
+    head_weight, head_bias = torch.randn(2, 4, 16)
     cache, sinks = torch.zeros(2, 9, 2, 16, 16).to(dtype), torch.randn(4).bfloat16()
 
     def step(ops: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
@@ -56,14 +66,17 @@ def everything(ops: CpuOps, encoding: str, width: int) -> Step:
         rows = ops.rope_rows(given["positions"], angles.cos(), angles.sin())
         x = ops.scale(ops.embedding(given["tokens"], table), 3.0)
         normed, x = ops.add_rms_norm(ops.rms_norm(x, weight, 1e-5), x, weight, 1e-5)
-        x = ops.add(ops.layer_norm(normed, weight, bias, 1e-5), x)
+        x = ops.clamp(ops.add(ops.layer_norm(normed, weight, bias, 1e-5), x), 9.0)
         heads = ops.linear(x, packed)[:, :128].view(-1, 8, 16)
-        q, k = ops.rotary(heads[:, :4], heads[:, 4:6], *rows)
+        q = ops.layer_norm(heads[:, :4], head_weight, head_bias, 1e-5)
+        q, k = ops.rotary(q, heads[:, 4:6], *rows)
+        q, k = ops.rotary(q, k, *rows, is_interleaved=True)
         ops.store_kv(k, heads[:, 6:], kv)
         out = ops.attention(q, kv, given["offsets"], given["lengths"], scale=0.25, sinks=sinks)
         gates = ops.linear(ops.put_rows(x, given["last"], ops.take_rows(x, given["last"])), packed)
         gated = ops.gated_activation(gates, "silu")
         clamped = ops.clamped_swiglu(gates, ClampedSwiGLU(1.7, 7.0))
+        gated = ops.add(gated, ops.xielu(clamped, XIELU(0.8, 1.3, 0.5, -1e-6)))
         y = ops.linear(ops.add(gated, clamped), back)
         topk_weights, topk_ids = ops.route(ops.soft_cap(ops.activation(y, "gelu"), 5.0)[:, :6], 3, "chosen")
         return [y, out, ops.experts(x, experts, topk_weights, topk_ids, "silu"), topk_weights, topk_ids, k]

@@ -1,4 +1,4 @@
-// Operations on single rows: norms, rotary embedding, activations, sums, row lookups.
+// Operations on single rows: norms, activations, sums, row lookups.
 
 template <class T, class TW>
 INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps) {
@@ -61,43 +61,6 @@ static void run(const AddRmsNorm& a, const Team& team) {
 }
 KERNEL(add_rms_norm, AddRmsNorm)
 
-struct Rotary {  // q [n, H, D], k [n, K, D] with strides; cos, sin [n, half]; outputs contiguous
-  int64_t type;
-  const void *q, *k;
-  const float *cos, *sin;
-  void *q_out, *k_out;
-  int64_t n, H, K, D, half, q_row, q_head, k_row, k_head;
-};
-
-template <class T>
-INLINE void rotate_row(const T* x, const float* cos, const float* sin, T* out, int64_t heads, int64_t stride,
-                       int64_t D, int64_t half) {
-  for (int64_t h = 0; h < heads; h++, x += stride, out += D) {
-    for_vectors(half, EACH_VECTOR {
-      vf first = load(x + i, lanes), second = load(x + half + i, lanes);
-      vf c = load(cos + i, lanes), s = load(sin + i, lanes);
-      store(out + i, first * c - second * s, lanes);
-      store(out + half + i, second * c + first * s, lanes);
-    });
-    __builtin_memcpy(out + 2 * half, x + 2 * half, (D - 2 * half) * sizeof(T));
-  }
-}
-
-template <class T> static void rotary(const Rotary& a, const Team& team) {
-  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++) {
-      const float *cos = a.cos + t * a.half, *sin = a.sin + t * a.half;
-      const T *q = (const T*)a.q + t * a.q_row, *k = (const T*)a.k + t * a.k_row;
-      rotate_row(q, cos, sin, (T*)a.q_out + t * a.H * a.D, a.H, a.q_head, a.D, a.half);
-      rotate_row(k, cos, sin, (T*)a.k_out + t * a.K * a.D, a.K, a.k_head, a.D, a.half);
-    }
-  });
-}
-
-static int64_t work(const Rotary& a) { return ELEMENT * a.n * (a.H + a.K) * a.D; }
-static void run(const Rotary& a, const Team& team) { WITH_TYPE(a.type, T, rotary<T>(a, team)); }
-KERNEL(rotary, Rotary)
-
 struct Silu {
   INLINE vf of(vf x) { return x / (1 + exp(-x)); }
 };
@@ -109,6 +72,9 @@ struct GeluTanh {
 };
 struct Relu {
   INLINE vf of(vf x) { return vmax(x, vf{}); }
+};
+struct Relu2 {
+  INLINE vf of(vf x) { return Relu::of(x) * Relu::of(x); }
 };
 
 struct GatedActivation {  // x [n, 2F], rows strided; out [n, F]
@@ -137,6 +103,7 @@ static void run(const GatedActivation& a, const Team& team) {
     if (a.activation == 1) gate<T, Gelu>(a, team);
     if (a.activation == 2) gate<T, GeluTanh>(a, team);
     if (a.activation == 3) gate<T, Relu>(a, team);
+    if (a.activation == 4) gate<T, Relu2>(a, team);
   });
 }
 KERNEL(gated_activation, GatedActivation)
@@ -187,11 +154,11 @@ static void run(const PutRows& a, const Team& team) {
 }
 KERNEL(put_rows, PutRows)
 
-struct LayerNorm {  // x [n0, n1, E] with strides; out the same, contiguous; weight, bias [E] of one type
+struct LayerNorm {  // x [n0, n1, E] with strides; out the same, contiguous; weight, bias [E] or [n1, E] of one type
   int64_t type, weight_type;
   const void *x, *weight, *bias;
   void* out;
-  int64_t n0, n1, s0, s1, E;
+  int64_t n0, n1, s0, s1, E, weight_stride;  // weight_stride: 0 if all rows share the weights
   double eps;
 };
 
@@ -213,9 +180,11 @@ INLINE void layer_norm_row(const T* x, const TW* weight, const TW* bias, T* out,
 
 template <class T, class TW> static void layer_norm(const LayerNorm& a, const Team& team) {
   over_rows(team, a.n0 * a.n1, [=](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++)
-      layer_norm_row((const T*)a.x + row / a.n1 * a.s0 + row % a.n1 * a.s1, (const TW*)a.weight, (const TW*)a.bias,
-                     (T*)a.out + row * a.E, a.E, (float)a.eps);
+    for (int64_t row = begin; row < end; row++) {
+      const int64_t outer = row / a.n1, inner = row % a.n1, weights = inner * a.weight_stride;
+      layer_norm_row((const T*)a.x + outer * a.s0 + inner * a.s1, (const TW*)a.weight + weights,
+                     (const TW*)a.bias + weights, (T*)a.out + row * a.E, a.E, (float)a.eps);
+    }
   });
 }
 
@@ -272,7 +241,7 @@ static void run(const Add& a, const Team& team) { WITH_TYPE(a.type, T, add<T>(a,
 KERNEL(add, Add)
 
 struct Change {  // x [n, F], rows strided; out [n, F]; elementwise
-  int64_t type, function;  // 0 to 3: the activations; 4: times factor; 5: factor * tanh(x / factor)
+  int64_t type, function;  // 0 to 4: the activations; 5: times factor; 6: factor * tanh(x / factor); 7: clamped to +-factor
   const void* x;
   void* out;
   int64_t n, F, stride;
@@ -289,7 +258,7 @@ template <class T, class Function> INLINE void change(const Change& a, const Tea
   });
 }
 
-static int64_t work(const Change& a) { return (a.function == 4 ? 1 : 8) * ELEMENT * a.n * a.F; }
+static int64_t work(const Change& a) { return (a.function == 5 || a.function == 7 ? 1 : 8) * ELEMENT * a.n * a.F; }
 static void run(const Change& a, const Team& team) {
   const float factor = (float)a.factor;
   WITH_TYPE(a.type, T, {
@@ -297,12 +266,46 @@ static void run(const Change& a, const Team& team) {
     if (a.function == 1) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return Gelu::of(x); });
     if (a.function == 2) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return GeluTanh::of(x); });
     if (a.function == 3) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return Relu::of(x); });
-    if (a.function == 4) change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return x * factor; });
-    if (a.function == 5)
+    if (a.function == 4) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return Relu2::of(x); });
+    if (a.function == 5) change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return x * factor; });
+    if (a.function == 6)
       change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return factor * tanh(x / factor); });
+    if (a.function == 7)
+      change<T>(a, team, [=](vf x) __attribute__((always_inline)) {
+        const vf limit = all(factor);
+        return x > limit ? limit : x < -limit ? -limit : x;
+      });
   });
 }
 KERNEL(change, Change)
+
+struct Xielu {  // x [n, F], rows strided; out [n, F]
+  int64_t type;
+  const void* x;
+  void* out;
+  int64_t n, F, stride;
+  double positive, negative, slope, top;
+};
+
+template <class T> static void xielu(const Xielu& a, const Team& team) {
+  const float positive = (float)a.positive, negative = (float)a.negative, slope = (float)a.slope;
+  const vf top = all((float)a.top);
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T* x = (const T*)a.x + row * a.stride;
+      T* out = (T*)a.out + row * a.F;
+      for_vectors(a.F, EACH_VECTOR {
+        const vf v = load(x + i, lanes);
+        const vf below = negative * ((exp(v < top ? v : top) - 1) - v);
+        store(out + i, slope * v + (v > vf{} ? positive * v * v : below), lanes);
+      });
+    }
+  });
+}
+
+static int64_t work(const Xielu& a) { return 8 * ELEMENT * a.n * a.F; }
+static void run(const Xielu& a, const Team& team) { WITH_TYPE(a.type, T, xielu<T>(a, team)); }
+KERNEL(xielu, Xielu)
 
 struct ClampedSwiGLU {  // x [n, 2F]: gates, ups, rows strided; out [n, F]
   int64_t type;

@@ -12,7 +12,7 @@ struct ExpertWeights {  // one row of the table; null: the encoding or layer has
 };
 
 struct Experts {  // rows of x, topk_ids and topk_weights strided; out contiguous
-  int64_t type, gating;  // gating 0 to 3: the activations; 4: clamped swish
+  int64_t type, gating;  // gating 0 to 4: the activations; 5: clamped swish
   const void* x;
   int64_t x_stride;
   const int64_t* topk_ids;  // [rows, top], 0..count - 1
@@ -168,7 +168,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   over_rows(team, places, [&](int64_t begin, int64_t end) {
     const T* gates = (const T*)memory.gates + begin * 2 * a.F;
     T* gated = (T*)memory.inner + begin * a.F;
-    if (a.gating < 4) run(GatedActivation{a.type, a.gating, gates, gated, end - begin, a.F, 2 * a.F}, alone);
+    if (a.gating < 5) run(GatedActivation{a.type, a.gating, gates, gated, end - begin, a.F, 2 * a.F}, alone);
     else run(ClampedSwiGLU{a.type, gates, gated, end - begin, a.F, 2 * a.F, a.alpha, a.limit}, alone);
     if (!is_quantized(a.down_encoding)) return;
     for (int64_t i = begin; i < end; i++)

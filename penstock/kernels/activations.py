@@ -1,0 +1,23 @@
+"""Activation functions: the names of those without parameters, and the parameters of xIELU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""The activation functions without parameters; ``relu2`` is the square of ``relu``."""
+
+
+@dataclass(frozen=True, slots=True)
+class XIELU:
+    """The parameters of an xIELU activation (Huang and Schlag 2024, arXiv:2411.13010).
+
+    It is ``slope * x + positive * x**2`` above 0, and up to 0
+    ``slope * x + negative * (exp(min(x, eps)) - 1 - x)``.
+    """
+
+    positive: float
+    negative: float
+    slope: float
+    eps: float

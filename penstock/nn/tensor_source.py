@@ -1,0 +1,45 @@
+"""`TensorSource`: where a `Loader` reads tensors from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+
+class TensorSource(Protocol):
+    """Named tensors, such as `penstock.weights.Weights`."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor as floats; it must have this shape."""
+        ...
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether the tensor exists in this shape, without reading its numbers."""
+        ...
+
+    def stored_encoding(self, name: str) -> str | None:
+        """Return the encoding in which a weight is stored; None if it is stored as floats."""
+        ...
+
+    def read_linear(
+        self, name: str, shape: tuple[int, int], *, transposed: bool = False
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        """Return the weight of a linear layer in its stored encoding.
+
+        The tensors are those of `LinearEncoding.pack`. If the weight is not stored in an encoding, None and
+        ``weight [out, in]`` as floats are returned. ``shape`` is ``(out, in)``, also if the stored shape is
+        ``transposed``.
+        """
+        ...
+
+    def is_mapped(self, name: str) -> bool:
+        """Return whether `tensor` returns a view of the mapped file instead of a copy."""
+        ...
+
+    def release(self, name: str) -> None:
+        """Release the memory of a tensor's file pages, after the tensor has been packed."""
+        ...
