@@ -1,4 +1,4 @@
-"""Penstock: LLM inference, from the prompt to the turbine and back.
+"""Penstock: an LLM inference library and server.
 
 >>> from penstock import LLM, SamplingParams
 >>> llm = LLM("demo")

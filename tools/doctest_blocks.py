@@ -11,9 +11,17 @@ class DoctestBlocks(griffe.Extension):
     """Puts each run of ``>>>`` lines and their output into a fenced block."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Rewrite the docstring of a loaded object."""
-        if obj.docstring is not None:
-            obj.docstring.value = with_fences(obj.docstring.value)
+        """Rewrite the docstring of an object in a package."""
+        _rewrite(obj)
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        """Rewrite the docstring of a package; griffe reports only its members as objects."""
+        _rewrite(pkg)
+
+
+def _rewrite(obj: griffe.Object) -> None:
+    if obj.docstring is not None:
+        obj.docstring.value = with_fences(obj.docstring.value)
 
 
 def with_fences(text: str) -> str:
