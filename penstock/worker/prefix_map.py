@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from penstock.pipelines.core.cache_events import BlocksRemoved, BlocksStored, CacheEvent
+
+MAX_EXPECTED = 64
+"""Blocks of a running request that count as cached before they are."""
+_COUNT_BITS = 24
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
 class PrefixMap:
@@ -16,7 +22,7 @@ class PrefixMap:
 
     def __init__(self) -> None:
         self._cached: dict[bytes, int] = {}
-        self._expected: dict[bytes, tuple[int, int]] = {}  # workers, and number of requests
+        self._expected: dict[bytes, int] = {}  # workers, and in the low bits the number of requests
 
     @property
     def num_blocks(self) -> int:
@@ -38,45 +44,66 @@ class PrefixMap:
                     for digest in [digest for digest, workers in cached.items() if workers & bit]:
                         self._remove(digest, bit)
 
-    def expect(self, worker: int, digests: Sequence[bytes]) -> None:
-        """Record that a request on a worker will store blocks."""
-        bit, expected = 1 << worker, self._expected
-        for digest in digests:
-            workers, count = expected.get(digest, (0, 0))
-            expected[digest] = workers | bit, count + 1
+    def expect(self, worker: int, digests: Sequence[bytes]) -> Sequence[bytes]:
+        """Record that a request on a worker will store the blocks of its prompt.
 
-    def settle(self, digests: Sequence[bytes]) -> None:
-        """Record that a request has ended, whose blocks were expected."""
+        Returns:
+            The blocks that are recorded, for `settle`: the first ones that the worker does not have.
+        """
+        bit, cached, expected = 1 << worker, self._cached.get, self._expected
+        start = bisect_left(digests, True, key=lambda digest: not cached(digest, 0) & bit)
+        recorded = digests[start : start + MAX_EXPECTED]
+        mark = bit << _COUNT_BITS
+        for digest in recorded:
+            expected[digest] = (expected.get(digest, 0) | mark) + 1
+        return recorded
+
+    def settle(self, recorded: Sequence[bytes]) -> None:
+        """Record that a request has ended, with the result of `expect`."""
         expected = self._expected
-        for digest in digests:
-            workers, count = expected[digest]
-            if count == 1:
+        for digest in recorded:
+            entry = expected[digest]
+            if entry & _COUNT_MASK == 1:
                 del expected[digest]
             else:
-                expected[digest] = workers, count - 1
+                expected[digest] = entry - 1
 
     def depths(self, digests: Sequence[bytes], workers: int) -> dict[int, int]:
         """Return how many leading blocks each worker has; workers without the first block are left out.
+
+        A worker that has a block has those before it, because caches evict the end of a prompt first. The
+        search is binary, and takes a few lookups for each different depth.
 
         Args:
             digests: the digests of a prompt's blocks, in order.
             workers: the set of workers to look for.
         """
-        found: dict[int, int] = {}
         cached, expected = self._cached.get, self._expected.get
-        for depth, digest in enumerate(digests):
-            having = cached(digest, 0)
-            coming = expected(digest)
-            if coming is not None:
-                having |= coming[0]
-            having &= workers
-            if having != workers:
-                if depth:
-                    found.update(dict.fromkeys(_members(workers & ~having), depth))
-                workers = having
-                if not workers:
-                    return found
-        found.update(dict.fromkeys(_members(workers), len(digests)))
+
+        def having(depth: int) -> int:
+            """Return the workers that have this many leading blocks."""
+            digest = digests[depth - 1]
+            return (cached(digest, 0) | expected(digest, 0) >> _COUNT_BITS) & workers
+
+        found: dict[int, int] = {}
+        count = len(digests)
+        first = having(1) if count else 0
+        if not first:
+            return found
+        last = having(count)
+        found.update(dict.fromkeys(_members(last), count))
+        ranges = [(1, first, count, last)]
+        while ranges:
+            low, at_low, high, at_high = ranges.pop()
+            lost = at_low & ~at_high
+            if not lost:
+                continue
+            if high - low == 1:
+                found.update(dict.fromkeys(_members(lost), low))
+                continue
+            middle = (low + high) // 2
+            at_middle = having(middle) & at_low | at_high
+            ranges += [(low, at_low, middle, at_middle), (middle, at_middle, high, at_high)]
         return found
 
     def _remove(self, digest: bytes, bit: int) -> None:

@@ -34,7 +34,7 @@ class _Running:
     """Where a request runs, and the blocks that it is expected to store."""
 
     worker: int
-    digests: Sequence[bytes]
+    expected: Sequence[bytes]
 
 
 class WorkerRouter:
@@ -165,14 +165,14 @@ class WorkerRouter:
 
     def _track(self, generation: Generation, number: int, digests: Sequence[bytes]) -> None:
         self._loads[number] += 1
-        self.prefixes.expect(number, digests)
-        self._running[generation.request_id] = _Running(number, digests)
+        expected = self.prefixes.expect(number, digests)
+        self._running[generation.request_id] = _Running(number, expected)
         generation.on_end = partial(self._on_end, generation.request_id)
 
     def _on_end(self, request_id: str) -> None:
         request = self._running.pop(request_id)
         self._loads[request.worker] -= 1
-        self.prefixes.settle(request.digests)
+        self.prefixes.settle(request.expected)
 
     def request_ended(self) -> asyncio.Future[None]:
         """Return a future that completes when a submitted request has ended after this call."""

@@ -17,6 +17,7 @@ import penstock
 from penstock.cli import cli
 from penstock.cli.generate import Timings
 from penstock.config import config_fields
+from penstock.host.processors import divide_processors
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +206,11 @@ def test_env_names_kernels_devices_and_openmp() -> None:
 
 
 def test_env_as_text_has_all_of_the_json() -> None:
-    text = CliRunner().invoke(cli, ["env"]).stdout
-    for words in ("torch", "features", "OpenMP", "device cpu", "attention", "GiB free of"):
+    text = CliRunner().invoke(cli, ["env", "--data-parallel-size", "2"]).stdout
+    for words in ("torch", "features", "OpenMP", "NUMA node 0", "device cpu", "attention", "GiB free of"):
         assert words in text
+    for share in divide_processors(2):
+        assert str(share) in text
 
 
 def test_speed_is_counted_from_the_first_token() -> None:
