@@ -27,6 +27,8 @@ class InferenceSession:
             or ``OMP_NUM_THREADS``), but not more than the CPU limit of the container allows.
         kernels: name of the back end; the best one that runs on the device if not given.
         prefaulted: memory for the weights that models of this session pack.
+        deterministic: whether the bits of a row must not depend on the other rows of its batch. Some back
+            ends then use slower kernels.
 
     Raises:
         ConfigError: more than one device is given.
@@ -46,6 +48,7 @@ class InferenceSession:
         num_threads: int | None = None,
         kernels: str | None = None,
         prefaulted: PrefaultedMemory | None = None,
+        deterministic: bool = False,
     ) -> None:
         if InferenceSession._process is None:
             InferenceSession._process = os.getpid()
@@ -61,6 +64,7 @@ class InferenceSession:
         with self._sessions_lock:
             self._sessions.add(self)
         self._kernels = kernels
+        self._is_deterministic = deterministic
         self._plans: GraphCache | None = None
         self._plans_of: Ops | None = None
         if num_threads is None:
@@ -101,6 +105,8 @@ class InferenceSession:
 
         backend, ops = BACKENDS.open(self.devices[0].label, self._kernels)
         ops.pack_into(self.prefaulted)
+        if self._is_deterministic:
+            ops.require_determinism()
         return backend, ops
 
     @property

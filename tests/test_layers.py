@@ -58,7 +58,7 @@ TABLE: Mapping[str, Row] = {
     "driver": Row("host", "numpy", "torch"),
     "pipelines.core": Row("", "numpy msgspec", "torch xgrammar"),
     "distributed": Row("driver", "torch"),
-    "kernels": Row("host driver", "torch numpy"),
+    "kernels": Row("host driver", "torch numpy triton"),
     "engine": Row("kernels driver host", "torch numpy"),
     "config": Row(f"{_STATE} text weights", "msgspec"),
     "text": Row(f"{_STATE} weights", "numpy tokenizers jinja2", "transformers"),

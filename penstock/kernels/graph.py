@@ -21,7 +21,7 @@ from penstock.kernels.ops import Ops
 Step: TypeAlias = Callable[[Ops, Mapping[str, Tensor]], Iterable[Tensor]]
 """Runs a step on the given operations and inputs, and returns its results."""
 
-_MAX_GRAPHS, _MAX_SHAPES = 64, 1024
+_MAX_SHAPES = 1024
 _MIN_COLUMNS = 128
 
 
@@ -86,6 +86,8 @@ class GraphCompiler(ABC):
 
     max_rows: int
     """Steps of up to this many rows are captured. A longer step gains nothing from it."""
+    max_graphs: int = 64
+    """Graphs that are kept; the least recently used one is dropped."""
 
     @abstractmethod
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[Graph, tuple[Tensor, ...]]:
@@ -197,7 +199,7 @@ class GraphCache:
             self._reason = self._seen[key] = str(error)
             return None  # the eager step writes the same keys and values to the cache again
         self._graphs[key] = self._last = graph
-        if len(self._graphs) > _MAX_GRAPHS:
+        if len(self._graphs) > self.compiler.max_graphs:
             self._graphs.popitem(last=False)
         return results
 

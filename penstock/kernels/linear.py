@@ -1,6 +1,7 @@
 """Packed linear layers: each weight has one form in memory, made once at load.
 
-The forms are those of `penstock.kernels.encodings`, in the order of rows or, for the C++ kernels, in panels.
+The forms are those of `penstock.kernels.encodings`, in the order of rows, for the C++ kernels in panels, or
+for GPUs in nibbles.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from penstock.kernels.encodings import encoding_named
 
-Layout = Literal["rows", "panels"]
-"""How a packed weight lies in memory: as `LinearEncoding.pack` returns it, or as `kernels.panels` defines."""
+Layout = Literal["rows", "panels", "nibbles"]
+"""How a packed weight lies in memory: as `LinearEncoding.pack` returns it, or as `kernels.panels` or
+`kernels.nibbles` define."""
 
 ROW_TILE = 16
 """Row counts of torch products are padded to a multiple of this: BLAS uses other kernels for few rows than
@@ -131,6 +133,10 @@ def tensors_in_rows(packed: PackedLinear) -> Mapping[str, Tensor]:
     """Return the tensors of a packed linear layer as `LinearEncoding.pack` defines them, for any layout."""
     if packed.layout == "rows":
         return packed.tensors
+    if packed.layout == "nibbles":
+        from penstock.kernels.nibbles import from_nibbles
+
+        return from_nibbles(packed.tensors, encoding_named(packed.encoding), packed.in_features)
     layout = encoding_named(packed.encoding).panels
     assert layout is not None, f"{packed.encoding} weights have no panels"
     return layout.from_panels(packed.tensors, packed.out_features, packed.in_features)

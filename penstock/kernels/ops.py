@@ -73,6 +73,12 @@ class Ops(ConvolutionOps, RoutingOps):
         Does nothing in a back end that packs no weights in host memory.
         """
 
+    def require_determinism(self) -> None:  # optional
+        """Compute every row with the same bits in any batch from now on.
+
+        Does nothing in a back end whose operations always do.
+        """
+
     def pack_linear(
         self,
         weight: Tensor | Sequence[Tensor],  # [out, in], or its parts in order

@@ -84,6 +84,7 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
         num_threads=config.num_threads,
         kernels=config.model.kernels,
         prefaulted=required.prefaulted,
+        deterministic=config.deterministic,
     )
     form = required.tokenizer.speech_format
     folder = codec_folder(config, form)

@@ -52,6 +52,7 @@ def create_embeddings(required: PipelineRequirements) -> EmbeddingsPipeline:
         num_threads=config.num_threads,
         kernels=config.model.kernels,
         prefaulted=required.prefaulted,
+        deterministic=config.deterministic,
     )
     model = required.architecture.load_pipeline_model()(config, session)
     return EmbeddingsPipeline(model, config.model.embedding_layout, config.model.trained_dimensions)

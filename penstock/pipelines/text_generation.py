@@ -123,6 +123,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             num_threads=pipeline_config.num_threads,
             kernels=pipeline_config.model.kernels,
             prefaulted=prefaulted,
+            deterministic=pipeline_config.deterministic,
         )
         self.model = pipeline_model(pipeline_config, session)
         plan, kv = self.model.memory_plan, None

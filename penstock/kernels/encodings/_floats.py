@@ -26,6 +26,7 @@ class FloatEncoding(LinearEncoding):
     """
 
     is_float = True
+    numbers = "float"
     packs_lazily = True
 
     def __init__(

@@ -1,0 +1,55 @@
+"""Back end for NVIDIA GPUs: Triton programs, and products of cuBLAS through torch.
+
+>>> ops = load()  # None without a GPU, or without triton
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.kernels.backend import Backend, DefaultSizes
+
+if TYPE_CHECKING:
+    from penstock.kernels.cuda.graphs import CudaGraphCompiler
+    from penstock.kernels.cuda.ops import CudaOps
+    from penstock.kernels.ops import Ops
+
+__all__ = ["BACKEND", "load", "variants"]
+
+
+def load() -> CudaOps | None:
+    """Return the operations for the GPUs of this machine; None, with a warning, if they cannot run here."""
+    from penstock.kernels.cuda.availability import can_run_on_gpu
+
+    if not can_run_on_gpu():
+        return None
+    from penstock.kernels.cuda.ops import CudaOps
+
+    return CudaOps()
+
+
+def variants() -> list[CudaOps]:
+    """Return the operations if they can run here: on a GPU, or on CPU tensors in Triton's interpreter."""
+    from penstock.kernels.cuda.availability import can_run_on_gpu, is_interpreted
+
+    if not is_interpreted() and not can_run_on_gpu():
+        return []
+    from penstock.kernels.cuda.ops import CudaOps
+
+    return [CudaOps()]
+
+
+def _graphs(ops: Ops) -> CudaGraphCompiler | None:
+    from penstock.kernels.cuda.graphs import graphs_of
+
+    return graphs_of(ops)
+
+
+BACKEND = Backend(
+    name="cuda",
+    sizes={"gpu": DefaultSizes(max_batch_size=256, step_tokens=8192)},
+    load=load,
+    variants=variants,
+    priority=10,
+    graphs=_graphs,
+)

@@ -1,0 +1,144 @@
+"""Attention: over the paged cache, and within the sequences of a batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cuda.launch import divide_up, has_rows, launch, num_processors, power_of_two
+from penstock.kernels.cuda.programs import attention as programs
+from penstock.kernels.cuda.programs.encoder_attention import attend_ragged
+from penstock.kernels.inputs import LayerKV, SequenceBlocks
+from penstock.kernels.reference import ReferenceOps
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_SPLIT = 512
+"""Keys of a split. Fixed, because the order of additions depends on it."""
+_SMALL_TILE, _LARGE_TILE = 16, 64
+_RAGGED_ROWS = 32
+_NARROW = 128
+"""Head dimensions up to which a tile of keys is wide."""
+
+
+class CudaAttention(ReferenceOps):
+    """Attention in Triton, for floats and int8 caches.
+
+    The products multiply in the type of the queries and add in float32. Queries that are narrower than the
+    cache are widened.
+    """
+
+    name = "cuda"
+    is_deterministic = False
+    """Whether the bits of a row must not depend on the batch, see `Ops.require_determinism`."""
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        row_offsets: Tensor,
+        lengths: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        spans: Tensor | None = None,
+    ) -> Tensor:
+        cache, scales = kv.cache, kv.scales
+        if q.dtype not in FLOATS or not has_rows(q, cache) or (cache.dtype not in FLOATS and scales is None):
+            return super().attention(
+                q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, spans=spans
+            )
+        num_rows, heads, dim = q.shape
+        num_sequences, group = len(lengths), heads // cache.shape[2]
+        is_wide = scales is None and cache.dtype == torch.float32 and q.dtype != torch.float32
+        is_wide |= q.dtype == torch.float32
+        tile = self._tile(num_rows, num_sequences, group, is_wide)
+        rows = tile // group
+        out = torch.empty((num_rows, heads, dim), dtype=q.dtype, device=q.device)
+        grid = (num_rows // rows + num_sequences, cache.shape[2])
+        max_keys = kv.block_tables.shape[1] * cache.shape[3]
+        is_split = max_keys > _SPLIT and 4 * grid[0] * grid[1] < 3 * num_processors(q.device)
+        none, no_spans = cache if scales is None else scales, row_offsets if spans is None else spans
+        sizes = {
+            "ROWS": rows,
+            "GROUP": group,
+            "M": tile,
+            "KEYS": 64 if dim <= _NARROW and not is_wide else 32,
+            "DIM": dim,
+            "WIDTH": power_of_two(dim, 16),
+            "BLOCK": cache.shape[3],
+            "SPLIT": _SPLIT if is_split or self.is_deterministic else 0,
+            "HAS_WINDOW": kv.window is not None,
+            "HAS_SPANS": spans is not None,
+            "HAS_CAP": soft_cap is not None,
+            "IS_SCALED": scales is not None,
+            "WIDE": is_wide,
+            "num_warps": 4 if tile <= _LARGE_TILE else 8,
+        }
+        window, cap = kv.window or 0, soft_cap or 1.0
+        q_strides, kv_strides = q.stride()[:2], cache.stride()[1:4]
+        scale_strides = (0, 0, 0) if scales is None else scales.stride()[1:4]
+        sources = (q, cache[0], cache[1], none[0], none[1], kv.block_tables, row_offsets, lengths, no_spans)
+        strides = (*kv_strides, *scale_strides, kv.block_tables.stride(0))
+        no_sinks = lengths if sinks is None else sinks
+        if not is_split:
+            launch(
+                programs.attend, grid, out, *sources, no_sinks, num_sequences, window, scale, cap,
+                *q_strides, *out.stride()[:2], *strides, HAS_SINKS=sinks is not None, **sizes,
+            )  # fmt: skip
+            return out
+        splits = divide_up(max_keys, _SPLIT)
+        width = sizes["WIDTH"]
+        sums = torch.empty((splits, num_rows, heads, width), dtype=torch.float32, device=q.device)
+        tops = torch.empty((2, splits, num_rows, heads), dtype=torch.float32, device=q.device)
+        launch(
+            programs.attend_split, (*grid, splits), sums, tops[0], tops[1], *sources, num_sequences,
+            num_rows, heads, window, scale, cap, *q_strides, *strides, **sizes,
+        )  # fmt: skip
+        some = min(power_of_two(heads), 4)
+        launch(
+            programs.merge_splits, (num_rows, divide_up(heads, some)), out, sums, tops[0], tops[1],
+            row_offsets, lengths, no_spans, no_sinks, num_sequences, num_rows, heads, window,
+            *out.stride()[:2], DIM=dim, WIDTH=width, HEADS=some, SPLIT=_SPLIT,
+            HAS_WINDOW=sizes["HAS_WINDOW"], HAS_SPANS=sizes["HAS_SPANS"], HAS_SINKS=sinks is not None,
+        )  # fmt: skip
+        return out
+
+    def _tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
+        """Return the number of query heads of a tile. With determinism it depends on no batch."""
+        smallest = power_of_two(group, _SMALL_TILE)
+        if self.is_deterministic or is_wide or num_rows * group < _LARGE_TILE * num_sequences:
+            return smallest
+        return max(smallest, _LARGE_TILE)
+
+    def encoder_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        row_offsets: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        is_causal: bool = False,
+        bias: Tensor | None = None,
+        blocks: SequenceBlocks | None = None,
+    ) -> Tensor:
+        same = q.dtype == k.dtype == v.dtype
+        if q.dtype not in FLOATS or not same or not has_rows(q, k, v) or not (bias is None or has_rows(bias)):
+            return super().encoder_attention(
+                q, k, v, row_offsets, scale=scale, window=window, is_causal=is_causal, bias=bias
+            )
+        num_rows, heads, dim = q.shape
+        num_sequences = len(row_offsets) - 1
+        out = torch.empty((num_rows, heads, dim), dtype=q.dtype, device=q.device)
+        launch(
+            attend_ragged, (num_rows // _RAGGED_ROWS + num_sequences, heads), out, q, k, v, row_offsets,
+            row_offsets if bias is None else bias, num_sequences, window or 0, scale, *q.stride()[:2],
+            *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], 0 if bias is None else bias.stride(0),
+            0 if bias is None else bias.shape[1] // 2, ROWS=_RAGGED_ROWS, GROUP=heads // k.shape[1],
+            KEYS=64 if dim <= _NARROW and q.dtype != torch.float32 else 32, DIM=dim,
+            WIDTH=power_of_two(dim, 16), HAS_WINDOW=window is not None, IS_CAUSAL=is_causal,
+            HAS_BIAS=bias is not None,
+        )  # fmt: skip
+        return out

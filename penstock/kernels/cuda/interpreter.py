@@ -1,0 +1,66 @@
+"""Corrections of Triton's interpreter, in which programs run on CPU tensors with ``TRITON_INTERPRET=1``.
+
+The interpreter holds bfloat16 numbers as integers of their bits. Two of its operations then differ from a
+GPU: a conversion to bfloat16 cuts digits off or keeps the bits, and a matrix product multiplies the bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+
+@cache
+def correct_bfloat16() -> None:
+    """Replace the two operations in this process."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        source, target = src.dtype.scalar, dst_type.scalar
+        if tl.bfloat16 not in (source, target) or source == target:
+            return cast(self, src, dst_type)
+        if source == tl.bfloat16:
+            wide = interpreter.TensorHandle(_widened(src.data), tl.float32)
+            return wide if target == tl.float32 else cast(self, wide, dst_type)
+        wide = src if source == tl.float32 else cast(self, src, tl.float32)
+        return interpreter.TensorHandle(_rounded(wide.data), target)
+
+    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        wide = [
+            self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x  # exact
+            for x in (a, b)
+        ]
+        return dot(self, *wide, *others)
+
+    builder.cast_impl, builder.create_dot = cast_impl, create_dot
+
+
+def ignored_overflow() -> ExitStack:
+    """Return a context in which numpy does not warn of overflow and NaN: a GPU does not either."""
+    stack = ExitStack()
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore", RuntimeWarning)
+    stack.enter_context(np.errstate(all="ignore"))
+    return stack
+
+
+def _widened(bits: np.ndarray) -> np.ndarray:
+    wide: np.ndarray = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return wide
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    """Return the bits of the nearest bfloat16, of two equally near ones the even one; a NaN stays a NaN."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    narrow: np.ndarray = np.where(is_nan, (bits >> np.uint32(16)) | np.uint32(64), rounded).astype(np.uint16)
+    return narrow.reshape(np.shape(x))

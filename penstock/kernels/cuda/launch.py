@@ -1,0 +1,71 @@
+"""Launches of programs, and the sizes of the device that grids are chosen by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cuda.interpreter import ignored_overflow
+
+_INTERPRETED_PROCESSORS = 132
+"""Multiprocessors that the interpreter stands for: those of an H100."""
+
+
+def launch(program: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Run a program on the device of its first argument, which is a tensor.
+
+    Programs are compiled without the fusion of products and sums into one instruction, so that they round as
+    the reference does. Matrix products do not depend on it.
+
+    Args:
+        program: a function with `triton.jit`.
+        grid: its numbers of instances; nothing runs if one is 0.
+        arguments: its arguments.
+        options: its constant arguments, ``num_warps`` and ``num_stages``.
+    """
+    if 0 in grid:
+        return
+    device = arguments[0].device
+    options.setdefault("enable_fp_fusion", False)
+    if device.type == "cuda" and device.index == torch.cuda.current_device():
+        program[grid](*arguments, **options)
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else ignored_overflow():
+        program[grid](*arguments, **options)
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a device."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_two(number: int, at_least: int = 1) -> int:
+    """Return the smallest power of two that is not below the number."""
+    return max(1 << max(number - 1, 0).bit_length(), at_least)
+
+
+def divide_up(number: int, divisor: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-number // divisor)
+
+
+def has_rows(*tensors: Tensor) -> bool:
+    """Return whether the last dimension of each tensor is contiguous."""
+    return all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
+
+
+def row_stride(x: Tensor) -> int:
+    """Return the stride of the rows of ``x [T, F]``."""
+    return int(x.stride(0))
+
+
+def pointers_of(tensors: Sequence[Tensor]) -> Tensor:  # [n] int64
+    """Return the addresses of tensors, on their device."""
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)

@@ -1,0 +1,124 @@
+"""Linear layers: cuBLAS for floats, Triton for encodings, and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.cuda.attention import FLOATS
+from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
+from penstock.kernels.cuda.products import Groups, Weights, multiply_encoded, multiply_floats
+from penstock.kernels.cuda.programs.products import multiply_floats as floats_program
+from penstock.kernels.cuda.rows import CudaRows
+from penstock.kernels.encodings import encoding_named
+from penstock.kernels.inputs import LoRAInputs
+from penstock.kernels.linear import LinearSlice, PackedLinear, layer_of, pack_linear, pack_quantized
+from penstock.kernels.nibbles import fits_nibbles, to_nibbles
+
+
+class CudaLinear(CudaRows):
+    """Linear layers and adapters.
+
+    cuBLAS chooses its kernels by the number of rows. With `require_determinism` a Triton program with fixed
+    tiles multiplies floats instead. Products of integers are exact and need no other program.
+    """
+
+    def require_determinism(self) -> None:
+        self.is_deterministic = True
+
+    def pack_linear(
+        self,
+        weight: Tensor | Sequence[Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None = None,
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        return _for_gpu(pack_linear(weight, encoding, bias=bias, slices=slices))
+
+    def pack_quantized(
+        self,
+        rows: Mapping[str, Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None = None,
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        return _for_gpu(pack_quantized(rows, encoding, bias=bias, slices=slices))
+
+    def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
+        y = self._multiply(x, packed)
+        return y if lora is None else self._add_lora(y, x, packed, lora)
+
+    def _multiply(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """Return the product without adapters."""
+        kind = encoding_named(packed.encoding)
+        if kind.is_float and not self.is_deterministic:
+            weight, bias = packed.tensors["weight"].to(x.dtype), packed.bias
+            return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        if x.dtype not in FLOATS or not has_rows(x):
+            return super().linear(x, packed)
+        weights = Weights.of([packed])
+        if weights is None:
+            return super().linear(x, packed)
+        if kind.is_float:
+            return multiply_floats(x, weights, None, is_deterministic=True)
+        return multiply_encoded(x, weights, None)
+
+    def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
+        """Add the product of each row's adapter. The rows are sorted by adapter on the device."""
+        own = [part for part in packed.slices if part.name in lora.matrices]
+        if not own:
+            return y
+        fits = x.dtype in FLOATS and has_rows(x, y)
+        if not fits or any(matrix.dtype not in FLOATS for part in own for matrix in lora.matrices[part.name]):
+            return super()._add_lora(y, x, packed, lora)
+        count = lora.matrices[own[0].name][0].shape[0]
+        groups = Groups.of(lora.rows, count)
+        for part in own:
+            down, up = lora.matrices[part.name]  # [n, R, in], [n, out, R]
+            ranks = lora.ranks.get(part.name)
+            ranks = ranks if ranks is None else ranks.to(x.device, non_blocking=True)
+            delta = torch.empty((len(x), down.shape[1]), dtype=torch.float32, device=x.device)
+            _multiply_adapters(delta, x, down, groups, ranks, gathers=True)
+            _multiply_adapters(y[:, part.start : part.stop], delta, up, groups, ranks, gathers=False)
+        return y
+
+
+def _for_gpu(packed: PackedLinear) -> PackedLinear:
+    """Return the layer in nibbles if its encoding fits."""
+    kind = encoding_named(packed.encoding)
+    if not fits_nibbles(kind):
+        return packed
+    shape = (packed.out_features, packed.in_features)
+    tensors = to_nibbles(packed.tensors, kind)
+    return layer_of(tensors, shape, packed.encoding, packed.bias, packed.slices, "nibbles")
+
+
+def _multiply_adapters(
+    out: Tensor, x: Tensor, matrices: Tensor, groups: Groups, ranks: Tensor | None, *, gathers: bool
+) -> None:
+    """Multiply each row by the matrix ``[out, in]`` of its adapter.
+
+    Args:
+        out: ``[P, R]`` in sorted order if ``gathers``; else ``[T, out]``, to which the product is added.
+        x: ``[T, in]`` if ``gathers``; else ``[P, R]``.
+        matrices: ``[n, out, in]``.
+        groups: the rows of each adapter.
+        ranks: ``[n]`` ranks in use.
+        gathers: whether this is the first of the two products.
+    """
+    outputs, inputs = matrices.shape[1:]
+    tile, columns = 16, 32
+    grid = (len(x) // tile + groups.count, divide_up(outputs, columns))
+    limits = "" if ranks is None else ("out" if gathers else "in")
+    launch(
+        floats_program, grid, out, x, matrices, matrices, matrices, matrices, matrices, matrices, groups.rows,
+        groups.starts, groups.starts if ranks is None else ranks, len(x), groups.count, outputs, inputs,
+        row_stride(x), row_stride(out), *matrices.stride()[1:], matrices.stride(0), 0, M=tile, N=columns,
+        INPUTS=max(16, min(power_of_two(inputs), 64)), GROUPS=True, POINTERS=False, GATHERS=gathers,
+        SCATTERS=not gathers, ADDS=not gathers, LIMITS=limits, HAS_BIAS=False, IS_E4M3=False, WIDE=True,
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""`CudaOps`: the operations in Triton. What has no program runs as torch operations on the device."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cuda.attention import FLOATS
+from penstock.kernels.cuda.availability import is_interpreted
+from penstock.kernels.cuda.interpreter import correct_bfloat16
+from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two
+from penstock.kernels.cuda.linear import CudaLinear
+from penstock.kernels.cuda.products import Groups, Weights, multiply_encoded, multiply_floats
+from penstock.kernels.cuda.programs.products import combine_experts
+from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
+from penstock.kernels.inputs import LoRAInputs
+from penstock.kernels.linear import PackedLinear
+from penstock.kernels.ops import Gating
+
+_COLUMNS = 1024
+
+
+class CudaOps(CudaLinear):
+    """Triton programs for float32, bfloat16 and float16 activations."""
+
+    def __init__(self) -> None:
+        if is_interpreted():
+            correct_bfloat16()
+        self._experts: WeakKeyDictionary[PackedExperts, tuple[Weights, Weights]] = WeakKeyDictionary()
+
+    @property
+    def description(self) -> str:
+        return f"{self.name} interpreter" if is_interpreted() else self.name
+
+    def experts(
+        self,
+        x: Tensor,
+        packed: PackedExperts,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gating: Gating,
+        *,
+        lora: LoRAInputs | None = None,
+    ) -> Tensor:
+        if lora is not None and lora.on(packed.slice_names()) is None:
+            lora = None
+        weights = self._weights_of(packed)
+        if weights is None or lora is not None or x.dtype not in FLOATS or not has_rows(x) or not len(x):
+            return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
+        num_rows, top = topk_ids.shape
+        slots = Groups.of(topk_ids.flatten(), len(packed.down))  # slot t * k + j is row t
+        of_rows = Groups(slots.rows // top, slots.starts, slots.count)
+        in_place = torch.arange(num_rows * top, device=x.device)
+        y = self._multiply_grouped(x, weights[0], of_rows)  # [T * k, 2F], in the order of the experts
+        if isinstance(gating, ClampedSwiGLU):
+            y = self.clamped_swiglu(y, gating)
+        else:
+            y = self.gated_activation(y, gating)
+        y = self._multiply_grouped(y, weights[1], Groups(in_place, slots.starts, slots.count))
+        places = torch.empty_like(slots.rows)
+        places[slots.rows] = in_place
+        places, order = places.view(num_rows, top).sort(-1)  # ascending places are ascending ids
+        shares = topk_weights.gather(1, order)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        columns = min(_COLUMNS, power_of_two(x.shape[1]))
+        grid = (num_rows, divide_up(x.shape[1], columns))
+        launch(combine_experts, grid, out, y, shares, places, x.shape[1], TOP=top, WIDTH=columns)
+        return out
+
+    def _multiply_grouped(self, x: Tensor, weights: Weights, groups: Groups) -> Tensor:
+        if weights.kind.is_float:
+            return multiply_floats(x, weights, groups, is_deterministic=self.is_deterministic)
+        return multiply_encoded(x, weights, groups)
+
+    def _weights_of(self, packed: PackedExperts) -> tuple[Weights, Weights] | None:
+        """Return the weights of gates and ups, and of downs; None if no program multiplies them."""
+        if packed not in self._experts:
+            gate_up, down = (_grouped(linears) for linears in (packed.gate_up, packed.down))
+            if gate_up is None or down is None:
+                return None
+            self._experts[packed] = gate_up, down
+        return self._experts[packed]
+
+
+def _grouped(linears: tuple[PackedLinear, ...]) -> Weights | None:
+    """Return the weights with a table of addresses, also for one expert."""
+    return Weights.of(linears if len(linears) > 1 else linears * 2)

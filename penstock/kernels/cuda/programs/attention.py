@@ -1,0 +1,369 @@
+"""Attention over the paged cache: a tile of query heads of one kv head, the keys in order, softmax online.
+
+A tile has ROWS rows of a sequence and the GROUP query heads of each that read one kv head. Keys are read in
+tiles whose borders lie at multiples of KEYS from the start of the sequence. A key that a row does not see
+changes neither the row's maximum nor its sums. So the bits of a row do not depend on the other rows of its
+tile, nor on where a prompt is cut.
+
+Keys may be cut into splits of SPLIT keys, at multiples of SPLIT. `attend` computes the splits of a tile one
+after the other, `attend_split` computes them in programs of their own, and `merge_splits` adds them up. Both
+ways use `_merge`, so that their bits are equal.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.cuda.programs.tiles import group_of_tile, tanh
+
+
+@triton.jit
+def _tile(
+    q,
+    row_offsets,
+    lengths,
+    spans,
+    num_sequences,
+    window,
+    q_row_stride,
+    q_head_stride,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Return the queries of this program's tile and which keys each sees: ``first`` up to before ``last``."""
+    sequence, row = group_of_tile(row_offsets, tl.program_id(0), num_sequences, ROWS)
+    start = tl.load(row_offsets + sequence)
+    stop = tl.load(row_offsets + sequence + 1)
+    members = tl.arange(0, M)
+    rows = row + members // GROUP
+    heads = tl.program_id(1) * GROUP + members % GROUP
+    is_row = (members < ROWS * GROUP) & (rows >= start) & (rows < stop)
+    positions = tl.load(lengths + sequence) - (stop - rows)
+    last = positions + 1
+    if HAS_SPANS:
+        last = tl.maximum(last, tl.load(spans + rows * 2 + 1, mask=is_row, other=0))
+    first = positions * 0
+    if HAS_WINDOW:
+        first = tl.maximum(positions - window + 1, 0)
+    dims = tl.arange(0, WIDTH)
+    places = rows.to(tl.int64)[:, None] * q_row_stride + heads[:, None] * q_head_stride + dims[None, :]
+    queries = tl.load(q + places, mask=is_row[:, None] & (dims < DIM)[None, :], other=0.0)
+    if WIDE:
+        queries = queries.to(tl.float32)
+    low = tl.min(tl.where(is_row, first, 1 << 30), 0)
+    high = tl.max(tl.where(is_row, last, 0), 0)
+    last = tl.where(is_row, last, 0)
+    return sequence, rows, heads, is_row, queries, first, last, low, high
+
+
+@triton.jit
+def _attend_keys(
+    queries,
+    first,
+    last,
+    low,
+    high,
+    begin,
+    end,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    table,
+    block_stride,
+    slot_stride,
+    scale_block_stride,
+    scale_slot_stride,
+    scale,
+    soft_cap,
+    M: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    """Return the largest score, the sum of exponentials, and the weighted values of the keys begin:end."""
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    out = tl.zeros([M, WIDTH], tl.float32)
+    dims = tl.arange(0, WIDTH)
+    is_dim = dims < DIM
+    for key in range(begin, end, KEYS):
+        places = key + tl.arange(0, KEYS)
+        is_held = (places >= low) & (places < high)
+        blocks = tl.load(table + places // BLOCK, mask=is_held, other=0).to(tl.int64)
+        slots = blocks * block_stride + (places % BLOCK) * slot_stride
+        some = tl.load(
+            keys + slots[None, :] + dims[:, None], mask=is_held[None, :] & is_dim[:, None], other=0
+        )
+        scores = tl.dot(queries, some.to(queries.dtype), input_precision="ieee") * scale
+        if IS_SCALED:
+            scale_slots = blocks * scale_block_stride + (places % BLOCK) * scale_slot_stride
+            scores = scores * tl.load(key_scales + scale_slots, mask=is_held, other=0.0)[None, :]
+        if HAS_CAP:
+            scores = soft_cap * tanh(scores / soft_cap)
+        is_seen = (places[None, :] >= first[:, None]) & (places[None, :] < last[:, None])
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp(scores - base[:, None])
+        factor = tl.exp(top - base)
+        total = total * factor + tl.sum(weights, 1)
+        if IS_SCALED:
+            columns = tl.load(value_scales + scale_slots, mask=is_held, other=0.0)[None, :]
+            weights = tl.where(is_seen, weights * columns, 0.0)
+        some = tl.load(
+            values + slots[:, None] + dims[None, :], mask=is_held[:, None] & is_dim[None, :], other=0
+        )
+        product = tl.dot(weights.to(queries.dtype), some.to(queries.dtype), input_precision="ieee")
+        out = out * factor[:, None] + product
+        top = new_top
+    return top, total, out
+
+
+@triton.jit
+def _merge(top, total, out, other_top, other_total, other_out):
+    """Return the sums of two splits, the second one of later keys.
+
+    Written with `fma`, so that no compiler rounds it differently in another program.
+    """
+    new_top = tl.maximum(top, other_top)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    mine = tl.exp(top - base)
+    others = tl.exp(other_top - base)
+    total = tl.fma(other_total, others, total * mine)
+    mine = tl.broadcast_to(tl.expand_dims(mine, 1), out.shape)
+    others = tl.broadcast_to(tl.expand_dims(others, 1), out.shape)
+    return new_top, total, tl.fma(other_out, others, out * mine)
+
+
+@triton.jit
+def _finish(top, total, out, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
+    """Return the attention: the weighted values divided by the sum of exponentials, with the sinks'."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
+        new_top = tl.maximum(top, sink)
+        total = total * tl.exp(top - new_top) + tl.exp(sink - new_top)
+        out = out * tl.exp(top - new_top)[:, None]
+    return out / total[:, None]
+
+
+@triton.jit
+def attend(
+    out,
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    tables,
+    row_offsets,
+    lengths,
+    spans,
+    sinks,
+    num_sequences,
+    window,
+    scale,
+    soft_cap,
+    q_row_stride,
+    q_head_stride,
+    out_row_stride,
+    out_head_stride,
+    block_stride,
+    head_stride,
+    slot_stride,
+    scale_block_stride,
+    scale_head_stride,
+    scale_slot_stride,
+    table_stride,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Attention of one tile. Grid: tiles, kv heads. SPLIT 0 takes all keys as one split."""
+    sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
+        q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
+        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, HAS_SPANS, WIDE,
+    )  # fmt: skip
+    keys += tl.program_id(1) * head_stride
+    values += tl.program_id(1) * head_stride
+    key_scales += tl.program_id(1) * scale_head_stride
+    value_scales += tl.program_id(1) * scale_head_stride
+    table = tables + sequence.to(tl.int64) * table_stride
+    begin = low // KEYS * KEYS
+    if SPLIT == 0:
+        top, total, sums = _attend_keys(
+            queries, first, last, low, high, begin, high, keys, values, key_scales, value_scales, table,
+            block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
+            M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, HAS_CAP,
+        )  # fmt: skip
+    else:
+        top = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        sums = tl.zeros([M, WIDTH], tl.float32)
+        for split in range(low // SPLIT, (high + SPLIT - 1) // SPLIT):
+            other_top, other_total, other_sums = _attend_keys(
+                queries, first, last, low, high,
+                tl.maximum(split * SPLIT, begin), tl.minimum(split * SPLIT + SPLIT, high),
+                keys, values, key_scales, value_scales, table,
+                block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
+                M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, HAS_CAP,
+            )  # fmt: skip
+            top, total, sums = _merge(top, total, sums, other_top, other_total, other_sums)
+    result = _finish(top, total, sums, sinks, heads, is_row, HAS_SINKS)
+    dims = tl.arange(0, WIDTH)
+    places = rows.to(tl.int64)[:, None] * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
+    mask = is_row[:, None] & (dims < DIM)[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def attend_split(
+    partial_out,
+    partial_top,
+    partial_total,
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    tables,
+    row_offsets,
+    lengths,
+    spans,
+    num_sequences,
+    num_rows,
+    num_heads,
+    window,
+    scale,
+    soft_cap,
+    q_row_stride,
+    q_head_stride,
+    block_stride,
+    head_stride,
+    slot_stride,
+    scale_block_stride,
+    scale_head_stride,
+    scale_slot_stride,
+    table_stride,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """One split of one tile, before the division. Grid: tiles, kv heads, splits.
+
+    ``partial_out [splits, T, H, WIDTH]``, ``partial_top`` and ``partial_total [splits, T, H]`` are float32.
+    Splits that no row of the tile sees are not written.
+    """
+    sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
+        q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
+        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, HAS_SPANS, WIDE,
+    )  # fmt: skip
+    split = tl.program_id(2)
+    begin = tl.maximum(split * SPLIT, low // KEYS * KEYS)
+    end = tl.minimum(split * SPLIT + SPLIT, high)
+    if begin < end:
+        top, total, sums = _attend_keys(
+            queries, first, last, low, high, begin, end,
+            keys + tl.program_id(1) * head_stride, values + tl.program_id(1) * head_stride,
+            key_scales + tl.program_id(1) * scale_head_stride,
+            value_scales + tl.program_id(1) * scale_head_stride,
+            tables + sequence.to(tl.int64) * table_stride,
+            block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
+            M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, HAS_CAP,
+        )  # fmt: skip
+        places = (split.to(tl.int64) * num_rows + rows) * num_heads + heads
+        tl.store(partial_top + places, top, mask=is_row)
+        tl.store(partial_total + places, total, mask=is_row)
+        dims = tl.arange(0, WIDTH)
+        tl.store(partial_out + places[:, None] * WIDTH + dims[None, :], sums, mask=is_row[:, None])
+
+
+@triton.jit
+def merge_splits(
+    out,
+    partial_out,
+    partial_top,
+    partial_total,
+    row_offsets,
+    lengths,
+    spans,
+    sinks,
+    num_sequences,
+    num_rows,
+    num_heads,
+    window,
+    out_row_stride,
+    out_head_stride,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Add up the splits of one row, in order. Grid: rows, groups of HEADS heads."""
+    row = tl.program_id(0)
+    low_sequence = row * 0
+    high_sequence = low_sequence + num_sequences - 1
+    while low_sequence < high_sequence:
+        middle = (low_sequence + high_sequence + 1) // 2
+        is_later = tl.load(row_offsets + middle) <= row
+        low_sequence = tl.where(is_later, middle, low_sequence)
+        high_sequence = tl.where(is_later, high_sequence, middle - 1)
+    position = tl.load(lengths + low_sequence) - (tl.load(row_offsets + low_sequence + 1) - row)
+    last = position + 1
+    if HAS_SPANS:
+        last = tl.maximum(last, tl.load(spans + row * 2 + 1))
+    first = position * 0
+    if HAS_WINDOW:
+        first = tl.maximum(position - window + 1, 0)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_head = heads < num_heads
+    dims = tl.arange(0, WIDTH)
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    sums = tl.zeros([HEADS, WIDTH], tl.float32)
+    for split in range(first // SPLIT, (last + SPLIT - 1) // SPLIT):
+        places = ((row.to(tl.int64) * 0 + split) * num_rows + row) * num_heads + heads
+        other_top = tl.load(partial_top + places, mask=is_head, other=float("-inf"))
+        other_total = tl.load(partial_total + places, mask=is_head, other=0.0)
+        other_sums = tl.load(
+            partial_out + places[:, None] * WIDTH + dims[None, :], mask=is_head[:, None], other=0.0
+        )
+        top, total, sums = _merge(top, total, sums, other_top, other_total, other_sums)
+    result = _finish(top, total, sums, sinks, heads, is_head, HAS_SINKS)
+    places = row.to(tl.int64) * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
+    mask = is_head[:, None] & (dims < DIM)[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=mask)

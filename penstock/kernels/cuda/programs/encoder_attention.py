@@ -1,0 +1,102 @@
+"""Attention within the sequences of a ragged batch, without a cache. Tiles as in `attention`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.cuda.programs.tiles import group_of_tile
+
+
+@triton.jit
+def attend_ragged(
+    out,
+    q,
+    keys,
+    values,
+    row_offsets,
+    bias,
+    num_sequences,
+    window,
+    scale,
+    q_row_stride,
+    q_head_stride,
+    key_row_stride,
+    key_head_stride,
+    value_row_stride,
+    value_head_stride,
+    out_row_stride,
+    out_head_stride,
+    bias_head_stride,
+    bias_centre,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Attention of ROWS rows of a sequence and one query head. Grid: tiles, query heads."""
+    sequence, row = group_of_tile(row_offsets, tl.program_id(0), num_sequences, ROWS)
+    head = tl.program_id(1)
+    start = tl.load(row_offsets + sequence)
+    stop = tl.load(row_offsets + sequence + 1)
+    rows = row + tl.arange(0, ROWS)
+    is_row = (rows >= start) & (rows < stop)
+    positions = rows - start
+    dims = tl.arange(0, WIDTH)
+    is_dim = dims < DIM
+    places = rows.to(tl.int64)[:, None] * q_row_stride + head * q_head_stride + dims[None, :]
+    queries = tl.load(q + places, mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    low = row - start
+    high = tl.minimum(row - start + ROWS, stop - start)
+    begin = low * 0
+    end = stop - start
+    if HAS_WINDOW:
+        begin = tl.maximum(low - window, 0) // KEYS * KEYS
+        end = tl.minimum(end, high + window)
+    if IS_CAUSAL:
+        end = tl.minimum(end, high)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    keys += (head // GROUP) * key_head_stride
+    values += (head // GROUP) * value_head_stride
+    for key in range(begin, end, KEYS):
+        others = key + tl.arange(0, KEYS)
+        is_key = others < stop - start
+        at = (start + others).to(tl.int64)
+        some = tl.load(
+            keys + at[None, :] * key_row_stride + dims[:, None],
+            mask=is_key[None, :] & is_dim[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(queries, some, input_precision="ieee") * scale
+        distance = others[None, :] - positions[:, None]
+        is_seen = is_key[None, :] & is_row[:, None]
+        if HAS_WINDOW:
+            is_seen = is_seen & (tl.abs(distance) <= window)
+        if IS_CAUSAL:
+            is_seen = is_seen & (distance <= 0)
+        if HAS_BIAS:
+            at_bias = bias + head * bias_head_stride + bias_centre + distance
+            scores = scores + tl.load(at_bias, mask=is_seen, other=0.0).to(tl.float32)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp(scores - base[:, None])
+        factor = tl.exp(top - base)
+        total = total * factor + tl.sum(weights, 1)
+        some = tl.load(
+            values + at[:, None] * value_row_stride + dims[None, :],
+            mask=is_key[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        product = tl.dot(weights.to(queries.dtype), some, input_precision="ieee")
+        sums = sums * factor[:, None] + product
+        top = new_top
+    result = sums / total[:, None]
+    places = rows.to(tl.int64)[:, None] * out_row_stride + head * out_head_stride + dims[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])

@@ -1,0 +1,332 @@
+"""Matrix products: floats, 8-bit floats in groups, and integers.
+
+A product multiplies the rows of one weight, or of several (GROUPS): row p of the sorted rows belongs to the
+group g with ``starts[g] <= p < starts[g + 1]``, and is multiplied by the weight of g. ``rows[p]`` is its row
+in ``x`` (GATHERS) or in ``out`` (SCATTERS). The weights of the groups lie ``group_stride`` apart, or, with
+POINTERS, at the addresses ``weights[g]``.
+
+The inputs of a row are summed in tiles of the same size and in the same order, whatever the other rows are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.cuda.programs.tiles import group_of_tile
+
+
+@triton.jit
+def _rows_of_tile(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.constexpr):
+    """Return the group of this program's tile, its sorted rows, and which of them exist."""
+    if GROUPS:
+        group, row = group_of_tile(starts, tl.program_id(0), num_groups, M)
+        places = row + tl.arange(0, M)
+        first = tl.load(starts + group)
+        last = tl.load(starts + group + 1)
+        return group, places, (places >= first) & (places < last)
+    else:
+        places = tl.program_id(0) * M + tl.arange(0, M)
+        return tl.program_id(0) * 0, places, places < num_rows
+
+
+@triton.jit
+def _weight_of(weight, weights, group, group_stride, GROUPS: tl.constexpr, POINTERS: tl.constexpr):
+    if POINTERS:
+        return tl.load(weights + group).to(weight.dtype)
+    elif GROUPS:
+        return weight + group.to(tl.int64) * group_stride
+    else:
+        return weight
+
+
+@triton.jit
+def e4m3_values(codes):
+    """Return 8-bit floats as float32. Their bits are those of a float16 that is 2**8 times too small."""
+    wide = codes.to(tl.uint16)
+    halves = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    values = halves.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
+
+
+@triton.jit
+def multiply_floats(
+    out,
+    x,
+    weight,
+    weights,
+    scales,
+    scale_table,
+    bias,
+    biases,
+    rows,
+    starts,
+    limits,
+    num_rows,
+    num_groups,
+    out_features,
+    in_features,
+    x_row_stride,
+    out_row_stride,
+    weight_out_stride,
+    weight_in_stride,
+    group_stride,
+    scale_out_stride,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    POINTERS: tl.constexpr,
+    GATHERS: tl.constexpr,
+    SCATTERS: tl.constexpr,
+    ADDS: tl.constexpr,
+    LIMITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """One tile of ``x @ weight.T + bias``. Grid: tiles of rows, tiles of outputs.
+
+    With IS_E4M3 the weight is bytes, and INPUTS inputs share a scale. LIMITS: group g has only
+    ``limits[g]`` outputs ("out") or inputs ("in"). ADDS adds the product to ``out``.
+    """
+    group, places, is_row = _rows_of_tile(starts, num_rows, num_groups, M, GROUPS)
+    weight = _weight_of(weight, weights, group, group_stride, GROUPS, POINTERS)
+    sources = places.to(tl.int64)
+    targets = places.to(tl.int64)
+    if GATHERS or SCATTERS:
+        named = tl.load(rows + places, mask=is_row, other=0)
+        sources = named if GATHERS else sources
+        targets = named if SCATTERS else targets
+    outputs = tl.program_id(1) * N + tl.arange(0, N)
+    last_output = out_features
+    last_input = in_features
+    if LIMITS == "out":
+        last_output = tl.load(limits + group).to(tl.int32)
+    if LIMITS == "in":
+        last_input = tl.load(limits + group).to(tl.int32)
+    is_output = outputs < last_output
+    total = tl.zeros([M, N], tl.float32)
+    for start in range(0, last_input, INPUTS):
+        inputs = start + tl.arange(0, INPUTS)
+        is_input = inputs < last_input
+        values = tl.load(
+            x + sources[:, None] * x_row_stride + inputs[None, :],
+            mask=is_row[:, None] & is_input[None, :],
+            other=0.0,
+        )
+        at = outputs.to(tl.int64)[None, :] * weight_out_stride + inputs[:, None] * weight_in_stride
+        numbers = tl.load(weight + at, mask=is_output[None, :] & is_input[:, None], other=0)
+        if IS_E4M3:
+            numbers = e4m3_values(numbers)
+        if WIDE:
+            values = values.to(tl.float32)
+        product = tl.dot(values, numbers.to(values.dtype), input_precision="ieee")
+        if IS_E4M3:
+            scale = _weight_of(scales, scale_table, group, 0, False, POINTERS)
+            at = outputs.to(tl.int64) * scale_out_stride + start // INPUTS
+            product = product * tl.load(scale + at, mask=is_output, other=0.0)[None, :]
+        total += product
+    places = targets[:, None] * out_row_stride + outputs[None, :]
+    mask = is_row[:, None] & (outputs < out_features)[None, :]
+    dtype = out.dtype.element_ty
+    if HAS_BIAS:
+        own = _weight_of(bias, biases, group, 0, False, POINTERS)
+        total += tl.load(own + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    if ADDS:
+        total += tl.load(out + places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + places, total.to(dtype), mask=mask)
+
+
+@triton.jit
+def multiply_rows(
+    out,
+    x,
+    x_scales,
+    wide,
+    weight,
+    weights,
+    scales,
+    scale_table,
+    bias,
+    biases,
+    rows,
+    starts,
+    num_rows,
+    num_groups,
+    num_sources,
+    out_features,
+    in_features,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GATHERS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One tile of a product of integers with one scale per row and per output. Grid as `multiply_floats`.
+
+    ``x [2, num_sources, in]`` are the bytes of `quantize_rows`. The sums are exact.
+    """
+    group, places, is_row = _rows_of_tile(starts, num_rows, num_groups, M, GROUPS)
+    weight = _weight_of(weight, weights, group, 0, False, GROUPS)
+    sources = places.to(tl.int64)
+    if GATHERS:
+        sources = tl.load(rows + places, mask=is_row, other=0)
+    outputs = tl.program_id(1) * N + tl.arange(0, N)
+    is_output = outputs < out_features
+    has_wide = tl.max(tl.load(wide + sources, mask=is_row, other=0), 0) > 0
+    total = tl.zeros([M, N], tl.int32)
+    high = tl.zeros([M, N], tl.int32)
+    for start in range(0, in_features, INPUTS):
+        inputs = start + tl.arange(0, INPUTS)
+        is_input = inputs < in_features
+        at = outputs.to(tl.int64)[None, :] * in_features + inputs[:, None]
+        numbers = tl.load(weight + at, mask=is_output[None, :] & is_input[:, None], other=0)
+        at = sources[:, None] * in_features + inputs[None, :]
+        mask = is_row[:, None] & is_input[None, :]
+        total += tl.dot(tl.load(x + at, mask=mask, other=0), numbers, out_dtype=tl.int32)
+        if has_wide:
+            at += (sources[:, None] * 0 + num_sources) * in_features
+            high += tl.dot(tl.load(x + at, mask=mask, other=0), numbers, out_dtype=tl.int32)
+    # Two sums of float32 size add up in float64, so that the sum is rounded once.
+    exact = total.to(tl.float64) + 16.0 * high.to(tl.float64)
+    scale = _weight_of(scales, scale_table, group, 0, False, GROUPS)
+    factors = tl.load(x_scales + sources, mask=is_row, other=0.0)[:, None]
+    factors = factors * tl.load(scale + outputs, mask=is_output, other=0.0)[None, :]
+    result = exact.to(tl.float32) * factors
+    if HAS_BIAS:
+        own = _weight_of(bias, biases, group, 0, False, GROUPS)
+        result += tl.load(own + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    places = places.to(tl.int64)[:, None] * out_features + outputs[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def _multiply_group(
+    total,
+    x,
+    x_scales,
+    numbers,
+    scales,
+    zeros,
+    sources,
+    is_row,
+    outputs,
+    is_output,
+    group,
+    num_groups,
+    SHIFT: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+):
+    """Add the product of 32 inputs to ``total``; ``numbers [32, N]`` are bytes as stored."""
+    is_row = is_row & (sources * 0 + group < num_groups)
+    is_output = is_output & (outputs * 0 + group < num_groups)
+    inputs = group * 32 + tl.arange(0, 32)
+    at = sources[:, None] * (num_groups * 32) + inputs[None, :]
+    values = tl.load(x + at, mask=is_row[:, None], other=0)
+    integers = (numbers.to(tl.int16) - SHIFT).to(tl.int8)
+    sums = tl.dot(values, integers, out_dtype=tl.int32)
+    column = outputs.to(tl.int64) * num_groups + group
+    if HAS_ZEROS:
+        offsets = SHIFT - tl.load(zeros + column, mask=is_output, other=0).to(tl.int32)
+        sums += tl.sum(values.to(tl.int32), 1)[:, None] * offsets[None, :]
+    factors = tl.load(x_scales + sources * num_groups + group, mask=is_row, other=0.0)
+    scaled = sums.to(tl.float32) * factors[:, None]
+    of_output = tl.load(scales + column, mask=is_output, other=0.0).to(tl.float32)
+    return tl.fma(scaled, tl.broadcast_to(of_output[None, :], scaled.shape), total)
+
+
+@triton.jit
+def multiply_groups(
+    out,
+    x,
+    x_scales,
+    weight,
+    weights,
+    scales,
+    scale_table,
+    zeros,
+    zero_table,
+    row_scales,
+    row_scale_table,
+    bias,
+    biases,
+    rows,
+    starts,
+    num_rows,
+    num_weights,
+    out_features,
+    num_groups,
+    weight_bytes,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    IS_NIBBLES: tl.constexpr,
+    SHIFT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GATHERS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One tile of a product of integers with a scale per 32 inputs. Grid as `multiply_floats`.
+
+    ``x [.., num_groups * 32]`` and ``x_scales [.., num_groups]`` are the results of `quantize_groups`. A row
+    of the weight has ``weight_bytes`` bytes: of each group 32, or of two groups together (IS_NIBBLES), the
+    first in the low halves. A stored byte less SHIFT is an int8. A zero point is a stored byte.
+    """
+    group, places, is_row = _rows_of_tile(starts, num_rows, num_weights, M, GROUPS)
+    weight = _weight_of(weight, weights, group, 0, False, GROUPS)
+    scale = _weight_of(scales, scale_table, group, 0, False, GROUPS)
+    zero = zeros
+    if HAS_ZEROS:
+        zero = _weight_of(zeros, zero_table, group, 0, False, GROUPS)
+    sources = places.to(tl.int64)
+    if GATHERS:
+        sources = tl.load(rows + places, mask=is_row, other=0)
+    outputs = tl.program_id(1) * N + tl.arange(0, N)
+    is_output = outputs < out_features
+    total = tl.zeros([M, N], tl.float32)
+    for start in range(0, weight_bytes, 32):
+        columns = start + tl.arange(0, 32)
+        at = outputs.to(tl.int64)[None, :] * weight_bytes + columns[:, None]
+        stored = tl.load(weight + at, mask=is_output[None, :] & (columns < weight_bytes)[:, None], other=0)
+        if IS_NIBBLES:
+            total = _multiply_group(
+                total, x, x_scales, stored & 15, scale, zero, sources, is_row, outputs, is_output,
+                start // 16, num_groups, SHIFT, HAS_ZEROS,
+            )  # fmt: skip
+            total = _multiply_group(
+                total, x, x_scales, stored >> 4, scale, zero, sources, is_row, outputs, is_output,
+                start // 16 + 1, num_groups, SHIFT, HAS_ZEROS,
+            )  # fmt: skip
+        else:
+            total = _multiply_group(
+                total, x, x_scales, stored, scale, zero, sources, is_row, outputs, is_output,
+                start // 32, num_groups, SHIFT, HAS_ZEROS,
+            )  # fmt: skip
+    if HAS_ROW_SCALES:
+        own = _weight_of(row_scales, row_scale_table, group, 0, False, GROUPS)
+        total = total * tl.load(own + outputs, mask=is_output, other=0.0)[None, :]
+    if HAS_BIAS:
+        own = _weight_of(bias, biases, group, 0, False, GROUPS)
+        total += tl.load(own + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    places = places.to(tl.int64)[:, None] * out_features + outputs[None, :]
+    tl.store(out + places, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def combine_experts(out, y, topk_weights, places, width, TOP: tl.constexpr, WIDTH: tl.constexpr):
+    """Add up the weighted results of a row's experts. Grid: rows, tiles of WIDTH columns.
+
+    ``places [T, TOP]`` are the rows of ``y`` in the order of the experts' ids.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    is_column = columns < width
+    total = tl.zeros([WIDTH], tl.float32)
+    for index in range(TOP):
+        place = tl.load(places + row * TOP + index)
+        values = tl.load(y + place * width + columns, mask=is_column, other=0.0).to(tl.float32)
+        total += values * tl.load(topk_weights + row * TOP + index)
+    tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=is_column)

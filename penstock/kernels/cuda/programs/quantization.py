@@ -1,0 +1,77 @@
+"""Quantisation of activations, as `penstock.kernels.quantized` defines it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.cuda.programs.rows import round_half_even
+
+
+@triton.jit
+def _larger_target(values, largest, target, fits, max_extras, MULTIPLE: tl.constexpr):
+    """Return the target and whether it fits, after trying MULTIPLE times 127."""
+    candidate = 127.0 * MULTIPLE
+    integers = tl.abs(round_half_even(values * tl.div_rn(candidate, largest))).to(tl.int32)
+    extras = tl.sum(tl.maximum(integers - 1, 0) // 127, 0)
+    fits = fits & (extras <= max_extras)
+    return tl.where(fits, candidate, target), fits
+
+
+@triton.jit
+def quantize_rows(out, scales, wide, x, num_rows, in_features, row_stride, max_extras, WIDTH: tl.constexpr):
+    """Quantise one row. Grid: rows.
+
+    ``out [2, T, in]`` int8: an integer is ``out[0] + 16 * out[1]``. ``wide [T]`` int32 is 1 for rows with
+    integers beyond -127..127; other rows have zeros in ``out[1]``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    is_column = columns < in_features
+    values = tl.load(x + row * row_stride + columns, mask=is_column, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), 0)
+    has_nan = tl.sum((values != values).to(tl.int32), 0) > 0
+    is_finite = (largest < float("inf")) & (not has_nan)
+    fits = is_finite & (largest >= 1e-30)
+    is_valid = fits
+    divisor = tl.where(fits, largest, 1.0)
+    values = tl.where(fits, values, 0.0)
+    target = tl.where(fits, 127.0, 127.0)
+    target, fits = _larger_target(values, divisor, target, fits, max_extras, 1.5)
+    target, fits = _larger_target(values, divisor, target, fits, max_extras, 2.0)
+    target, fits = _larger_target(values, divisor, target, fits, max_extras, 3.0)
+    target, fits = _larger_target(values, divisor, target, fits, max_extras, 4.0)
+    target, fits = _larger_target(values, divisor, target, fits, max_extras, 6.0)
+    target, fits = _larger_target(values, divisor, target, fits, max_extras, 8.0)
+    target, fits = _larger_target(values, divisor, target, fits, max_extras, 12.0)
+    target, fits = _larger_target(values, divisor, target, fits, max_extras, 16.0)
+    integers = round_half_even(values * tl.div_rn(target, divisor)).to(tl.int32)
+    scale = tl.where(is_valid, tl.div_rn(largest, target), tl.where(is_finite, 0.0, float("nan")))
+    is_wide = tl.max(tl.abs(integers), 0) > 127
+    high = tl.where(is_wide, (integers + 8) >> 4, 0)
+    place = row * in_features + columns
+    tl.store(out + place, (integers - high * 16).to(tl.int8), mask=is_column)
+    tl.store(out + (row * 0 + num_rows) * in_features + place, high.to(tl.int8), mask=is_column)
+    tl.store(scales + row, scale)
+    tl.store(wide + row, is_wide.to(tl.int32))
+
+
+@triton.jit
+def quantize_groups(out, scales, x, in_features, num_groups, row_stride, GROUPS: tl.constexpr):
+    """Quantise GROUPS groups of 32 inputs of one row. Grid: rows, tiles of groups."""
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = groups[:, None] * 32 + tl.arange(0, 32)[None, :]
+    values = tl.load(x + row * row_stride + columns, mask=columns < in_features, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), 1)
+    has_nan = tl.sum((values != values).to(tl.int32), 1) > 0
+    is_finite = (largest < float("inf")) & (has_nan == 0)
+    is_valid = is_finite & (largest >= 1e-30)
+    divisor = tl.where(is_valid, largest, 1.0)
+    values = tl.where(is_valid[:, None], values, 0.0)
+    target = tl.full([GROUPS], 127.0, tl.float32)
+    integers = round_half_even(values * tl.div_rn(target, divisor)[:, None])
+    scale = tl.where(is_valid, tl.div_rn(largest, target), tl.where(is_finite, 0.0, float("nan")))
+    is_group = groups < num_groups
+    tl.store(out + row * num_groups * 32 + columns, integers.to(tl.int8), mask=is_group[:, None])
+    tl.store(scales + row * num_groups + groups, scale, mask=is_group)

@@ -1,0 +1,43 @@
+"""Routing: the experts with the largest logits of each row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def route(
+    topk_weights, topk_ids, logits, experts, row_stride, TOP: tl.constexpr, WIDTH: tl.constexpr,
+    ROUTING: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of one row. Grid: rows. A NaN ranks last."""
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.arange(0, WIDTH)
+    is_expert = ids < experts
+    scores = tl.load(logits + row * row_stride + ids, mask=is_expert, other=float("-inf")).to(tl.float32)
+    is_nan = scores != scores
+    largest = tl.max(tl.where(is_nan, float("-inf"), scores), 0)
+    exponentials = tl.where(is_expert, tl.exp(scores - largest), 0.0)
+    left = tl.where(is_expert, tl.where(is_nan, 1, 2), 0)  # 0: taken, 1: not a number, 2: a number
+    total = tl.sum(exponentials, 0)
+    chosen = tl.zeros([WIDTH], tl.int32)
+    for _ in range(TOP):
+        kind = tl.max(left, 0)
+        best = tl.max(tl.where((left == kind) & (kind == 2), scores, float("-inf")), 0)
+        is_best = (left == kind) & ((kind == 1) | (scores == best))
+        found = tl.min(tl.where(is_best, ids, 2147483647), 0)
+        chosen = tl.where(ids == found, 1, chosen)
+        left = tl.where(ids == found, 0, left)
+    if ROUTING != "all":
+        total = tl.sum(tl.where(chosen == 1, exponentials, 0.0), 0)
+    left = tl.where(chosen == 1, tl.where(is_nan, 1, 2), 0)
+    for index in range(TOP):
+        kind = tl.max(left, 0)
+        best = tl.max(tl.where((left == kind) & (kind == 2), scores, float("-inf")), 0)
+        is_best = (left == kind) & ((kind == 1) | (scores == best))
+        found = tl.min(tl.where(is_best, ids, 2147483647), 0)
+        share = tl.sum(tl.where(ids == found, exponentials, 0.0), 0)
+        tl.store(topk_weights + row * TOP + index, share / total)
+        tl.store(topk_ids + row * TOP + index, found.to(tl.int64))
+        left = tl.where(ids == found, 0, left)

@@ -1,0 +1,206 @@
+"""Programs on rows: norms, activations, rotary embedding, cache writes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.cuda.programs.tiles import tanh
+
+
+@triton.jit
+def norm(
+    out,
+    total,
+    x,
+    residual,
+    weight,
+    bias,
+    inner,
+    outer_stride,
+    inner_stride,
+    residual_stride,
+    width,
+    eps,
+    WIDTH: tl.constexpr,
+    ADDS: tl.constexpr,
+    IS_CENTRED: tl.constexpr,
+    WEIGHT_IS_WIDER: tl.constexpr,
+):
+    """Normalise one row of ``x``, after adding the row of ``residual``. Grid: rows.
+
+    Row r of ``x`` is at ``r // inner * outer_stride + r % inner * inner_stride``. IS_CENTRED selects the
+    layer norm with a bias, otherwise the RMS norm.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    is_column = columns < width
+    place = row // inner * outer_stride + row % inner * inner_stride
+    values = tl.load(x + place + columns, mask=is_column, other=0.0)
+    dtype = values.dtype
+    wide = values.to(tl.float32)
+    if ADDS:
+        wide += tl.load(residual + row * residual_stride + columns, mask=is_column, other=0.0).to(tl.float32)
+        rounded = wide.to(dtype)
+        tl.store(total + row * width + columns, rounded, mask=is_column)
+        wide = rounded.to(tl.float32)
+    if IS_CENTRED:
+        wide = tl.where(is_column, wide - tl.sum(wide, 0) / width, 0.0)
+    normed = wide * (1 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps))
+    factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    if IS_CENTRED:
+        normed = normed * factors + tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)
+    else:
+        if not WEIGHT_IS_WIDER:
+            normed = normed.to(dtype).to(tl.float32)
+        normed = normed * factors
+    tl.store(out + row * width + columns, normed.to(dtype), mask=is_column)
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        return x / (1 + tl.exp(-x))
+    elif KIND == "gelu":
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    else:
+        return tl.where(x > 0, x, x * 0)  # 0 times a NaN is a NaN
+
+
+@triton.jit
+def activate(out, x, width, row_stride, cap, WIDTH: tl.constexpr, KIND: tl.constexpr):
+    """Apply a function to each number. Grid: rows, tiles of WIDTH columns."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    is_column = columns < width
+    values = tl.load(x + row * row_stride + columns, mask=is_column, other=0.0).to(tl.float32)
+    if KIND == "soft_cap":
+        values = cap * tanh(values / cap)
+    else:
+        values = _activate(values, KIND)
+    tl.store(out + row * width + columns, values.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def gate(out, x, width, row_stride, alpha, limit, WIDTH: tl.constexpr, KIND: tl.constexpr):
+    """Multiply the activated first half of a row by the second. Grid: rows, tiles of WIDTH columns."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    is_column = columns < width
+    dtype = x.dtype.element_ty
+    gates = tl.load(x + row * row_stride + columns, mask=is_column, other=0.0).to(tl.float32)
+    ups = tl.load(x + row * row_stride + width + columns, mask=is_column, other=0.0).to(tl.float32)
+    if KIND == "clamped_swiglu":
+        gates = tl.where(gates > limit, limit, gates)
+        ups = tl.where(ups > limit, limit, tl.where(ups < -limit, -limit, ups))
+        values = gates / (1 + tl.exp(-alpha * gates)) * (ups + 1)
+    else:
+        values = _activate(gates, KIND).to(dtype).to(tl.float32) * ups
+    tl.store(out + row * width + columns, values.to(dtype), mask=is_column)
+
+
+@triton.jit
+def rotate(
+    q_out,
+    k_out,
+    q,
+    k,
+    cos,
+    sin,
+    q_row_stride,
+    q_head_stride,
+    k_row_stride,
+    k_head_stride,
+    q_heads,
+    k_heads,
+    half,
+    dim,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Rotate one head of one row, or copy what is not rotated. Grid: rows, query heads + kv heads."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    is_query = head < q_heads
+    own = tl.where(is_query, head, head - q_heads)
+    pairs = tl.arange(0, HALF)
+    is_pair = pairs < half
+    angle_cos = tl.load(cos + row * half + pairs, mask=is_pair, other=0.0)
+    angle_sin = tl.load(sin + row * half + pairs, mask=is_pair, other=0.0)
+    if is_query:
+        source = q + row * q_row_stride + own * q_head_stride
+        target = q_out + (row * q_heads + own) * dim
+    else:
+        source = k + row * k_row_stride + own * k_head_stride
+        target = k_out + (row * k_heads + own) * dim
+    first = tl.load(source + pairs, mask=is_pair, other=0.0).to(tl.float32)
+    second = tl.load(source + half + pairs, mask=is_pair, other=0.0).to(tl.float32)
+    dtype = q_out.dtype.element_ty
+    tl.store(target + pairs, (first * angle_cos - second * angle_sin).to(dtype), mask=is_pair)
+    tl.store(target + half + pairs, (second * angle_cos + first * angle_sin).to(dtype), mask=is_pair)
+    if REST > 0:
+        rest = 2 * half + tl.arange(0, REST)
+        is_rest = rest < dim
+        tl.store(target + rest, tl.load(source + rest, mask=is_rest, other=0.0), mask=is_rest)
+
+
+@triton.jit
+def store_keys_values(
+    cache,
+    scales,
+    k,
+    v,
+    slots,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    side_stride,
+    block_stride,
+    head_stride,
+    slot_stride,
+    scale_side_stride,
+    scale_block_stride,
+    scale_head_stride,
+    scale_slot_stride,
+    dim,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+):
+    """Write one head of one row into the cache. Grid: rows, kv heads, keys and values."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    side = tl.program_id(2)
+    dims = tl.arange(0, WIDTH)
+    is_dim = dims < dim
+    if side == 0:
+        source = k + row * k_row_stride + head * k_head_stride
+    else:
+        source = v + row * v_row_stride + head * v_head_stride
+    values = tl.load(source + dims, mask=is_dim, other=0.0).to(tl.float32)
+    slot = tl.load(slots + row)
+    block = slot // BLOCK
+    offset = slot % BLOCK
+    if IS_SCALED:
+        largest = tl.max(tl.abs(values), 0)
+        has_nan = tl.sum((values != values).to(tl.int32), 0) > 0
+        scale = tl.div_rn(tl.maximum(largest, 1e-12), 127.0)
+        scale = tl.where(has_nan, float("nan"), scale)
+        at = side * scale_side_stride + block * scale_block_stride
+        tl.store(scales + at + head * scale_head_stride + offset * scale_slot_stride, scale)
+        values = round_half_even(tl.div_rn(values, scale))
+        values = tl.where(values == values, values, 0.0)
+    target = cache + side * side_stride + block * block_stride + head * head_stride + offset * slot_stride
+    tl.store(target + dims, values.to(cache.dtype.element_ty), mask=is_dim)
+
+
+@triton.jit
+def round_half_even(x):
+    """Return the nearest integers of numbers below 2**22; of a half the even one.
+
+    Adding 1.5 * 2**23 leaves no bits for a fraction.
+    """
+    return (x + 12582912.0) - 12582912.0

@@ -1,0 +1,36 @@
+"""Which group of rows a tile belongs to. Groups are sequences, experts or adapters."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def group_of_tile(starts, tile, num_groups, ROWS: tl.constexpr):
+    """Return the group that owns a tile of at most ROWS rows, and the tile's first row.
+
+    Group g has the rows ``starts[g]:starts[g + 1]``. Its tiles are numbered from ``starts[g] // ROWS + g``. A
+    group of n rows has room for ``n // ROWS + 1`` tiles or more, so that the host need not know the sizes of
+    the groups. A tile whose first row is outside the group is empty.
+    """
+    low = tile * 0
+    high = low + num_groups - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        first = tl.load(starts + middle).to(tl.int32) // ROWS + middle
+        is_later = first <= tile
+        low = tl.where(is_later, middle, low)
+        high = tl.where(is_later, high, middle - 1)
+    start = tl.load(starts + low).to(tl.int32)
+    row = start + (tile - (start // ROWS + low)) * ROWS
+    return low, row
+
+
+@triton.jit
+def tanh(x):
+    """Return the hyperbolic tangent; near 0 by its series, where the quotient would lose digits."""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    far = 1 - 2 / (tl.exp(2 * tl.abs(x)) + 1)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -far, far))

@@ -1,0 +1,158 @@
+"""Operations on rows: norms, activations, rotary embedding, cache writes, routing and sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cuda.attention import FLOATS, CudaAttention
+from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
+from penstock.kernels.cuda.programs import rows as programs
+from penstock.kernels.cuda.programs.routing import route
+from penstock.kernels.cuda.programs.sampling import sample
+from penstock.kernels.experts import ClampedSwiGLU
+from penstock.kernels.inputs import LayerKV, SamplingInputs
+from penstock.kernels.ops import Activation, Routing
+
+_MAX_NORM = 1 << 15
+"""Widest row of a norm: one program holds it in registers."""
+_MAX_EXPERTS = 1024
+_COLUMNS = 1024
+"""Columns of a tile of elementwise programs."""
+_LOGITS = 4096
+"""Logits that the sampler reads at once."""
+
+
+class CudaRows(CudaAttention):
+    """Operations whose result in a row depends on the row only."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not _can_norm(x, weight):
+            return super().rms_norm(x, weight, eps)
+        return _norm(x, None, weight, None, eps)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if x.dim() != 2 or x.dtype != residual.dtype or not _can_norm(x, weight) or not has_rows(residual):
+            return super().add_rms_norm(x, residual, weight, eps)
+        return _norm(x, residual, weight, None, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        if not _can_norm(x, weight, bias):
+            return super().layer_norm(x, weight, bias, eps)
+        return _norm(x, None, weight, bias, eps)[0]
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if x.dim() != 2 or x.dtype != residual.dtype or not _can_norm(x, weight, bias):
+            return super().add_layer_norm(x, residual, weight, bias, eps)
+        return _norm(x, residual if has_rows(residual) else residual.contiguous(), weight, bias, eps)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        if x.dim() != 2 or x.dtype not in FLOATS or not has_rows(x):
+            return super().soft_cap(x, cap)
+        return _apply(programs.activate, x, x.shape[1], cap, KIND="soft_cap")
+
+    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        if x.dim() != 2 or x.dtype not in FLOATS or not has_rows(x):
+            return super().activation(x, activation)
+        return _apply(programs.activate, x, x.shape[1], 0.0, KIND=activation)
+
+    def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
+        if x.dtype not in FLOATS or not has_rows(x):
+            return super().gated_activation(x, activation)
+        return _apply(programs.gate, x, x.shape[1] // 2, 0.0, 0.0, KIND=activation)
+
+    def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
+        if x.dtype not in FLOATS or not has_rows(x):
+            return super().clamped_swiglu(x, gate)
+        return _apply(programs.gate, x, x.shape[1] // 2, gate.alpha, gate.limit, KIND="clamped_swiglu")
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        half, dim = cos.shape[1], q.shape[2]
+        floats = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
+        if q.dtype not in FLOATS or q.dtype != k.dtype or not has_rows(q, k) or not floats:
+            return super().rotary(q, k, cos, sin)
+        outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
+        rest = dim - 2 * half
+        launch(
+            programs.rotate, (len(q), q.shape[1] + k.shape[1]), *outs, q, k, cos, sin, *q.stride()[:2],
+            *k.stride()[:2], q.shape[1], k.shape[1], half, dim, HALF=power_of_two(half),
+            REST=power_of_two(rest) if rest else 0, num_warps=1,
+        )  # fmt: skip
+        return outs[0], outs[1]
+
+    def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
+        cache, scales = kv.cache, kv.scales
+        fits = k.dtype in FLOATS and v.dtype in FLOATS and has_rows(k, v, cache) and kv.slots.is_contiguous()
+        if not fits or (cache.dtype not in FLOATS and scales is None):
+            return super().store_kv(k, v, kv)
+        scale_strides = (0, 0, 0, 0) if scales is None else scales.stride()
+        launch(
+            programs.store_keys_values, (len(k), k.shape[1], 2), cache, cache if scales is None else scales,
+            k, v, kv.slots, *k.stride()[:2], *v.stride()[:2], *cache.stride()[:4], *scale_strides, k.shape[2],
+            BLOCK=cache.shape[3], WIDTH=power_of_two(k.shape[2]), IS_SCALED=scales is not None, num_warps=1,
+        )  # fmt: skip
+
+    def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
+        rows, experts = logits.shape
+        if logits.dtype not in FLOATS or not has_rows(logits) or not 0 < top <= experts <= _MAX_EXPERTS:
+            return super().route(logits, top, routing)
+        topk_weights = torch.empty((rows, top), dtype=torch.float32, device=logits.device)
+        topk_ids = torch.empty((rows, top), dtype=torch.int64, device=logits.device)
+        launch(
+            route, (rows,), topk_weights, topk_ids, logits, experts, row_stride(logits), TOP=top,
+            WIDTH=power_of_two(experts), ROUTING=routing, num_warps=1,
+        )  # fmt: skip
+        return topk_weights, topk_ids
+
+    def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
+        rows, vocabulary = logits.shape
+        if logits.dtype not in FLOATS or not has_rows(logits):
+            return super().sample(logits, sampling, bitmask)
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        mask = tokens if bitmask is None else bitmask.contiguous()
+        rules = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.uniforms)
+        launch(
+            sample, (rows,), tokens, logits, mask, *(rule.contiguous() for rule in rules), vocabulary,
+            row_stride(logits), 0 if bitmask is None else mask.stride(0),
+            CHUNK=min(_LOGITS, power_of_two(vocabulary, 16)), HAS_MASK=bitmask is not None, num_warps=8,
+        )  # fmt: skip
+        return tokens
+
+
+def _can_norm(x: Tensor, *weights: Tensor) -> bool:
+    """Return whether the program can norm rows of this type, width and layout."""
+    fits = x.dtype in FLOATS and x.shape[-1] <= _MAX_NORM and has_rows(x) and x.dim() in (2, 3)
+    return fits and all(weight.is_contiguous() and weight.dtype in FLOATS for weight in weights)
+
+
+def _norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of ``x``, plus ``residual`` if given, and the sum; RMS norm without a bias."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = out if residual is None else torch.empty_like(out)
+    width = x.shape[-1]
+    inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    size = power_of_two(width)
+    launch(
+        programs.norm, (out.numel() // width,), out, total, x, x if residual is None else residual, weight,
+        weight if bias is None else bias, inner, x.stride(0), inner_stride,
+        0 if residual is None else residual.stride(0), width, eps, WIDTH=size, ADDS=residual is not None,
+        IS_CENTRED=bias is not None,
+        WEIGHT_IS_WIDER=torch.promote_types(x.dtype, weight.dtype) != x.dtype,
+        num_warps=max(1, min(size // 512, 16)),
+    )  # fmt: skip
+    return out, total
+
+
+def _apply(program: Any, x: Tensor, width: int, *numbers: float, KIND: str) -> Tensor:
+    """Return ``[T, width]``, the result of an elementwise program on the rows of x."""
+    out = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
+    columns = min(_COLUMNS, power_of_two(width))
+    grid = (len(x), divide_up(width, columns))
+    launch(program, grid, out, x, width, row_stride(x), *numbers, WIDTH=columns, KIND=KIND)
+    return out

@@ -1,0 +1,49 @@
+"""Nibbles: weights of up to 4 bits, two in a byte, for GPUs.
+
+``weight`` is uint8 ``[out, ceil(in / 64) * 32]``. Byte ``32 * p + j`` of a row holds the input ``64 * p + j``
+in its low half and ``64 * p + 32 + j`` in its high half. So 32 bytes hold two groups of 32 inputs. Signed
+integers are stored with half of their range added, and so are inputs that do not exist. The other tensors are
+those of `LinearEncoding.pack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.dtype import DType
+from penstock.kernels.encodings import LinearEncoding
+
+_PAIR = 64
+"""Inputs of two groups."""
+
+
+def fits_nibbles(encoding: LinearEncoding) -> bool:
+    """Return whether the weights of an encoding can be stored in nibbles."""
+    return encoding.numbers == "integer" and encoding.bits <= 4
+
+
+def signed_offset(encoding: LinearEncoding) -> int:
+    """Return what is added to an integer before it is stored: half of the range of signed ones, else 0."""
+    return 1 << encoding.bits - 1 if encoding.storage_dtype is DType.int8 else 0
+
+
+def to_nibbles(rows: Mapping[str, Tensor], encoding: LinearEncoding) -> dict[str, Tensor]:
+    """Return the tensors of a weight in nibbles, from those that `LinearEncoding.pack` returns."""
+    weight, offset = rows["weight"], signed_offset(encoding)
+    stored = (weight.short() + offset).to(torch.uint8)
+    pairs = F.pad(stored, (0, -stored.shape[1] % _PAIR), value=offset).unflatten(1, (-1, 2, _PAIR // 2))
+    return {**rows, "weight": (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1).contiguous()}
+
+
+def from_nibbles(
+    tensors: Mapping[str, Tensor], encoding: LinearEncoding, in_features: int
+) -> dict[str, Tensor]:
+    """Return exactly what `to_nibbles` converted."""
+    pairs = tensors["weight"].unflatten(1, (-1, _PAIR // 2))
+    stored = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, :in_features]
+    weight = (stored.short() - signed_offset(encoding)).to(encoding.storage_dtype.to_torch())
+    return {**tensors, "weight": weight.contiguous()}
