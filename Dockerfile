@@ -3,6 +3,9 @@
 #   docker run -p 8000:8000 -v models:/models -e PENSTOCK_API_KEY=... penstock --model Qwen/Qwen3-0.6B
 # PIP_ARGS says where torch comes from, best an index of builds for CPUs, which are a tenth of the size:
 #   docker build --build-arg PIP_ARGS='--index-url ...' -t penstock .
+# For NVIDIA GPUs, with torch's CUDA build (pip's default) and a C compiler, which triton needs when it runs:
+#   docker build --build-arg EXTRAS='serve grammar cuda' --build-arg SYSTEM_PACKAGES='gcc libc6-dev' -t penstock-cuda .
+#   docker run --gpus all -p 8000:8000 -v models:/models penstock-cuda --model Qwen/Qwen3-0.6B --devices gpu
 # BASE is the Debian with a Python in /usr/local that both stages start from: another version's, or a registry's of your own.
 ARG BASE=python:3.12-slim-bookworm
 
@@ -17,9 +20,11 @@ RUN pip install -c /source/constraints.txt $PIP_ARGS torch
 # What Penstock needs comes before its source, so that a change of the source alone installs nothing else anew.
 # Nothing here uses torch's C++ API.
 COPY pyproject.toml /source/
-RUN python -c "import tomllib; project = tomllib.load(open('/source/pyproject.toml', 'rb'))['project']; \
-    extras = project['optional-dependencies']; \
-    print(*project['dependencies'], *extras['serve'], *extras['grammar'], sep='\n')" > /source/needed.txt \
+ARG EXTRAS="serve grammar"
+RUN python -c "import os, tomllib; project = tomllib.load(open('/source/pyproject.toml', 'rb'))['project']; \
+    names = os.environ.get('EXTRAS', 'serve grammar').split(); \
+    extras = [one for name in names for one in project['optional-dependencies'][name]]; \
+    print(*project['dependencies'], *extras, sep='\n')" > /source/needed.txt \
     && pip install -c /source/constraints.txt -r /source/needed.txt \
     && cd /opt/penstock/lib/python*/site-packages/torch && rm -rf include test bin/test_*
 COPY CMakeLists.txt LICENSE NOTICE README.md /source/
@@ -31,7 +36,8 @@ RUN pip install --no-deps -C wheel.cmake=true --prefix /opt/own /source \
     assert kernels.isa() != 'none', 'the C++ kernels were built, but cannot be loaded'"
 
 FROM $BASE
-RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/* \
+ARG SYSTEM_PACKAGES=""
+RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 $SYSTEM_PACKAGES && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 10001 penstock \
     && install -d -o penstock -g penstock /models
 COPY --from=build /opt/penstock /opt/penstock

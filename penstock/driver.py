@@ -28,6 +28,7 @@ __all__ = [
     "DeviceSpec",
     "Tensor",
     "accelerator_count",
+    "host_zeros",
     "load_devices",
     "scan_available_devices",
     "zeros",
@@ -169,6 +170,13 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     memory = torch.from_numpy(np.zeros(size + CACHE_LINE, np.uint8))
     start = -memory.data_ptr() % CACHE_LINE
     return memory[start : start + size].view(dtype).view(*shape)
+
+
+def host_zeros(size: int, dtype: torch.dtype, reader: torch.device) -> Tensor:
+    """Return ``[size]`` zeros in host memory that ``reader`` can copy from while a device graph runs."""
+    import torch
+
+    return torch.zeros(size, dtype=dtype, pin_memory=reader.type != "cpu")
 
 
 def _gpus(count: int) -> str:

@@ -35,7 +35,8 @@ def to_nibbles(rows: Mapping[str, Tensor], encoding: LinearEncoding) -> dict[str
     """Return the tensors of a weight in nibbles, from those that `LinearEncoding.pack` returns."""
     weight, offset = rows["weight"], signed_offset(encoding)
     stored = (weight.short() + offset).to(torch.uint8)
-    pairs = F.pad(stored, (0, -stored.shape[1] % _PAIR), value=offset).unflatten(1, (-1, 2, _PAIR // 2))
+    padded = F.pad(stored, (0, -stored.shape[1] % _PAIR), value=offset)
+    pairs = padded.view(len(stored), padded.shape[1] // _PAIR, 2, _PAIR // 2)
     return {**rows, "weight": (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1).contiguous()}
 
 
@@ -43,7 +44,8 @@ def from_nibbles(
     tensors: Mapping[str, Tensor], encoding: LinearEncoding, in_features: int
 ) -> dict[str, Tensor]:
     """Return exactly what `to_nibbles` converted."""
-    pairs = tensors["weight"].unflatten(1, (-1, _PAIR // 2))
+    bytes_of_rows = tensors["weight"]
+    pairs = bytes_of_rows.view(len(bytes_of_rows), -1, _PAIR // 2)
     stored = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, :in_features]
     weight = (stored.short() - signed_offset(encoding)).to(encoding.storage_dtype.to_torch())
     return {**tensors, "weight": weight.contiguous()}

@@ -8,6 +8,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from penstock.driver import host_zeros
 from penstock.lora.adapter import Adapter, Layers, layer_shape
 
 
@@ -75,7 +76,7 @@ class AdapterSlots:
         new = [layer for layer in adapter.matrices if layer not in self.matrices]
         if new:
             self.matrices = {**self.matrices, **{layer: self._allocate(layer) for layer in new}}
-            no_ranks = {layer: torch.zeros(len(self._held), dtype=torch.int64) for layer in new}
+            no_ranks = {layer: host_zeros(len(self._held), torch.int64, self._device) for layer in new}
             self.ranks = {**self.ranks, **no_ranks}
         for layer, (down, up) in adapter.matrices.items():
             all_down, all_up = self.matrices[layer]

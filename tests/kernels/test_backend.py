@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def test_a_name_selects_a_back_end(checkpoint: Path) -> None:
 def test_a_back_end_that_does_not_exist() -> None:
     with pytest.raises(ConfigError, match=r"no kernels 'tpu' for cpu devices: use one of cpu, reference$"):
         _ = InferenceSession([CPU()], kernels="tpu").ops
-    with pytest.raises(ConfigError, match=r"no kernels 'cpu' for gpu devices: use one of reference$"):
+    with pytest.raises(ConfigError, match=r"no kernels 'cpu' for gpu devices: use one of cuda, reference$"):
         BACKENDS.default_sizes("gpu", "cpu")
 
 
@@ -150,7 +151,7 @@ def unusable(name: str = "broken") -> Backend:
 def test_a_back_end_that_cannot_run_is_passed_over() -> None:
     registry = BackendRegistry()
     registry.register(unusable())
-    assert [one.name for one in registry.backends] == ["broken", "cpu", "reference"]
+    assert [one.name for one in registry.backends] == ["broken", "cpu", "cuda", "reference"]
     assert registry.open("cpu")[0].name != "broken"
     with pytest.raises(ConfigError, match="the broken kernels cannot run here"):
         registry.open("cpu", "broken")
@@ -165,9 +166,25 @@ def test_sizes_follow_the_device_type() -> None:
         (32, 1024, 32),
         (256, 8192, 32),
     ]
-    gpu = InferenceSession([Device(DeviceSpec.accelerator())])
+    gpu = InferenceSession([Device(DeviceSpec.accelerator())], kernels="reference")
     assert type(gpu.ops) is ReferenceOps
     assert gpu.plans is None
+
+
+def test_a_deterministic_session_requires_it_of_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Hasty(ReferenceOps):
+        def require_determinism(self) -> None:
+            calls.append("required")
+
+    registry = BackendRegistry()
+    registry.register(replace(unusable("hasty"), load=Hasty))
+    monkeypatch.setattr("penstock.kernels.backend.BACKENDS", registry)
+    assert type(InferenceSession([CPU()]).ops) is Hasty
+    assert not calls
+    assert type(InferenceSession([CPU()], deterministic=True).ops) is Hasty
+    assert calls == ["required"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS.backends, ids=lambda one: one.name)

@@ -51,8 +51,8 @@ def test_every_extra_is_explained() -> None:
     readme = (ROOT / "README.md").read_text()
     assert not [extra for extra in EXTRAS if f"`{extra}`" not in readme and f"'.[{extra}]'" not in readme]
     (everything,) = EXTRAS["all"]
-    # xgrammar is an alternative to what `grammar` installs, and asks for triton, 1 GB.
-    apart = {"all", "dev", "docs", "xgrammar"}
+    # xgrammar is an alternative to what `grammar` installs, and asks for triton, 1 GB. So does cuda.
+    apart = {"all", "dev", "docs", "xgrammar", "cuda"}
     assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == {*EXTRAS} - apart
 
 

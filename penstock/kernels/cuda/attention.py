@@ -69,6 +69,7 @@ class CudaAttention(ReferenceOps):
             "BLOCK": cache.shape[3],
             "SPLIT": _SPLIT if is_split or self.is_deterministic else 0,
             "HAS_WINDOW": kv.window is not None,
+            "IS_CHUNKED": kv.is_chunked,
             "HAS_SPANS": spans is not None,
             "HAS_CAP": soft_cap is not None,
             "IS_SCALED": scales is not None,
@@ -100,7 +101,8 @@ class CudaAttention(ReferenceOps):
             programs.merge_splits, (num_rows, divide_up(heads, some)), out, sums, tops[0], tops[1],
             row_offsets, lengths, no_spans, no_sinks, num_sequences, num_rows, heads, window,
             *out.stride()[:2], DIM=dim, WIDTH=width, HEADS=some, SPLIT=_SPLIT,
-            HAS_WINDOW=sizes["HAS_WINDOW"], HAS_SPANS=sizes["HAS_SPANS"], HAS_SINKS=sinks is not None,
+            HAS_WINDOW=sizes["HAS_WINDOW"], IS_CHUNKED=kv.is_chunked, HAS_SPANS=sizes["HAS_SPANS"],
+            HAS_SINKS=sinks is not None,
         )  # fmt: skip
         return out
 

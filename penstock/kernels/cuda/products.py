@@ -180,7 +180,7 @@ def _is_known(kind: LinearEncoding, packed: PackedLinear) -> bool:
         return True
     if kind.numbers == "e4m3":
         return kind.activation_dtype is None and kind.group_size is not None
-    if kind.numbers != "integer" or packed.in_features > _MAX_INPUTS:
+    if kind.numbers != "integer" or kind.activation_dtype is None or packed.in_features > _MAX_INPUTS:
         return False
     return kind.group_size in (None, GROUP) and not (kind.group_size is None and kind.has_zero_points)
 

@@ -14,7 +14,8 @@ from penstock.kernels.cuda.programs.routing import route
 from penstock.kernels.cuda.programs.sampling import sample
 from penstock.kernels.experts import ClampedSwiGLU
 from penstock.kernels.inputs import LayerKV, SamplingInputs
-from penstock.kernels.ops import Activation, Routing
+from penstock.kernels.ops import Activation
+from penstock.kernels.routing import Routing
 
 _MAX_NORM = 1 << 15
 """Widest row of a norm: one program holds it in registers."""
@@ -96,10 +97,13 @@ class CudaRows(CudaAttention):
             BLOCK=cache.shape[3], WIDTH=power_of_two(k.shape[2]), IS_SCALED=scales is not None, num_warps=1,
         )  # fmt: skip
 
-    def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, top: int, routing: Routing, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         rows, experts = logits.shape
-        if logits.dtype not in FLOATS or not has_rows(logits) or not 0 < top <= experts <= _MAX_EXPERTS:
-            return super().route(logits, top, routing)
+        fits = logits.dtype in FLOATS and has_rows(logits) and isinstance(routing, str) and bias is None
+        if not fits or not 0 < top <= experts <= _MAX_EXPERTS:
+            return super().route(logits, top, routing, bias)
         topk_weights = torch.empty((rows, top), dtype=torch.float32, device=logits.device)
         topk_ids = torch.empty((rows, top), dtype=torch.int64, device=logits.device)
         launch(

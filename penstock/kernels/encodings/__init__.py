@@ -30,7 +30,8 @@ LayerRole = Literal["linear", "expert", "values", "head"]
 """What a layer is in a model: any linear layer, one expert of many, attention's values, the output head."""
 
 NumberFormat = Literal["float", "integer", "e4m3"]
-"""A float that torch computes with, an integer, or an 8-bit float with 4 bits of exponent."""
+"""Floats of `storage_dtype`; integers, multiplied as `kernels.quantized` and `kernels.codes` define; or 8-bit
+floats with 4 bits of exponent and a float32 scale per group."""
 
 
 class LinearEncoding(ABC):
@@ -53,8 +54,8 @@ class LinearEncoding(ABC):
     """Inputs that share a scale; None if all inputs of an output share one, or if there are no scales."""
     has_zero_points: bool = False
     """Whether a stored integer other than 0 can stand for the weight 0."""
-    numbers: NumberFormat = "integer"
-    """What the bits of a stored weight are; ``float`` if they are of `storage_dtype`."""
+    numbers: NumberFormat | None = None
+    """How a back end reads the stored weights. None: it calls `multiply`, or unpacks them."""
     activation_dtype: DType | None = None
     """Type to which the product quantizes activations; None if it takes them as they are."""
     needs_calibration: bool = False

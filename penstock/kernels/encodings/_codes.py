@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class CodeEncoding(LinearEncoding):
     """Weights as codes of ``bits`` bits with zero points."""
 
+    numbers = "integer"
     compute_dtype = DType.bfloat16
     storage_dtype = DType.uint8
     activation_dtype = DType.int8

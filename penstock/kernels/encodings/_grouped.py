@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class GroupedEncoding(LinearEncoding):
     """Weights as integers of ``bits`` bits with a scale per group of 32 inputs."""
 
+    numbers = "integer"
     compute_dtype = DType.bfloat16
     storage_dtype = DType.int8
     activation_dtype = DType.int8

@@ -19,6 +19,15 @@ from penstock.kernels.cuda.programs.tiles import group_of_tile, tanh
 
 
 @triton.jit
+def _first_key(positions, window, IS_CHUNKED: tl.constexpr):
+    """Return the first key that a query at each position sees."""
+    if IS_CHUNKED:
+        return positions // window * window
+    else:
+        return tl.maximum(positions - window + 1, 0)
+
+
+@triton.jit
 def _tile(
     q,
     row_offsets,
@@ -34,6 +43,7 @@ def _tile(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -51,7 +61,7 @@ def _tile(
         last = tl.maximum(last, tl.load(spans + rows * 2 + 1, mask=is_row, other=0))
     first = positions * 0
     if HAS_WINDOW:
-        first = tl.maximum(positions - window + 1, 0)
+        first = _first_key(positions, window, IS_CHUNKED)
     dims = tl.arange(0, WIDTH)
     places = rows.to(tl.int64)[:, None] * q_row_stride + heads[:, None] * q_head_stride + dims[None, :]
     queries = tl.load(q + places, mask=is_row[:, None] & (dims < DIM)[None, :], other=0.0)
@@ -194,6 +204,7 @@ def attend(
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -203,7 +214,7 @@ def attend(
     """Attention of one tile. Grid: tiles, kv heads. SPLIT 0 takes all keys as one split."""
     sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
-        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, HAS_SPANS, WIDE,
+        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE,
     )  # fmt: skip
     keys += tl.program_id(1) * head_stride
     values += tl.program_id(1) * head_stride
@@ -275,6 +286,7 @@ def attend_split(
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     IS_SCALED: tl.constexpr,
@@ -287,7 +299,7 @@ def attend_split(
     """
     sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
-        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, HAS_SPANS, WIDE,
+        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE,
     )  # fmt: skip
     split = tl.program_id(2)
     begin = tl.maximum(split * SPLIT, low // KEYS * KEYS)
@@ -330,6 +342,7 @@ def merge_splits(
     HEADS: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
@@ -348,7 +361,7 @@ def merge_splits(
         last = tl.maximum(last, tl.load(spans + row * 2 + 1))
     first = position * 0
     if HAS_WINDOW:
-        first = tl.maximum(position - window + 1, 0)
+        first = _first_key(position, window, IS_CHUNKED)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = heads < num_heads
     dims = tl.arange(0, WIDTH)

@@ -1,0 +1,201 @@
+"""Measure a model on a GPU: decode, prefill, many requests, and the cold start. Random weights, no download.
+
+    python benchmarks/gpu.py decode --shape 0.6b        # share of the bandwidth limit at batch 1
+    python benchmarks/gpu.py prefill --shape 8b         # share of the measured bf16 product rate
+    python benchmarks/gpu.py load --shape 0.6b          # 256 requests of 512 tokens in, 128 out
+    python benchmarks/gpu.py start --shape 0.6b         # seconds to the first token, graphs included
+
+A step of decoding must read the weights of all layers and of the head, and the cached keys and values. The
+bandwidth limit is that number of bytes divided by the copy bandwidth, which the script measures in the same
+run. The product rate is that of a square bf16 product of 8192, also measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import penstock
+from penstock import LLM, SamplingParams
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512},
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+             "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
+}  # fmt: skip
+"""Sizes of Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B, and of a model for a trial run."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("work", choices=sorted(WORK))
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")
+    parser.add_argument("--devices", default="gpu")
+    parser.add_argument("--requests", type=int, default=256)
+    arguments = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), SHAPES[arguments.shape])
+        begin = time.perf_counter()
+        settings = {"devices": arguments.devices, "max_length": 2048, "quantization_encoding": "bfloat16"}
+        with LLM(folder, max_batch_size=arguments.requests, **settings) as llm:
+            report = WORK[arguments.work](llm, SHAPES[arguments.shape], arguments.requests, begin)
+            report |= {"kernels": llm.pipeline.session.kernels, "plan": llm.pipeline.session.plan_status}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    print(json.dumps({"device": device, "torch": torch.__version__, "shape": arguments.shape} | report))
+
+
+def decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
+    """Time decoding at batch 1 and return its share of the bandwidth limit."""
+    prompt, count = prompts(shape, 1, 128)[0], 256
+    generate(llm, [prompt], 16)  # captures the graph
+    short = min(timed(lambda: generate(llm, [prompt], 1)) for _ in range(3))
+    seconds = (min(timed(lambda: generate(llm, [prompt], 1 + count)) for _ in range(3)) - short) / count
+    head = shape["vocab_size"] * shape["hidden_size"]
+    keys = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    num_bytes = 2 * (num_weights(shape) + head + keys * (128 + count // 2))
+    limit = num_bytes / copy_bandwidth()
+    return {"ms_per_token": 1e3 * seconds, "limit_ms": 1e3 * limit, "share": limit / seconds}
+
+
+def prefill(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
+    """Time prompts of 2000 tokens and return the share of the product rate that their products reach."""
+    many = prompts(shape, 4, 2000)
+    generate(llm, many[:1], 1)
+    rounds = [prompts(shape, 4, 2000, seed) for seed in (1, 2, 3)]  # no prefix is cached
+    seconds = min(timed(partial(generate, llm, one, 1)) for one in rounds)
+    products = 2 * num_weights(shape) * sum(map(len, many))
+    rate = product_rate()
+    return {"tokens_per_s": 8000 / seconds, "tflops": products / seconds / 1e12, "rate": rate / 1e12,
+            "share": products / seconds / rate}  # fmt: skip
+
+
+def load(llm: LLM, shape: dict[str, int], requests: int, _begin: float) -> dict[str, Any]:
+    """Run many requests of 512 tokens in and 128 out at once, and return output tokens per second."""
+    generate(llm, prompts(shape, requests, 512), 128)  # compiles programs and captures graphs
+    seconds = timed(lambda: generate(llm, prompts(shape, requests, 512, 1), 128))
+    return {"requests": requests, "output_tokens_per_s": requests * 128 / seconds}
+
+
+def start(llm: LLM, shape: dict[str, int], _requests: int, begin: float) -> dict[str, Any]:
+    """Return the seconds from before the load to the first token and to the eighth."""
+    ready = time.perf_counter() - begin
+    generate(llm, prompts(shape, 1, 64), 1)
+    first = time.perf_counter() - begin
+    generate(llm, prompts(shape, 1, 64, 1), 8)
+    return {"ready_s": ready, "first_token_s": first, "with_graph_s": time.perf_counter() - begin}
+
+
+WORK: dict[str, Callable[[LLM, dict[str, int], int, float], dict[str, Any]]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "load": load,
+    "start": start,
+}
+
+
+def generate(llm: LLM, batch: list[list[int]], count: int) -> None:
+    """Generate exactly ``count`` tokens for each prompt."""
+    outputs = llm.generate(batch, SamplingParams(max_new_tokens=count, ignore_eos=True, temperature=0))
+    assert all(len(output.token_ids) == count for output in outputs)
+
+
+def prompts(shape: dict[str, int], count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Return random prompts, which share no prefix."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[list[int]] = torch.randint(
+        0, shape["vocab_size"], (count, length), generator=generator
+    ).tolist()
+    return drawn
+
+
+def num_weights(shape: dict[str, int]) -> int:
+    """Return the weights of all layers, without embedding table and head."""
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    attention = shape["hidden_size"] * shape["head_dim"] * (2 * heads + 2 * kv_heads)
+    return shape["num_hidden_layers"] * (attention + 3 * shape["hidden_size"] * shape["intermediate_size"])
+
+
+def write_checkpoint(folder: Path, shape: dict[str, int]) -> None:
+    """Write a Llama checkpoint of random weights in bfloat16, with the tokenizer of the demo model."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (file := Path(penstock.__file__).parent / "demo" / name).is_file():
+            shutil.copy(file, folder / name)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5,
+              "rope_theta": 500000.0, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+              "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16", **shape}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    hidden, dim, device = (
+        shape["hidden_size"],
+        shape["head_dim"],
+        "cuda" if torch.cuda.is_available() else "cpu",
+    )
+
+    def random(*size: int) -> torch.Tensor:
+        return (torch.randn(*size, dtype=torch.bfloat16, device=device) / size[-1] ** 0.5).cpu()
+
+    tensors = {"model.embed_tokens.weight": random(shape["vocab_size"], hidden),
+               "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16)}  # fmt: skip
+    sizes = {
+        "self_attn.q_proj": (shape["num_attention_heads"] * dim, hidden),
+        "self_attn.k_proj": (shape["num_key_value_heads"] * dim, hidden),
+        "self_attn.v_proj": (shape["num_key_value_heads"] * dim, hidden),
+        "self_attn.o_proj": (hidden, shape["num_attention_heads"] * dim),
+        "mlp.gate_proj": (shape["intermediate_size"], hidden),
+        "mlp.up_proj": (shape["intermediate_size"], hidden),
+        "mlp.down_proj": (hidden, shape["intermediate_size"]),
+    }
+    for layer in range(shape["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for name, size in sizes.items():
+            tensors[f"{prefix}.{name}.weight"] = random(*size)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Return the seconds of a call, the work of the GPU included."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def copy_bandwidth() -> float:
+    """Return bytes read and written per second by a large copy."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = torch.empty((1 << 30) if device == "cuda" else (1 << 26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * source.numel() / min(timed(lambda: target.copy_(source)) for _ in range(10))
+
+
+def product_rate() -> float:
+    """Return the operations per second of a large product in bfloat16."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 8192 if device == "cuda" else 512
+    x = torch.randn(size, size, device=device).bfloat16()
+    x @ x
+    return 2 * size**3 / min(timed(lambda: x @ x) for _ in range(10))
+
+
+if __name__ == "__main__":
+    main()

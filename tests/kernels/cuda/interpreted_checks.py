@@ -1,0 +1,328 @@
+"""The programs on small shapes against the reference, in Triton's interpreter.
+
+`test_interpreter.py` runs this file in a process of its own, because triton reads ``TRITON_INTERPRET`` when
+it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import DECODERS, write_checkpoint
+from support.running import context_of, generate, open_pipeline, random_tokens
+from torch import Tensor
+
+from penstock.kernels import (
+    BACKENDS,
+    ClampedSwiGLU,
+    DefaultSizes,
+    LayerKV,
+    LinearSlice,
+    LoRAInputs,
+    PackedExperts,
+    SamplingInputs,
+    unpack_linear,
+)
+from penstock.kernels.cuda import BACKEND
+from penstock.kernels.cuda.ops import CudaOps
+from penstock.kernels.reference import ReferenceOps
+
+REFERENCE = ReferenceOps()
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def ops() -> CudaOps:
+    return CudaOps()
+
+
+@pytest.fixture
+def deterministic() -> CudaOps:
+    found = CudaOps()
+    found.require_determinism()
+    return found
+
+
+def agree(got: Tensor, expected: Tensor) -> None:
+    assert got.dtype == expected.dtype
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+# ---- rows ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows(ops: CudaOps, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 3, 120).to(dtype)[:, :, :100]
+    weight, bias = torch.randn(2, 100)
+    for one in (weight, weight.to(dtype)):
+        for got, expected in zip(
+            (*ops.add_rms_norm(x, residual, one, 1e-5), ops.rms_norm(x.view(3, 1, 100), one, 1e-5)),
+            (*REFERENCE.add_rms_norm(x, residual, one, 1e-5), REFERENCE.rms_norm(x[:, None], one, 1e-5)),
+            strict=True,
+        ):
+            agree(got, expected)
+    agree(
+        ops.add_layer_norm(x, residual, weight, bias, 1e-5)[0],
+        REFERENCE.add_layer_norm(x, residual, weight, bias, 1e-5)[0],
+    )
+    for activation in ("silu", "gelu_tanh", "relu"):
+        agree(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))
+    gate = ClampedSwiGLU(1.7, 2.0)
+    agree(ops.clamped_swiglu(5 * x, gate), REFERENCE.clamped_swiglu(5 * x, gate))
+    agree(ops.soft_cap(x, 1e5), REFERENCE.soft_cap(x, 1e5))
+    agree(ops.soft_cap(9 * x, 3.0), REFERENCE.soft_cap(9 * x, 3.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary(ops: CudaOps, dtype: torch.dtype) -> None:
+    qkv, angles = torch.randn(3, 6, 24).to(dtype), torch.rand(3, 8) * 6
+    q, k = qkv[:, :4], qkv[:, 4:]
+    got, expected = (o.rotary(q, k, angles.cos(), angles.sin()) for o in (ops, REFERENCE))
+    agree(got[0], expected[0])
+    agree(got[1], expected[1])
+
+
+def test_routes(ops: CudaOps) -> None:
+    logits = torch.randn(4, 9)
+    for routing in ("all", "all_normed", "chosen"):
+        (weights, ids), (expected, numbers) = (o.route(logits, 3, routing) for o in (ops, REFERENCE))
+        assert torch.equal(ids, numbers)
+        agree(weights, expected)
+    assert ops.route(torch.zeros(1, 9), 3, "chosen")[1].tolist() == [[0, 1, 2]]
+
+
+# ---- attention ----
+
+
+def paged(
+    rows_and_lengths: Sequence[tuple[int, int]],
+    kv_heads: int = 2,
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    **fields: object,
+) -> tuple[LayerKV, Tensor, Tensor]:
+    """Return a cache, row offsets and lengths; what no query may see is NaN."""
+    counts = [-(-length // 16) for _, length in rows_and_lengths]
+    cache = torch.full((2, sum(counts) + 1, kv_heads, 16, dim), torch.nan)
+    cache[:, 0] = 0
+    ids = (torch.randperm(sum(counts)) + 1).int().split(counts)
+    tables = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
+    for b, (_, length) in enumerate(rows_and_lengths):
+        tables[b, : counts[b]] = ids[b]
+        for column, block in enumerate(ids[b].tolist()):
+            held = min(16, length - 16 * column)
+            cache[:, block, :, :held] = torch.randn(2, kv_heads, held, dim)
+    rows = torch.tensor([0, *(n for n, _ in rows_and_lengths)])
+    kv = LayerKV(cache.to(dtype), tables, torch.zeros(0, dtype=torch.int64), **fields)  # type: ignore[arg-type]
+    return kv, rows.cumsum(0).int(), torch.tensor([length for _, length in rows_and_lengths]).int()
+
+
+MIX = [(1, 20), (17, 40), (3, 5)]
+
+
+def in_bytes(kv: LayerKV) -> LayerKV:
+    pairs = kv.cache.float()
+    scales = pairs.abs().amax(-1) / 127
+    return replace(
+        kv, cache=(pairs / scales[..., None]).nan_to_num(127).round().to(torch.int8), scales=scales
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "case", ["plain", "window", "chunks", "cap and sinks", "bytes", "spans", "decode in splits"]
+)
+def test_attention(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
+    fields = {"window": {"window": 9}, "chunks": {"window": 8, "is_chunked": True}}.get(case, {})
+    mix = [(1, 600), (1, 33)] if case == "decode in splits" else MIX
+    kv, offsets, lengths = paged(mix, dtype=dtype, **fields)
+    q = torch.randn(int(offsets[-1]), 6, 20).to(dtype)[:, :, :16]
+    options: dict[str, object] = {"scale": 0.3}
+    if case == "cap and sinks":
+        options |= {"soft_cap": 2.0, "sinks": torch.randn(6)}
+    elif case == "bytes":
+        kv = in_bytes(kv)
+    elif case == "spans":
+        positions = torch.cat([torch.arange(19, 20), torch.arange(23, 40), torch.arange(2, 5)])
+        spans = torch.stack([positions, positions + 1], 1)
+        spans[4:9] = torch.tensor([26, 31])
+        options["spans"] = spans.int()
+    got, expected = (o.attention(q, kv, offsets, lengths, **options) for o in (ops, REFERENCE))  # type: ignore[arg-type]
+    agree(got, expected)
+
+
+@pytest.mark.parametrize("cached", [torch.float32, torch.bfloat16, torch.int8])
+def test_cache_writes(ops: CudaOps, cached: torch.dtype) -> None:
+    kv, _, _ = paged([(5, 40)])
+    k, v = torch.randn(2, 5, 3, 16).bfloat16()[:, :, :2]
+    stored = []
+    for back_end in (ops, REFERENCE):
+        scales = torch.zeros(kv.cache.shape[:4]) if cached == torch.int8 else None
+        slots = torch.tensor([17, 40, 3, 33, 18])
+        own = replace(kv, cache=torch.zeros_like(kv.cache).to(cached), scales=scales, slots=slots)
+        back_end.store_kv(k, v, own)
+        stored.append((own.cache, own.cache if scales is None else scales))
+    assert torch.equal(stored[0][0], stored[1][0])
+    assert torch.equal(stored[0][1], stored[1][1])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"is_causal": True}, {"bias": True}], ids=str)
+def test_encoder_attention(ops: CudaOps, options: dict[str, object]) -> None:
+    offsets = torch.tensor([0, 3, 40]).int()
+    q, k, v = torch.randn(40, 8, 20).split([4, 2, 2], 1)
+    if options.get("bias"):
+        options = {"bias": torch.randn(4, 91)}
+    got, expected = (o.encoder_attention(q, k, v, offsets, scale=0.3, **options) for o in (ops, REFERENCE))  # type: ignore[arg-type]
+    agree(got, expected)
+
+
+# ---- the same bits in any batch ----
+
+
+def test_bits_of_attention_alone_in_chunks_and_in_splits(deterministic: CudaOps) -> None:
+    """A row has the same bits in a large chunk, in smaller ones beside others, and alone in splits."""
+    kv, offsets, lengths = paged([(40, 560), (1, 530)], 1)
+    q = torch.randn(41, 2, 16)
+    whole = deterministic.attention(q, kv, offsets, lengths, scale=0.3)
+    both = replace(kv, block_tables=kv.block_tables[[1, 0]])
+    chunk = torch.tensor([0, 1, 14]).int(), torch.tensor([530, 533]).int()
+    beside = deterministic.attention(torch.cat([q[40:], q[:13]]), both, *chunk, scale=0.3)
+    assert torch.equal(beside[1:], whole[:13])
+    assert torch.equal(beside[0], whole[40])
+    alone = replace(kv, block_tables=kv.block_tables[:1])
+    one = torch.tensor([0, 1]).int(), torch.tensor([560]).int()
+    assert torch.equal(deterministic.attention(q[39:40], alone, *one, scale=0.3), whole[39:40])
+
+
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "fp8", "int8", "int4"])
+def test_bits_of_products_alone(deterministic: CudaOps, encoding: str) -> None:
+    packed = deterministic.pack_linear(torch.randn(20, 70), encoding)
+    x = torch.randn(66 if encoding in ("float32", "bfloat16") else 18, 70)
+    whole = deterministic.linear(x, packed)
+    for some in (torch.tensor([7]), torch.tensor([17, 3, 0])):
+        assert torch.equal(deterministic.linear(x[some], packed), whole[some])
+
+
+# ---- products ----
+
+
+@pytest.mark.parametrize("encoding", ["int8", "int5", "int4", "uint4", "uint8", "fp8"])
+def test_encodings_give_the_bits_of_the_reference(ops: CudaOps, encoding: str) -> None:
+    weight, bias, x = torch.randn(20, 70), torch.randn(20), torch.randn(3, 70)
+    x[0, 3], x[1, 2] = 30.0, torch.nan  # beyond the range of a byte, and a row without a scale
+    packed, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
+    assert (packed.layout == "nibbles") == (encoding in ("int4", "uint4"))
+    assert torch.equal(unpack_linear(packed), unpack_linear(expected))
+    got = ops.linear(x, packed)
+    assert torch.equal(got[[0, 2]], REFERENCE.linear(x, expected)[[0, 2]])
+    assert got[1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adapters(ops: CudaOps, dtype: torch.dtype) -> None:
+    parts = [LinearSlice("q", 0, 12), LinearSlice("k", 12, 17), LinearSlice("v", 17, 30)]
+    packed = ops.pack_linear(torch.randn(30, 24) / 5, str(dtype)[6:], slices=parts)
+    rows, ranks = torch.tensor([2, -1, 0, 2, 1]), torch.tensor([3, 0, 5])
+    matrices = {}
+    for name, size in (("q", 12), ("v", 13)):
+        down, up = (torch.randn(3, 5, n).to(dtype) / 3 for n in (24, size))
+        for adapter, rank in enumerate(ranks.tolist()):
+            down[adapter, rank:] = up[adapter, rank:] = torch.nan
+        matrices[name] = (down, up.transpose(1, 2))
+    lora = LoRAInputs(rows, matrices, {"q": ranks, "v": ranks})
+    x = torch.randn(5, 24).to(dtype)
+    got, plain = ops.linear(x, packed, lora=lora), ops.linear(x, packed)
+    agree(got, REFERENCE.linear(x, packed, lora=lora))
+    assert torch.equal(got[[1, 4]], plain[[1, 4]])
+    assert torch.equal(got[:, 12:17], plain[:, 12:17])
+    assert not torch.equal(got[0], plain[0])
+
+
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+def test_experts(ops: CudaOps, encoding: str) -> None:
+    given = [(torch.randn(12, 36) / 4, torch.randn(12), torch.randn(36, 6) / 4) for _ in range(4)]
+    x = torch.randn(5, 36).to(torch.bfloat16 if encoding == "bfloat16" else torch.float32)
+    weights, ids = REFERENCE.route(torch.randn(5, 4), 2, "all")
+    results = []
+    for o in (ops, REFERENCE):
+        packed = PackedExperts(
+            tuple(o.pack_linear(up, encoding, bias=bias) for up, bias, _ in given),
+            tuple(o.pack_linear(down, encoding) for _, _, down in given),
+        )
+        results.append(o.experts(x, packed, weights, ids, "silu"))
+    agree(*results)
+
+
+# ---- sampling ----
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 3},
+        {"top_k": 9, "top_p": 0.7, "min_p": 0.05, "temperature": 0.8},
+    ],
+    ids=str,
+)
+def test_samples(ops: CudaOps, rule: dict[str, float]) -> None:
+    rows, fixed = 3, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | rule
+    inputs = SamplingInputs(
+        torch.full((rows,), fixed["temperature"]),
+        torch.full((rows,), int(fixed["top_k"])),
+        torch.full((rows,), fixed["top_p"]),
+        torch.full((rows,), fixed["min_p"]),
+        torch.rand(rows, dtype=torch.float64),
+    )
+    logits = (2 * torch.randn(rows, 50)).bfloat16()  # equal logits abound
+    logits[1, 40] = torch.nan
+    mask = torch.randint(-(2**31), 2**31, (rows, 2)).int()
+    mask[2] = 0
+    for allowed in (None, mask):
+        got, expected = (o.sample(logits, inputs, allowed) for o in (ops, REFERENCE))
+        assert torch.equal(got, expected)
+        assert got[1] == -1
+
+
+# ---- a model ----
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (llama,) = (one for one in DECODERS if one.name == "llama")
+    assert llama.tiny_config is not None
+    return write_checkpoint(tmp_path, llama.tiny_config())
+
+
+@pytest.fixture
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A back end with the programs for the CPU, on which the interpreter runs them."""
+    monkeypatch.setattr(BACKENDS, "_registered", {})
+    sizes = {"cpu": DefaultSizes(max_batch_size=4, step_tokens=64)}
+    BACKENDS.register(replace(BACKEND, name="interpreted", sizes=sizes, load=CudaOps))
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_a_model_generates_the_text_of_the_reference(checkpoint: Path) -> None:
+    prompts = [random_tokens(count, 130, seed=count) for count in (3, 17)]
+    texts = []
+    for kernels in ("reference", "interpreted"):
+        pipeline = open_pipeline(checkpoint, kernels=kernels, deterministic=True)
+        assert pipeline.session.ops.name == ("cuda" if kernels == "interpreted" else "reference")
+        texts.append(generate(pipeline, [context_of(prompt, 4) for prompt in prompts]))
+        if kernels == "interpreted":
+            assert pipeline.session.ops.is_deterministic  # type: ignore[attr-defined]
+    assert texts[0] == texts[1]

@@ -1,0 +1,145 @@
+"""Compiles the programs for a GPU, without one: with the types and sizes that operations launch them with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.kernels import (
+    ENCODINGS,
+    ClampedSwiGLU,
+    LayerKV,
+    LinearSlice,
+    LoRAInputs,
+    PackedExperts,
+    SamplingInputs,
+)
+
+triton = pytest.importorskip("triton")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+]
+
+MODULES = ("attention", "rows", "products", "linear", "ops")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+CAPABILITY = int(os.environ.get("COMPUTE_CAPABILITY", "90"))
+
+
+def compile_launch(program: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Compile a program as a launch with these arguments would, and run nothing."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import mangle_type
+
+    own = {name: options[name] for name in OPTIONS if name in options} | {"enable_fp_fusion": False}
+    constants = {name: value for name, value in options.items() if name not in OPTIONS}
+    signature = {}
+    for name, value in zip(program.arg_names, arguments, strict=False):
+        signature[name] = "constexpr" if isinstance(value, int) and value == 1 else mangle_type(value)
+        if signature[name] == "constexpr":
+            constants[name] = value
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=program, signature=signature, constexprs=constants)
+    kernel = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=own)
+    assert kernel.metadata.shared <= 227 * 1024
+    COMPILED.append(program.__name__)
+
+
+COMPILED: list[str] = []
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from importlib import import_module
+
+    for name in MODULES:
+        monkeypatch.setattr(import_module(f"penstock.kernels.cuda.{name}"), "launch", compile_launch)
+    COMPILED.clear()
+    yield import_module("penstock.kernels.cuda.ops").CudaOps()
+    assert COMPILED
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rows", "sequences"),
+    [(16, 8, 128, 1, 1), (4, 1, 64, 512, 4), (8, 8, 80, 70, 2)],
+)
+def test_attention(
+    ops: Any, dtype: torch.dtype, is_deterministic: bool, heads: int, kv_heads: int, dim: int, rows: int,
+    sequences: int,
+) -> None:  # fmt: skip
+    if is_deterministic:
+        ops.require_determinism()
+    q, offsets = torch.zeros(rows, heads, dim, dtype=dtype), torch.arange(sequences + 1).int()
+    options: dict[str, Any] = {}
+    if dim == 80:
+        options = {"soft_cap": 2.0, "sinks": torch.zeros(heads), "spans": torch.zeros(rows, 2).int()}
+    for cached in (dtype, torch.int8):
+        kv = LayerKV(
+            torch.zeros(2, 3, kv_heads, 32, dim, dtype=cached),
+            torch.zeros(sequences, 128, dtype=torch.int32),
+            torch.zeros(rows, dtype=torch.int64),
+            16 if dim == 64 else None,
+            torch.zeros(2, 3, kv_heads, 32) if cached == torch.int8 else None,
+        )
+        ops.attention(q, kv, offsets, offsets[1:].contiguous(), scale=0.1, **options)
+        ops.store_kv(q[:, :kv_heads], q[:, :kv_heads], kv)
+    keys = q[:, :kv_heads].contiguous()
+    ops.encoder_attention(q, keys, keys, offsets, scale=0.1, window=3, bias=torch.zeros(heads, 9))
+    ops.rotary(q, keys, torch.zeros(rows, 32), torch.zeros(rows, 32))
+
+
+@DTYPES
+def test_rows(ops: Any, dtype: torch.dtype) -> None:
+    x, weight = torch.zeros(3, 256, dtype=dtype), torch.zeros(256, dtype=dtype)
+    calls: list[Callable[[], object]] = [
+        lambda: ops.rms_norm(x, weight.float(), 1e-5),
+        lambda: ops.rms_norm(x.view(3, 4, 64), weight[:64], 1e-5),
+        lambda: ops.add_rms_norm(x, x, weight, 1e-5),
+        lambda: ops.add_layer_norm(x, x, weight, weight, 1e-5),
+        lambda: ops.soft_cap(x, 3.0),
+        lambda: ops.clamped_swiglu(x, ClampedSwiGLU(1.0, 7.0)),
+        lambda: ops.route(x, 4, "all_normed"),
+        lambda: ops.route(x, 4, "all"),
+    ]
+    for call in calls:
+        call()
+    for activation in ("silu", "gelu", "gelu_tanh", "relu"):
+        ops.activation(x, activation)
+        ops.gated_activation(x, activation)
+
+
+@DTYPES
+def test_sampling(ops: Any, dtype: torch.dtype) -> None:
+    ones = torch.ones(3)
+    rules = SamplingInputs(ones, torch.zeros(3).long(), ones, ones, torch.zeros(3).double())
+    for mask in (None, torch.zeros(3, 1001).int()):
+        ops.sample(torch.zeros(3, 32003, dtype=dtype), rules, mask)
+
+
+@DTYPES
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_products(ops: Any, dtype: torch.dtype, encoding: str) -> None:
+    ops.require_determinism()
+    slices = [LinearSlice("a", 0, 96)]
+    packed = ops.pack_linear(torch.randn(96, 256), encoding, bias=torch.zeros(96), slices=slices)
+    down = ops.pack_linear(torch.randn(256, 96), encoding)
+    for rows in (1, 40, 100):
+        ops.linear(torch.zeros(rows, 256, dtype=dtype), packed)
+    experts = PackedExperts((packed, packed), (down, down))
+    ids = torch.zeros(40, 2).long()
+    ops.experts(torch.zeros(40, 256, dtype=dtype), experts, torch.ones(40, 2), ids, ClampedSwiGLU(1.0, 7.0))
+    pair = torch.zeros(2, 8, 256, dtype=dtype), torch.zeros(2, 96, 8, dtype=dtype)
+    lora = LoRAInputs(torch.zeros(3).long(), {"a": pair}, {"a": torch.ones(2).long()})
+    ops.linear(torch.zeros(3, 256, dtype=dtype), packed, lora=lora)

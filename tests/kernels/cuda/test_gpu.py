@@ -1,0 +1,41 @@
+"""The back end on a GPU: texts, graphs and determinism of the demo model."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0)
+SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.8, top_k=40, top_p=0.9, seed=7)
+PROMPTS = ["Once upon a time", "The weather today is", "A"]
+
+
+def texts(devices: str, params: SamplingParams, encoding: str = "float32", **settings: object) -> list[str]:
+    with LLM("demo", quantization_encoding=encoding, devices=devices, **settings) as llm:  # type: ignore[arg-type]
+        found = [output.text for output in llm.generate(PROMPTS, params)]
+        if devices == "gpu":
+            assert llm.pipeline.session.ops.name == "cuda"
+        return found
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_texts_are_those_of_the_cpu(params: SamplingParams) -> None:
+    assert texts("gpu", params) == texts("cpu", params)
+
+
+def test_decode_steps_are_graphs_and_change_no_text() -> None:
+    with LLM("demo", quantization_encoding="float32", devices="gpu") as llm:
+        replayed = [output.text for output in llm.generate(PROMPTS, GREEDY)]
+        assert llm.pipeline.session.plan_status == "planned: a CUDA graph"
+        llm.pipeline.session.use_plans = False
+        assert [output.text for output in llm.generate(PROMPTS, GREEDY)] == replayed
+
+
+@pytest.mark.parametrize("encoding", ["bfloat16", "int8", "int4"])
+def test_a_batch_has_the_texts_of_its_requests_alone(encoding: str) -> None:
+    with LLM("demo", quantization_encoding=encoding, devices="gpu", deterministic=True) as llm:
+        together = [output.text for output in llm.generate(PROMPTS, SAMPLED)]
+        assert [llm.generate(prompt, SAMPLED)[0].text for prompt in PROMPTS] == together

@@ -1,0 +1,161 @@
+"""CUDA graphs, with a fake of torch's graph objects that records torch operations on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from penstock.kernels import GraphCache, Ops
+from penstock.kernels.cuda.graphs import CudaGraphCompiler, graphs_of
+from penstock.kernels.operations import UnrecordableStepError
+from penstock.kernels.reference import ReferenceOps
+
+MIB = 1 << 20
+
+
+class Recording(TorchDispatchMode):
+    """Records operations with the tensors that they wrote. A copy to the host fails, as on a GPU."""
+
+    def __init__(self, calls: list[tuple[Any, Any, Any, Any]]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+
+class FakeGraph:
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def replay(self) -> None:
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            if isinstance(result, Tensor) and again is not result:
+                result.copy_(again)
+
+
+class FakeStream:
+    def wait_stream(self, other: FakeStream) -> None:
+        assert isinstance(other, FakeStream)
+
+
+class FakeCuda:
+    """The functions of `torch.cuda` that the compiler calls."""
+
+    Stream = FakeStream
+    CUDAGraph = FakeGraph
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self.pools: list[object] = []
+        self.pool = object()
+
+    def current_stream(self) -> FakeStream:
+        return FakeStream()
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        assert isinstance(stream, FakeStream)
+        yield
+
+    def graph_pool_handle(self) -> object:
+        return self.pool
+
+    def memory_reserved(self) -> int:
+        return self.reserved
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 50 * MIB, 100 * MIB
+
+    @contextmanager
+    def graph(self, graph: FakeGraph, pool: object, stream: FakeStream) -> Iterator[None]:
+        self.pools.append(pool)
+        with Recording(graph.calls):
+            yield
+        self.reserved += 2 * MIB
+
+
+def step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Add rows of a table and the sums of block tables."""
+    rows = ops.take_rows(torch.arange(12.0).view(6, 2), inputs["tokens"])
+    return [ops.add(rows, inputs["tables"][:, :3].sum(1, keepdim=True).float().expand(-1, 2))]
+
+
+def inputs_of(*tokens: int, width: int = 3) -> dict[str, Tensor]:
+    tables = torch.arange(len(tokens) * width, dtype=torch.int32).view(len(tokens), width)
+    return {"tokens": torch.tensor(tokens), "tables": tables}
+
+
+def run(cache: GraphCache, inputs: Mapping[str, Tensor]) -> Tensor | None:
+    results = cache.run(len(inputs["tokens"]), inputs, step)
+    return None if results is None else results[0]
+
+
+def test_a_step_is_captured_at_its_second_occurrence_and_then_replayed() -> None:
+    cuda = FakeCuda()
+    cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=cuda))
+    assert run(cache, inputs_of(1, 2)) is None
+    seen = [run(cache, inputs) for inputs in (inputs_of(1, 2), inputs_of(5, 0), inputs_of(3, 3, width=4))]
+    for got, inputs in zip(seen, (inputs_of(1, 2), inputs_of(5, 0), inputs_of(3, 3, width=4)), strict=True):
+        assert got is not None
+        assert torch.equal(got, step(ReferenceOps(), inputs)[0])
+    assert cache.status == "planned: a CUDA graph"
+    assert run(cache, inputs_of(1)) is None
+    assert run(cache, inputs_of(4)) is not None
+    assert cuda.pools == [cuda.pool] * 2, "all graphs share one pool"
+
+
+def test_results_do_not_change_with_the_next_replay() -> None:
+    cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda()))
+    for _ in range(2):
+        run(cache, inputs_of(1, 2))
+    first, expected = run(cache, inputs_of(4, 4)), step(ReferenceOps(), inputs_of(4, 4))[0]
+    run(cache, inputs_of(0, 0))
+    assert first is not None
+    assert torch.equal(first, expected)
+
+
+def test_graphs_beyond_the_budget_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda()))  # a share of 100 MiB: 5 MiB
+    with caplog.at_level(logging.WARNING):
+        captured = [run(cache, inputs_of(*[1] * rows)) is not None for rows in range(1, 7) for _ in range(2)]
+    assert captured == [False, True] * 3 + [False, False] * 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "CUDA graphs take 6 of 5 MiB: steps of this shape run without a graph, which is slower"
+    ]
+    assert cache.status == "eager: CUDA graphs take 6 of 5 MiB"
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    def reads(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        return [ops.scale(inputs["tokens"].float(), float(inputs["tokens"].sum()))]
+
+    compiler = CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda())
+    cache = GraphCache(compiler)
+    with caplog.at_level(logging.WARNING):
+        assert [cache.run("key", inputs_of(1), reads) for _ in range(3)] == [None] * 3
+    assert len(caplog.records) == 1
+    assert "operation not permitted when stream is capturing" in caplog.text
+    assert "more lines" not in caplog.text
+    with pytest.raises(UnrecordableStepError, match="cannot capture"):
+        compiler.capture(reads, inputs_of(1))
+
+
+def test_the_back_end_has_no_graphs_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert graphs_of(ReferenceOps()) is None

@@ -1,0 +1,48 @@
+"""Runs the programs of the CUDA back end in Triton's interpreter, in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.kernels.cuda import BACKEND
+
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def run_interpreted(*arguments: str, timeout: float) -> str:
+    """Run pytest in a process with the interpreter and return its output; fail if it fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_programs_on_small_shapes() -> None:
+    assert " passed" in run_interpreted("tests/kernels/cuda/interpreted_checks.py", timeout=590)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("file", ["conformance", "encoder_attention", "experts", "determinism"])
+def test_the_tests_of_all_back_ends(file: str) -> None:
+    chosen = "cuda and not 32003 and not snake and not polar"
+    run_interpreted(f"tests/kernels/test_{file}.py", "--timeout=1800", "-k", chosen, timeout=7000)
+
+
+def test_without_the_interpreter_and_a_gpu_nothing_runs() -> None:
+    import torch
+
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("it runs here")
+    assert BACKEND.load() is None
+    assert list(BACKEND.variants()) == []

@@ -1,0 +1,62 @@
+"""Operations that run on a device and are given tensors of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels import Ops, PackedExperts
+from penstock.kernels.operations import operations_of
+
+
+def moved(value: Any, device: torch.device | str) -> Any:
+    """Return a value with all tensors in it on a device, also inside dataclasses, mappings and tuples."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: moved(one, device) for name, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(moved(one, device) for one in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: moved(getattr(value, f.name), device) for f in fields(value)}
+        if isinstance(value, PackedExperts):
+            return PackedExperts(**changed)
+        return replace(value, **changed)
+    return value
+
+
+def on_device(ops: Ops, device: str) -> Ops:
+    """Return an instance of the same class that moves arguments to the device and results back.
+
+    Operations that it calls itself run on the device without moves. `store_kv` writes the moved cache back.
+    """
+    depth = [0]
+
+    def wrapped(name: str) -> Any:
+        method = getattr(type(ops), name)
+
+        def run(self: Ops, *args: Any, **kwargs: Any) -> Any:
+            if depth[0]:
+                return method(self, *args, **kwargs)
+            depth[0] += 1
+            try:
+                there = moved((args, kwargs), device)
+                result = method(self, *there[0], **there[1])
+            finally:
+                depth[0] -= 1
+            if name == "store_kv":
+                kv, other = args[2], there[0][2]
+                kv.cache.copy_(other.cache)
+                if kv.scales is not None:
+                    kv.scales.copy_(other.scales)
+            return moved(result, "cpu")
+
+        return run
+
+    names = operations_of(type(ops))
+    cls = type(type(ops).__name__, (type(ops),), {name: wrapped(name) for name in names})
+    return cls()
