@@ -76,7 +76,7 @@ def test_its_operations_agree_with_the_reference(folder: Path, dtype: torch.dtyp
 
 def test_a_folder_of_the_registry_is_found(folder: Path) -> None:
     registry = BackendRegistry([folder])
-    assert [one.name for one in registry.backends] == ["cpu", "numpy_cpu", "reference"]
+    assert [one.name for one in registry.backends] == ["cpu", "cuda", "numpy_cpu", "reference"]
     assert registry.open("cpu", "numpy_cpu")[1].name == "numpy_cpu"
 
 

@@ -42,10 +42,11 @@ class FakeGraph:
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
     def replay(self) -> None:
-        for func, args, kwargs, result in self.calls:
-            again = func(*args, **kwargs)
-            if isinstance(result, Tensor) and again is not result:
-                result.copy_(again)
+        with torch.inference_mode():
+            for func, args, kwargs, result in self.calls:
+                again = func(*args, **kwargs)
+                if isinstance(result, Tensor) and again is not result:
+                    result.copy_(again)
 
 
 class FakeStream:
