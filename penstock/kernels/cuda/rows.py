@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.activations import Activation
 from penstock.kernels.cuda.attention import FLOATS, CudaAttention
 from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
 from penstock.kernels.cuda.programs import rows as programs
@@ -14,7 +15,6 @@ from penstock.kernels.cuda.programs.routing import route
 from penstock.kernels.cuda.programs.sampling import sample
 from penstock.kernels.experts import ClampedSwiGLU
 from penstock.kernels.inputs import LayerKV, SamplingInputs
-from penstock.kernels.ops import Activation
 from penstock.kernels.routing import Routing
 
 _MAX_NORM = 1 << 15
@@ -71,17 +71,19 @@ class CudaRows(CudaAttention):
             return super().clamped_swiglu(x, gate)
         return _apply(programs.gate, x, x.shape[1] // 2, gate.alpha, gate.limit, KIND="clamped_swiglu")
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
+    ) -> tuple[Tensor, Tensor]:
         half, dim = cos.shape[1], q.shape[2]
         floats = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         if q.dtype not in FLOATS or q.dtype != k.dtype or not has_rows(q, k) or not floats:
-            return super().rotary(q, k, cos, sin)
+            return super().rotary(q, k, cos, sin, is_interleaved=is_interleaved)
         outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
         rest = dim - 2 * half
         launch(
             programs.rotate, (len(q), q.shape[1] + k.shape[1]), *outs, q, k, cos, sin, *q.stride()[:2],
             *k.stride()[:2], q.shape[1], k.shape[1], half, dim, HALF=power_of_two(half),
-            REST=power_of_two(rest) if rest else 0, num_warps=1,
+            REST=power_of_two(rest) if rest else 0, IS_INTERLEAVED=is_interleaved, num_warps=1,
         )  # fmt: skip
         return outs[0], outs[1]
 
@@ -130,7 +132,9 @@ class CudaRows(CudaAttention):
 def _can_norm(x: Tensor, *weights: Tensor) -> bool:
     """Return whether the program can norm rows of this type, width and layout."""
     fits = x.dtype in FLOATS and x.shape[-1] <= _MAX_NORM and has_rows(x) and x.dim() in (2, 3)
-    return fits and all(weight.is_contiguous() and weight.dtype in FLOATS for weight in weights)
+    return fits and all(
+        weight.is_contiguous() and weight.dtype in FLOATS and weight.dim() == 1 for weight in weights
+    )
 
 
 def _norm(

@@ -11,6 +11,8 @@ from penstock.kernels.routing import Routing, RoutingOps, ScoreRouting, SparseMi
 class ReferenceRouting(RoutingOps):
     """The operations of routers in plain torch, for every device."""
 
+    name = "reference"
+
     def route(
         self, logits: Tensor, top: int, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,7 @@ def test_rows(ops: CudaOps, dtype: torch.dtype) -> None:
         ops.add_layer_norm(x, residual, weight, bias, 1e-5)[0],
         REFERENCE.add_layer_norm(x, residual, weight, bias, 1e-5)[0],
     )
-    for activation in ("silu", "gelu_tanh", "relu"):
+    for activation in ("silu", "gelu_tanh", "relu", "relu2"):
         agree(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))
     gate = ClampedSwiGLU(1.7, 2.0)
     agree(ops.clamped_swiglu(5 * x, gate), REFERENCE.clamped_swiglu(5 * x, gate))
@@ -89,9 +89,12 @@ def test_rows(ops: CudaOps, dtype: torch.dtype) -> None:
 def test_rotary(ops: CudaOps, dtype: torch.dtype) -> None:
     qkv, angles = torch.randn(3, 6, 24).to(dtype), torch.rand(3, 8) * 6
     q, k = qkv[:, :4], qkv[:, 4:]
-    got, expected = (o.rotary(q, k, angles.cos(), angles.sin()) for o in (ops, REFERENCE))
-    agree(got[0], expected[0])
-    agree(got[1], expected[1])
+    for pairs in (False, True):
+        got, expected = (
+            o.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=pairs) for o in (ops, REFERENCE)
+        )
+        agree(got[0], expected[0])
+        agree(got[1], expected[1])
 
 
 def test_routes(ops: CudaOps) -> None:

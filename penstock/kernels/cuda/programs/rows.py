@@ -66,7 +66,8 @@ def _activate(x, KIND: tl.constexpr):
     elif KIND == "gelu_tanh":
         return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     else:
-        return tl.where(x > 0, x, x * 0)  # 0 times a NaN is a NaN
+        positive = tl.where(x > 0, x, x * 0)  # 0 times a NaN is a NaN
+        return positive * positive if KIND == "relu2" else positive
 
 
 @triton.jit
@@ -119,6 +120,7 @@ def rotate(
     dim,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
 ):
     """Rotate one head of one row, or copy what is not rotated. Grid: rows, query heads + kv heads."""
     row = tl.program_id(0).to(tl.int64)
@@ -135,11 +137,17 @@ def rotate(
     else:
         source = k + row * k_row_stride + own * k_head_stride
         target = k_out + (row * k_heads + own) * dim
-    first = tl.load(source + pairs, mask=is_pair, other=0.0).to(tl.float32)
-    second = tl.load(source + half + pairs, mask=is_pair, other=0.0).to(tl.float32)
+    if IS_INTERLEAVED:
+        firsts = 2 * pairs
+        seconds = 2 * pairs + 1
+    else:
+        firsts = pairs
+        seconds = half + pairs
+    first = tl.load(source + firsts, mask=is_pair, other=0.0).to(tl.float32)
+    second = tl.load(source + seconds, mask=is_pair, other=0.0).to(tl.float32)
     dtype = q_out.dtype.element_ty
-    tl.store(target + pairs, (first * angle_cos - second * angle_sin).to(dtype), mask=is_pair)
-    tl.store(target + half + pairs, (second * angle_cos + first * angle_sin).to(dtype), mask=is_pair)
+    tl.store(target + firsts, (first * angle_cos - second * angle_sin).to(dtype), mask=is_pair)
+    tl.store(target + seconds, (second * angle_cos + first * angle_sin).to(dtype), mask=is_pair)
     if REST > 0:
         rest = 2 * half + tl.arange(0, REST)
         is_rest = rest < dim
