@@ -98,7 +98,7 @@ def tensors_of_later_steps(inputs: ModelInputs, num_steps: int) -> dict[str, Ten
     """
     kv = inputs.kv
     assert kv is not None
-    ahead = torch.arange(num_steps)[:, None]
+    ahead = torch.arange(num_steps, device=kv.lengths.device)[:, None]
     lengths = kv.lengths + ahead  # [n, B] int64
     positions = lengths - 1
     tensors = {"positions": inputs.positions + ahead, "lengths": lengths.int()}
