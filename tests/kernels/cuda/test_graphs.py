@@ -30,7 +30,7 @@ class Recording(TorchDispatchMode):
         self.calls = calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
             raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
         result = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, result))
