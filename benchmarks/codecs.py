@@ -37,7 +37,10 @@ Engines = dict[str, Callable[[], object]]
 
 def snac_engines(folder: Path, session: InferenceSession, seconds: float) -> tuple[Engines, float]:
     """Return what decodes SNAC, and the duration of the audio."""
-    from snac import SNAC as Model  # type: ignore[import-not-found]
+    try:
+        from snac import SNAC as Model  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise SystemExit(f"snac needs the package {error.name!r}: pip install {error.name}") from None
 
     torch.manual_seed(0)
     model: Any = Model(**SNAC)

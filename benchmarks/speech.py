@@ -79,11 +79,14 @@ class FixedCodes(SpeechCodes):
     def __init__(self, codes_per_frame: int, codebook_size: int) -> None:
         size = np.arange(codes_per_frame * codebook_size, dtype=np.int64)
         super().__init__(size.reshape(codes_per_frame, codebook_size))
+        self.offset = 0
+        """Added to token ids. A codec may keep decoded windows, so each request needs codes of its own."""
 
     def parse(self, tokens: Any) -> tuple[np.ndarray, int, int]:
         """Return the token ids modulo the size of a codebook, as whole frames."""
         count = len(tokens) // self.codes_per_frame * self.codes_per_frame
-        return (np.asarray(tokens[:count]) % self.codebook_size).astype(np.int32), count, 0
+        codes = (np.asarray(tokens[:count]) + self.offset) % self.codebook_size
+        return codes.astype(np.int32), count, 0
 
 
 def open_pipeline(folder: Path, codec: Path, shape: str, encoding: str) -> AudioGeneratorPipeline:
@@ -130,6 +133,9 @@ def _codec(folder: Path, session: Any, encoding: str | None) -> AudioCodec:
 
 def speak(pipeline: AudioGeneratorPipeline, num_tokens: int) -> dict[str, float]:
     """Return the times of one streamed request."""
+    codes = pipeline.speech_lm_pipeline.codes
+    assert isinstance(codes, FixedCodes)
+    codes.offset += 7919
     context = TTSContext(
         prompt=[1] * PROMPT_TOKENS,
         tokens=np.arange(1, PROMPT_TOKENS + 1),
@@ -184,7 +190,13 @@ def write_codec(shape: str, folder: Path) -> Callable[[Tensor], object]:
     """Write a codec with random weights; return how its own package decodes ``[F, C]``."""
     torch.manual_seed(0)
     if shape == "orpheus-150m":
-        from snac import SNAC  # type: ignore[import-not-found]
+        try:
+            from snac import SNAC  # type: ignore[import-not-found]
+        except ImportError as error:
+            raise SystemExit(
+                f"the shape {shape} needs the package {error.name!r}, whose codec it compares with: "
+                f"pip install {error.name}"
+            ) from None
 
         from penstock.codecs.snac.quantizer import frame_columns
 

@@ -18,6 +18,7 @@ import torch
 from demo_voice.codec import log_mel
 from demo_voice.espeak import Espeak
 from demo_voice.measure import Recogniser, edit_distance, mel_distance, words_of
+from demo_voice.phrases import JUDGED, pairs, variants
 from demo_voice.sentences import sentence, training_texts
 from torch import Tensor
 
@@ -25,12 +26,12 @@ from penstock import LLM
 
 
 def held_out_sentences(count: int, seed: int) -> list[str]:
-    """Return distinct sentences that are not among the texts of the training."""
+    """Return distinct sentences that are not in the texts of both trainings."""
     rng = random.Random(seed)
-    known = set(training_texts(7, 14_000, 4_500))
+    known, in_pairs = set(training_texts(7, 14_000, 4_500)), " ".join(pairs(12, 700))
     texts: list[str] = []
     while len(texts) < count:
-        if (text := sentence(rng)) not in known:
+        if (text := sentence(rng)) not in known and text not in in_pairs:
             known.add(text)
             texts.append(text)
     return texts
@@ -72,8 +73,21 @@ def main() -> None:
     parser.add_argument("--spectrogram", type=Path, help="draw the first sentence, by model and by espeak-ng")
     options = parser.parse_args()
     texts = held_out_sentences(options.sentences, options.seed)
+    greetings = [one for phrase in JUDGED for text in variants(phrase) for one in (text, text.capitalize())]
     with LLM(options.model, task="audio-generation") as llm:
-        made = [torch.from_numpy(speech.audio) for speech in llm.speak(texts, use_tqdm=False)]
+        spoken = [torch.from_numpy(one.audio) for one in llm.speak([*texts, *greetings], use_tqdm=False)]
+    made, greeted = spoken[: len(texts)], spoken[len(texts) :]
+    for name, recogniser in (
+        ("grammar", Recogniser(with_grammar=True, more=JUDGED)),
+        ("general model", Recogniser(with_grammar=False)),
+    ):
+        for phrase in JUDGED:
+            heard = [
+                recogniser(audio) == words_of(text)
+                for text, audio in zip(greetings, greeted, strict=True)
+                if words_of(text) == words_of(phrase)
+            ]
+            print(f"{phrase!r}, recogniser with {name}: {sum(heard)} of {len(heard)} spellings understood")
     speak = Espeak()
     wanted = [speak(text) for text in texts]
     for name, with_grammar in (("grammar", True), ("general model", False)):

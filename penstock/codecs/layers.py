@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -86,12 +86,17 @@ class CodecLoader:
         weights: the checkpoint.
         ops: the back end that packs the layers.
         encoding: encoding of convolutions with one group and of linear layers.
+        min_channels: convolutions with fewer output channels are float32. They cost little, and their errors
+            go into the samples unfiltered.
     """
 
-    def __init__(self, weights: CodecWeights, ops: Ops, encoding: str = "float32") -> None:
+    def __init__(
+        self, weights: CodecWeights, ops: Ops, encoding: str = "float32", *, min_channels: int = 0
+    ) -> None:
         self.weights = weights
         self.ops = ops
         self.encoding = encoding
+        self._min_channels = min_channels
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor as float32."""
@@ -137,33 +142,43 @@ class CodecLoader:
         """Return a convolution."""
         weight = self.weight(layer, out_channels, in_channels // groups, kernel_size)
         bias = self.tensor(f"{layer}.bias", out_channels) if has_bias else None
-        return Conv1d(
-            self.ops.pack_conv1d(
-                weight,
-                self.encoding,
-                bias=bias,
-                stride=stride,
-                padding=padding,
-                dilation=dilation,
-                groups=groups,
-            )
+        packed = self.ops.pack_conv1d(
+            weight,
+            self._encoding_of(out_channels),
+            bias=bias,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
         )
+        return Conv1d(replace(packed, linear=_with_bias(packed.linear, bias)))
 
     def upsample(self, layer: str, in_channels: int, out_channels: int, stride: int) -> ConvTranspose1d:
         """Return a transposed convolution that gives exactly ``stride`` rows for each row."""
         weight = self.weight(layer, in_channels, out_channels, 2 * stride)
-        return ConvTranspose1d(
-            self.ops.pack_conv_transpose1d(
-                weight,
-                self.encoding,
-                bias=self.tensor(f"{layer}.bias", out_channels),
-                stride=stride,
-                padding=-(-stride // 2),
-                output_padding=stride % 2,
-            )
+        bias = self.tensor(f"{layer}.bias", out_channels)
+        packed = self.ops.pack_conv_transpose1d(
+            weight,
+            self._encoding_of(out_channels),
+            bias=bias,
+            stride=stride,
+            padding=-(-stride // 2),
+            output_padding=stride % 2,
         )
+        return ConvTranspose1d(replace(packed, linear=_with_bias(packed.linear, bias.repeat(stride))))
+
+    def _encoding_of(self, out_channels: int) -> str:
+        return self.encoding if out_channels >= self._min_channels else "float32"
 
     def snake(self, layer: str, channels: int) -> Snake:
         """Return a snake activation, whose frequencies are stored as ``[1, C, 1]``."""
         alpha = self.tensor(f"{layer}.alpha", 1, channels, 1).flatten().contiguous()
         return Snake(alpha, 1 / (alpha + SNAKE_EPS))
+
+
+def _with_bias(linear: PackedLinear | None, bias: Tensor | None) -> PackedLinear | None:
+    """Return a layer with its bias as float32, the type of a codec's activations.
+
+    The encoding of quantized weights gives it the type of a language model's activations.
+    """
+    return linear if linear is None else replace(linear, bias=bias)

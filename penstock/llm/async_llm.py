@@ -21,6 +21,7 @@ from penstock.config import PipelineConfig, PipelineOptions
 from penstock.engines import make_engine
 from penstock.errors import ConfigError, InputError, TaskMismatchError
 from penstock.llm.async_runner import AsyncRunner, gathered
+from penstock.llm.async_speech import AsyncSpeechMethods
 from penstock.llm.embeddings import EmbeddingsInput, is_single
 from penstock.llm.outputs import GenerationOutput, OutputBuilder, OutputOptions, best_first
 from penstock.llm.prompts import (
@@ -46,8 +47,7 @@ from penstock.worker.engine_client import EngineClient
 
 T = TypeVar("T")
 
-_NUM_THREADS = 2
-"""Threads that encode prompts and render templates, off the event loop."""
+_NUM_THREADS = 2  # encode prompts and render templates, off the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class StreamedOutput:
     """The finished output; None except in the last piece."""
 
 
-class AsyncLLM:
-    """Generates text or computes embeddings from an asyncio program.
+class AsyncLLM(AsyncSpeechMethods):
+    """Generates text or speech, or computes embeddings, from an asyncio program.
 
     >>> async with AsyncLLM("demo") as llm:  # doctest: +SKIP
     ...     async for piece in llm.stream("Once upon a time"):

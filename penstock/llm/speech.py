@@ -23,12 +23,14 @@ from penstock.pipelines.core import (
     PipelineTask,
     SamplingParams,
     TTSContext,
+    VoicePrompt,
 )
 from penstock.text.speech_tokenizer import voice_fields
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
     from penstock.llm.batch_runner import BatchRunner
+    from penstock.text.speech_format import SpeechFormat
     from penstock.text.speech_tokenizer import SpeechTokenizer
 
 
@@ -91,6 +93,66 @@ class SpeechStream(Iterator[AudioGeneratorOutput]):
     def close(self) -> None:
         """Cancel the request. Does nothing if the stream has ended."""
         self._chunks.close()
+
+
+def voice_options(
+    voice: str | None,
+    codes: Sequence[int],
+    transcription: str,
+    known: Mapping[str, VoicePrompt],
+    form: SpeechFormat,
+) -> dict[str, object]:
+    """Return the fields of requests that choose a voice.
+
+    Args:
+        voice: the name of a voice, or None.
+        codes: the codes of a voice to imitate; empty for none.
+        transcription: what is spoken in ``codes``.
+        known: the configured voices.
+        form: the model's speech format.
+
+    Raises:
+        InputError: the voice is unknown, or both a voice and codes are given.
+    """
+    if voice is None:
+        return {
+            "audio_prompt_tokens": [int(code) for code in codes],
+            "audio_prompt_transcription": transcription,
+        }
+    if len(codes):
+        raise InputError("give either voice or audio_prompt_tokens: both choose a voice")
+    return voice_fields(voice, known, form)
+
+
+def speech_contexts(
+    config: PipelineConfig,
+    tokenizer: SpeechTokenizer,
+    text: str,
+    params: SamplingParams | None,
+    options: Mapping[str, Any],
+) -> list[TTSContext]:
+    """Return the contexts of the parts of a text.
+
+    Args:
+        config: has defaults of sampling parameters.
+        tokenizer: splits and encodes the text.
+        text: the text.
+        params: None takes the defaults and a new seed.
+        options: further fields of the requests.
+
+    Raises:
+        InputError: the text cannot be spoken.
+    """
+    if params is None:
+        params = config.default_sampling_params(defaults=tokenizer.speech_format.sampling_defaults)
+    return [
+        tokenizer.build_speech_context(
+            AudioGenerationRequest(
+                uuid4().hex, index, config.model.name, input=part, sampling_params=params, **options
+            )
+        )
+        for index, part in enumerate(tokenizer.split(text))
+    ]
 
 
 class SpeechMethods:
@@ -216,32 +278,14 @@ class SpeechMethods:
         self, voice: str | None, codes: Sequence[int], transcription: str, adapter: str | None
     ) -> dict[str, object]:
         """Return the fields of requests that all parts of all texts share."""
-        if voice is not None and len(codes):
-            raise InputError("give either voice or audio_prompt_tokens: both choose a voice")
-        known = self.pipeline.voices
-        chosen: Mapping[str, object] = {
-            "audio_prompt_tokens": [int(code) for code in codes],
-            "audio_prompt_transcription": transcription,
-        }
-        if voice is not None:
-            chosen = voice_fields(voice, known, self.tokenizer.speech_format)
-        return {**chosen, "adapter": adapter}
+        known, form = self.pipeline.voices, self.tokenizer.speech_format
+        return {**voice_options(voice, codes, transcription, known, form), "adapter": adapter}
 
     def _speech_contexts(
         self, text: str, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> list[TTSContext]:
         """Return the contexts of the parts of a text."""
-        if params is None:
-            defaults = self.tokenizer.speech_format.sampling_defaults
-            params = self.config.default_sampling_params(defaults=defaults)
-        return [
-            self.tokenizer.build_speech_context(
-                AudioGenerationRequest(
-                    uuid4().hex, index, self.config.model.name, input=part, sampling_params=params, **options
-                )
-            )
-            for index, part in enumerate(self.tokenizer.split(text))
-        ]
+        return speech_contexts(self.config, self.tokenizer, text, params, options)
 
     def _speech(self, parts: Sequence[SpeechResult]) -> Speech:
         chunks = [chunk for part in parts for chunk in part.chunks]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from penstock.errors import CheckpointError, ConfigError, InputError
 from penstock.host.discovery import modules_in
+from penstock.text.spoken_numbers import LANGUAGES as NUMBER_LANGUAGES
 from penstock.weights.json_files import read_json_object
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class SpeechDescription:
     """Whether the model reads phonemes instead of letters; by default as the format says."""
     language: str = "en-us"
     """The language of the phonemes, as espeak-ng names it."""
+    numbers: str | None = None
+    """The language in which numbers are written as words before the model reads them; None leaves digits."""
     max_characters: int | None = None
     """Longer texts are split at sentences."""
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -68,6 +71,9 @@ class SpeechDescription:
         for name, kind in _KINDS.items():
             if values.get(name) is not None and not isinstance(values[name], kind):
                 raise CheckpointError(path, f"{name} must be of type {kind.__name__}: {values[name]!r}")
+        if values.get("numbers") not in (None, *NUMBER_LANGUAGES):
+            known_languages = ", ".join(NUMBER_LANGUAGES)
+            raise CheckpointError(path, f"numbers must be one of {known_languages}: {values['numbers']!r}")
         if values.get("voices") is not None:
             values["voices"] = tuple(str(one) for one in values["voices"])
         return cls(**{name: value for name, value in values.items() if value is not None})
@@ -80,6 +86,7 @@ _KINDS: Mapping[str, type] = {
     "codebook_size": int,
     "phonemes": bool,
     "language": str,
+    "numbers": str,
     "max_characters": int,
     "sampling": dict,
     "voices": list,

@@ -14,6 +14,7 @@ from penstock.text.phonemes import phonemes_of
 from penstock.text.request_checks import check_token_ids_in_params, total_length
 from penstock.text.sentences import split_text
 from penstock.text.speech_format import SpeechDescription, SpeechFormat, format_name, speech_formats
+from penstock.text.spoken_numbers import spoken_numbers
 from penstock.text.token_ids import TokenIds, checked_prompt_ids
 from penstock.text.tokenizer import TextTokenizer
 from penstock.text.valid_unicode import valid_unicode
@@ -96,7 +97,7 @@ class SpeechTokenizer(TextTokenizer):
         Raises:
             InputError: the text has no characters to speak.
         """
-        parts = split_text(valid_unicode(text), self.speech_format.text_limit)
+        parts = split_text(self._readable(text), self.speech_format.text_limit)
         if not parts:
             raise InputError("the input is empty: it needs at least one character to speak")
         return parts
@@ -147,7 +148,7 @@ class SpeechTokenizer(TextTokenizer):
         return tokens
 
     def _format_prompt(self, request: AudioGenerationRequest) -> TokenIds:
-        text = valid_unicode(request.input or "").strip()
+        text = self._readable(request.input or "").strip()
         if not text:
             raise InputError("the input is empty: it needs at least one character to speak")
         form = self.speech_format
@@ -155,10 +156,15 @@ class SpeechTokenizer(TextTokenizer):
         if voice is not None and form.voices and voice not in form.voices:
             raise InputError(f"voice {voice!r} is unknown: the model has {', '.join(form.voices)}")
         self._check_length(text)
-        transcription = valid_unicode(request.audio_prompt_transcription).strip()
+        transcription = self._readable(request.audio_prompt_transcription).strip()
         if form.needs_phonemes:
             language = form.description.language
             text = phonemes_of(text, language)
             transcription = phonemes_of(transcription, language) if transcription else ""
         ids = form.prompt(text, voice=voice, codes=request.audio_prompt_tokens, transcription=transcription)
         return checked_prompt_ids(ids, self.vocab_size)
+
+    def _readable(self, text: str) -> str:
+        """Return a text as the model reads it: valid Unicode, with numbers as words if it reads no digits."""
+        text = valid_unicode(text)
+        return text if self.speech_format.description.numbers is None else spoken_numbers(text)

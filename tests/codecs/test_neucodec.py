@@ -80,7 +80,7 @@ def test_shifted_blocks_give_other_samples(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("encoding", "ratio"), [("bfloat16", 60), ("int8", 15)])
-def test_encodings_of_the_transformer(encoding: str, ratio: float) -> None:
+def test_encodings(encoding: str, ratio: float) -> None:
     frames, whole = expected("neucodec")["frames"], expected("neucodec")["decoded"]
     samples = load_reference("neucodec", encoding=encoding).decode([frames])[0]
     error = (samples - whole).square().mean()

@@ -56,6 +56,23 @@ def test_noise_is_normal_and_depends_on_layer_and_position() -> None:
     assert abs(float((noise[1:] * noise[:-1]).mean())) < 0.02
 
 
+@pytest.mark.parametrize("name", ["snac", "snac_dense"])
+def test_wide_convolutions_in_int8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = expected(name)
+    frames, exact = tensors["frames"], load_reference(name).decode([tensors["frames"]])[0]
+    with_none = load_reference(name, encoding="int8").decode([frames])[0]
+    assert torch.equal(with_none, exact), "these checkpoints have no convolution that is wide enough"
+    monkeypatch.setattr("penstock.codecs.snac.model.MIN_QUANTIZED_CHANNELS", 8)
+    codec = load_reference(name, encoding="int8")
+    samples = codec.decode([frames])[0]
+    error = (samples - exact).square().mean()
+    assert 0 < error * 100 < exact.square().mean()
+    parts = codec.decode_chunks(list(codec.cut(frames, 2)))
+    torch.testing.assert_close(torch.cat(parts), samples, rtol=0, atol=codec.tolerance)
+    if codec.can_encode and "encoded" in tensors:
+        assert torch.equal(codec.encode(tensors["samples"]), tensors["encoded"])
+
+
 @pytest.mark.parametrize("side", ["left_context", "right_context"])
 @pytest.mark.parametrize("name", ["snac", "snac_dense"])
 def test_less_context_gives_other_samples(name: str, side: str) -> None:

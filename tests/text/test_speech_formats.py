@@ -134,12 +134,23 @@ def test_detection(name: str, tmp_path: Path) -> None:
         format_name(folder, "other")
 
 
+def test_numbers_as_words(tokenizers: dict[str, SpeechTokenizer], tmp_path: Path) -> None:
+    one = SpeechTokenizer(write_tiny_speech(tmp_path / "m", numbers="en", max_characters=30, phonemes=False))
+    assert "TEXT_PROMPT_START|>ten cats<" in prompt(one, input="10 cats").replace("Ġ", " ")
+    assert one.split("It has 21 cats. It has 33 dogs.") == [
+        "It has twenty one cats.",
+        "It has thirty three dogs.",
+    ]
+    assert tokenizers["orpheus"].split("10 cats") == ["10 cats"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ({"frmat": "neutts"}, "unknown key 'frmat'"),
         ({"codebook_size": "many"}, "codebook_size must be of type int: 'many'"),
         ({"format": "other"}, "must be one of neutts, orpheus"),
+        ({"numbers": "tlh"}, "numbers must be one of en: 'tlh'"),
     ],
 )
 def test_a_malformed_description(content: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +127,17 @@ class Codec(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:  # [B, S] of [B, S]
         return self.decoder(self.quantizer(self.encoder(samples))[0])[:, 0]
 
+    @torch.no_grad()
+    def load_exported(self, state: Mapping[str, Tensor]) -> None:
+        """Copy quantizer and decoder from the weights of `exported`."""
+        for name, module in (("quantizer", self.quantizer), ("acoustic_decoder", self.decoder)):
+            part = {
+                key.removeprefix(f"{name}."): value.float()
+                for key, value in state.items()
+                if key.startswith(f"{name}.")
+            }
+            module.load_state_dict(part)
+
     def exported(self) -> dict[str, Tensor]:
         """Return the weights of quantizer and decoder in bfloat16, named as transformers names them."""
         state = {f"quantizer.{name}": value for name, value in self.quantizer.state_dict().items()}
@@ -178,3 +189,57 @@ def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_o
         if step % 100 == 99:
             seconds = time.perf_counter() - started
             print(f"codec step {step + 1}  loss {average:.4f}  {seconds:.0f} s", flush=True)
+
+
+def train_encoder(
+    codec: Codec, speech: Sequence[Tensor], known: Sequence[tuple[Tensor, Tensor]], steps: int, *, seed: int
+) -> float:
+    """Train an encoder for a decoder that stays as it is.
+
+    Half of a batch is speech, which the decoder shall reproduce from the codes. The other half is decoded
+    from known codes, which the encoder shall find.
+
+    Args:
+        codec: its encoder is changed in place.
+        speech: waveforms ``[S]``.
+        known: waveforms ``[F * HOP]`` with their codes ``[F]``.
+        steps: number of steps.
+        seed: chooses the pieces.
+
+    Returns:
+        The share of the known codes that the encoder finds at the end.
+    """
+    for part in (codec.quantizer, codec.decoder):
+        part.requires_grad_(False)
+    optimizer = torch.optim.AdamW(codec.encoder.parameters(), lr=1e-3, betas=(0.8, 0.99), weight_decay=0.01)
+    rng = random.Random(seed)
+    stream = torch.cat([nn.functional.pad(one, (0, -len(one) % HOP)) for one in speech])
+    decoded = torch.cat([samples for samples, _ in known])
+    codes = torch.cat([one for _, one in known])
+    size, rows, found, started = HOP * _FRAMES, _ROWS // 2, 0.0, time.perf_counter()
+    for step in range(steps):
+        factor = min(1.0, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * factor
+        starts = [rng.randrange(len(stream) - size) for _ in range(rows)]
+        frames = [rng.randrange(len(codes) - _FRAMES) for _ in range(rows)]
+        real = torch.stack([stream[start : start + size] for start in starts])
+        made = torch.stack([decoded[frame * HOP : frame * HOP + size] for frame in frames])
+        wanted = torch.stack([codes[frame : frame + _FRAMES] for frame in frames])
+        hidden, indices = codec.quantizer(codec.encoder(torch.cat((real, made))))
+        known_hidden = codec.quantizer.from_codes(wanted[..., None])
+        distance = (hidden[rows:] - known_hidden).square().mean() / known_hidden.var()
+        loss = loss_of(codec.decoder(hidden[:rows])[:, 0], real) + 2 * distance
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(codec.encoder.parameters(), 1.0)
+        optimizer.step()
+        share = (indices[rows:, :, 0] == wanted).float().mean().item()
+        found = share if step == 0 else 0.98 * found + 0.02 * share
+        if step % 100 == 99:
+            seconds = time.perf_counter() - started
+            print(
+                f"encoder step {step + 1}  loss {loss.item():.4f}  found {found:.3f}  {seconds:.0f} s",
+                flush=True,
+            )
+    return found

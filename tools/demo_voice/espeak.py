@@ -34,13 +34,17 @@ class Espeak:
             raise RuntimeError("espeak-ng could not be initialised")
         if self._library.espeak_SetVoiceByName(voice.encode()) != 0:
             raise ValueError(f"espeak-ng has no voice {voice!r}")
-        self._library.espeak_SetParameter(_RATE_PARAMETER, words_per_minute, 0)
+        self.set_speed(words_per_minute)
         self._parts: list[np.ndarray] = []
         callback_type = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
         )
         self._callback = callback_type(self._receive)  # the library keeps no reference
         self._library.espeak_SetSynthCallback(self._callback)
+
+    def set_speed(self, words_per_minute: int) -> None:
+        """Set the speed of what is spoken next."""
+        self._library.espeak_SetParameter(_RATE_PARAMETER, words_per_minute, 0)
 
     def _receive(self, samples: ctypes._Pointer[ctypes.c_short], count: int, _events: int) -> int:
         if samples and count:

@@ -19,7 +19,6 @@ TEXT_START, TEXT_END = "<|TEXT_PROMPT_START|>", "<|TEXT_PROMPT_END|>"
 SPEECH_START, SPEECH_END = "<|SPEECH_GENERATION_START|>", "<|SPEECH_GENERATION_END|>"
 _CHARACTERS = " abcdefghijklmnopqrstuvwxyz0123456789.,?!'-:;\n"
 _ROWS = 16
-_PEAK = 2e-3
 _SHORT_ROW, _SHORT_TIME = 135, 0.12  # the first eighth of the time sees short texts only
 _NUM_HELD_OUT = 200
 
@@ -55,15 +54,18 @@ def make_shape(tokenizer: Tokenizer) -> Shape:
     )
 
 
+def prompt_text(text: str) -> str:
+    """Return the prompt of a text, in the format of NeuTTS."""
+    return f"{TASK}{TEXT_START}{text}{TEXT_END}{ANSWER}{SPEECH_START}"
+
+
 def make_rows(tokenizer: Tokenizer, texts: Sequence[str], codes: Sequence[Tensor]) -> list[Row]:
     """Return the tokens of texts and of their speech."""
     first = tokenizer.token_to_id("<|speech_0|>")
     end = tokenizer.token_to_id(SPEECH_END)
     rows = []
     for text, one in zip(texts, codes, strict=True):
-        prompt = tokenizer.encode(
-            f"{TASK}{TEXT_START}{text}{TEXT_END}{ANSWER}{SPEECH_START}", add_special_tokens=False
-        ).ids
+        prompt = tokenizer.encode(prompt_text(text), add_special_tokens=False).ids
         rows.append((len(prompt), [*prompt, *(one.long() + first).tolist(), end]))
     return rows
 
@@ -95,20 +97,37 @@ def _epoch(rows: Sequence[Row], rng: random.Random) -> list[list[Row]]:
     return batches
 
 
-def train_language_model(model: Model, rows: Sequence[Row], minutes: float, seed: int) -> float:
-    """Train for a time and return the loss of texts that were held out."""
+def train_language_model(
+    model: Model,
+    rows: Sequence[Row],
+    minutes: float,
+    seed: int,
+    *,
+    peak: float = 2e-3,
+    repeated: Sequence[Row] = (),
+) -> float:
+    """Train for a time and return the loss of texts that were held out.
+
+    Args:
+        model: changed in place.
+        rows: texts with their codes; some are held out.
+        minutes: time.
+        seed: chooses the texts that are held out, and the order.
+        peak: largest learning rate.
+        repeated: rows that are never held out.
+    """
     rng = random.Random(seed)
     order = list(rows)
     rng.shuffle(order)
-    held_out, order = order[:_NUM_HELD_OUT], order[_NUM_HELD_OUT:]
-    optimizer = make_optimizer(model, _PEAK)
+    held_out, order = order[:_NUM_HELD_OUT], [*order[_NUM_HELD_OUT:], *repeated]
+    optimizer = make_optimizer(model, peak)
     started, step, average, batches = time.perf_counter(), 0, 0.0, []
     while (seconds := time.perf_counter() - started) < 60 * minutes:
         fraction = seconds / (60 * minutes)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(fraction, _PEAK)
+            group["lr"] = learning_rate(fraction, peak)
         if not batches:
-            is_early = fraction < _SHORT_TIME
+            is_early = not repeated and fraction < _SHORT_TIME
             batches = _epoch([row for row in order if not is_early or len(row[1]) < _SHORT_ROW], rng)
         loss = batch_loss(model, batches.pop())
         optimizer.zero_grad(set_to_none=True)

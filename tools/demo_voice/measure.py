@@ -21,9 +21,10 @@ class Recogniser:
 
     Args:
         with_grammar: whether the recogniser expects sentences of the grammar.
+        more: further sentences of the grammar.
     """
 
-    def __init__(self, *, with_grammar: bool) -> None:
+    def __init__(self, *, with_grammar: bool, more: Sequence[str] = ()) -> None:
         from pocketsphinx import Decoder
 
         if not with_grammar:
@@ -31,7 +32,7 @@ class Recogniser:
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "sentences.gram")
-            path.write_text(recogniser_grammar())
+            path.write_text(recogniser_grammar(more))
             self._decoder = Decoder(loglevel="FATAL", jsgf=str(path), lm=None)
 
     def __call__(self, samples: Tensor) -> list[str]:

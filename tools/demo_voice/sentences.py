@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -224,8 +224,12 @@ def training_texts(seed: int, num_texts: int, num_phrases: int) -> list[str]:
     return texts
 
 
-def recogniser_grammar() -> str:
-    """Return the sentences as a JSGF grammar (Java Speech Grammar Format)."""
+def recogniser_grammar(more: Sequence[str] = ()) -> str:
+    """Return the sentences as a JSGF grammar (Java Speech Grammar Format).
+
+    Args:
+        more: further sentences.
+    """
     lines = ["#JSGF V1.0;", "grammar sentences;"]
     for name, items in CLASSES.items():
         lines.append(f"<{name}> = {' | '.join(item.lower() for item in items)};")
@@ -233,5 +237,6 @@ def recogniser_grammar() -> str:
         " ".join(f"<{word}>" if word in CLASSES else word.lower() for word in template.split())
         for template in TEMPLATES
     ]
+    rules += [text.lower() for text in more]
     lines.append(f"public <sentence> = {' | '.join(rules)};")
     return "\n".join(lines)

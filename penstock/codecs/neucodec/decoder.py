@@ -112,21 +112,24 @@ def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> 
     Args:
         loader: reads and packs layers.
         config: sizes.
-        encoding: encoding of the linear layers of the transformer. The others are float32.
+        encoding: encoding of the linear layers of the transformer, and, if it is int8, of the convolutions of
+            the residual blocks. The others are float32: the activations between them are, which other floats
+            do not multiply.
     """
     prefix, size = "acoustic_decoder", config.hidden_size
     window = torch.hann_window(FRAMES_PER_WINDOW * config.hop)
+    blocks = CodecLoader(loader.weights, loader.ops, "int8" if encoding == "int8" else "float32")
     return Decoder(
         config,
         code_digits(config.levels),
         _read_projection(loader, config),
         loader.conv1d(f"{prefix}.embed", size, size, 7, padding=3),
-        _read_blocks(loader, f"{prefix}.prior_net", size),
+        _read_blocks(blocks, f"{prefix}.prior_net", size),
         tuple(
             _read_layer(loader, f"{prefix}.layers.{index}", config, encoding)
             for index in range(config.layers)
         ),
-        _read_blocks(loader, f"{prefix}.post_net", size),
+        _read_blocks(blocks, f"{prefix}.post_net", size),
         (loader.tensor(f"{prefix}.norm.weight", size), loader.tensor(f"{prefix}.norm.bias", size)),
         loader.linear(f"{prefix}.head.linear", size, len(window) + 2),
         loader.ops.pack_linear(inverse_dft_weight(window), "float32"),

@@ -16,5 +16,6 @@ CODEC = SupportedCodec(
     name="snac",
     detect=_detect,
     codec="model:SnacCodec",
+    encodings=("float32", "int8"),
     example_repo_ids=("hubertsiuzdak/snac_24khz",),
 )

@@ -28,6 +28,9 @@ from penstock.engine import InferenceSession
 from penstock.errors import InputError
 from penstock.kernels import Ops
 
+MIN_QUANTIZED_CHANNELS = 128
+"""Output channels from which a convolution of the decoder is quantized."""
+
 
 class SnacCodec(AudioCodec):
     """Decoder, encoder and quantizer of a SNAC checkpoint."""
@@ -55,13 +58,20 @@ class SnacCodec(AudioCodec):
     ) -> SnacCodec:
         """Read a checkpoint folder.
 
+        Args:
+            folder: the checkpoint.
+            config: its ``config.json``.
+            session: the kernels.
+            encoding: encoding of the wide dense convolutions of the decoder. All other layers are float32.
+
         Raises:
             CheckpointError: ``config.json`` or the weights do not fit.
             UnsupportedFeatureError: the checkpoint has attention layers.
         """
         sizes, weights = SnacConfig.read(config, folder), open_weights(folder)
-        loader = CodecLoader(weights, session.ops, encoding)
-        parts = read_quantizer(loader, sizes), read_decoder(loader, sizes), read_encoder(loader, sizes)
+        loader = CodecLoader(weights, session.ops, encoding, min_channels=MIN_QUANTIZED_CHANNELS)
+        exact = CodecLoader(weights, session.ops)
+        parts = read_quantizer(exact, sizes), read_decoder(loader, sizes), read_encoder(exact, sizes)
         weights.finish()
         return cls(sizes, session.ops, *parts)
 

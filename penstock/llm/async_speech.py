@@ -1,0 +1,190 @@
+"""`AsyncSpeechMethods`: the methods of `AsyncLLM` for speech models."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.llm.async_runner import AsyncRunner, gathered
+from penstock.llm.speech import Speech, speech_contexts, voice_options
+from penstock.pipelines.core import AudioGeneratorOutput, PipelineTask, SamplingParams, TTSContext
+from penstock.worker.results import RequestDelta
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.worker.engine_client import EngineClient
+
+T = TypeVar("T")
+
+
+class AsyncSpeechMethods:
+    """Speaks texts."""
+
+    if TYPE_CHECKING:
+        config: PipelineConfig
+        tokenizer: Any
+        _worker: EngineClient
+        _runner: AsyncRunner
+
+        def _check_task(self, method: str, task: PipelineTask) -> None: ...
+
+        async def _in_pool(self, function: Callable[[], T]) -> T: ...
+
+    async def speak(
+        self,
+        texts: str | Sequence[str],
+        sampling_params: SamplingParams | None = None,
+        *,
+        voice: str | None = None,
+        audio_prompt_tokens: Sequence[int] = (),
+        audio_prompt_transcription: str = "",
+        adapter: str | None = None,
+        priority: int = 0,
+    ) -> Any:
+        """Return the audio of texts; the arguments are those of `LLM.speak`.
+
+        Args:
+            texts: a text, or a list of texts.
+            sampling_params: for all texts.
+            voice: the name of a voice.
+            audio_prompt_tokens: codes of a voice to imitate.
+            audio_prompt_transcription: what is spoken in ``audio_prompt_tokens``.
+            adapter: the LoRA adapter.
+            priority: of all texts.
+
+        Returns:
+            A `Speech` for a text, or a list of them in the order of the texts.
+
+        Raises:
+            InputError: a text cannot be spoken; then none is.
+            RequestFailedError: the model generated no speech; the other texts are cancelled.
+            TaskMismatchError: the model does not generate audio.
+            UnavailableError: the worker has died.
+        """
+        self._check_task("AsyncLLM.speak", PipelineTask.AUDIO_GENERATION)
+        options = self._speech_options(
+            voice, audio_prompt_tokens, audio_prompt_transcription, adapter, priority
+        )
+        batch = [texts] if isinstance(texts, str) else list(texts)
+
+        def build() -> list[list[TTSContext]]:
+            return [
+                speech_contexts(self.config, self.tokenizer, one, sampling_params, options) for one in batch
+            ]
+
+        each = await self._in_pool(build)
+        calls = [partial(self._spoken, context) for contexts in each for context in contexts]
+        parts = iter(await gathered(calls))
+        speeches = [self._joined([next(parts) for _ in contexts]) for contexts in each]
+        return speeches[0] if isinstance(texts, str) else speeches
+
+    async def stream_speech(
+        self,
+        text: str,
+        sampling_params: SamplingParams | None = None,
+        *,
+        voice: str | None = None,
+        audio_prompt_tokens: Sequence[int] = (),
+        audio_prompt_transcription: str = "",
+        adapter: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[AudioGeneratorOutput, None]:
+        """Yield the audio of one text in chunks, the first as early as possible.
+
+        The parameters are those of `speak`, the chunks those of `LLM.stream_speech`. The next part of a long
+        text starts when the one before has audio. Closing the generator cancels the request.
+
+        Raises:
+            InputError: the text cannot be spoken.
+            RequestFailedError: the model generated no speech.
+            TaskMismatchError: the model does not generate audio.
+            UnavailableError: the worker has died.
+        """
+        import torch
+
+        self._check_task("AsyncLLM.stream_speech", PipelineTask.AUDIO_GENERATION)
+        options = self._speech_options(
+            voice, audio_prompt_tokens, audio_prompt_transcription, adapter, priority
+        )
+        options["streaming"] = True
+        begin, rate = perf_counter(), self._worker.info.sample_rate
+        contexts = await self._in_pool(
+            lambda: speech_contexts(self.config, self.tokenizer, text, sampling_params, options)
+        )
+        num_samples, num_tokens = 0, [0] * len(contexts)
+        async with aclosing(self._deltas_of(contexts)) as deltas:
+            async for index, delta in deltas:
+                num_tokens[index] = max(delta.num_tokens, num_tokens[index])
+                is_last = delta.status.is_done and index == len(contexts) - 1
+                if not delta.audio and not is_last:
+                    continue
+                chunk = _samples_of(delta.audio)
+                num_samples += len(chunk)
+                metadata = {
+                    "sample_rate": rate,
+                    "num_tokens": sum(num_tokens),
+                    "seconds": num_samples / rate,
+                    "elapsed_seconds": perf_counter() - begin,
+                }
+                yield AudioGeneratorOutput(torch.from_numpy(chunk), metadata, is_last)
+
+    async def _deltas_of(
+        self, contexts: Sequence[TTSContext]
+    ) -> AsyncGenerator[tuple[int, RequestDelta], None]:
+        """Run the parts of a text one after another; each is submitted when the one before has audio."""
+        generations = [await self._runner.submit(contexts[0])]
+        try:
+            for index in range(len(contexts)):
+                if index == len(generations):
+                    generations.append(await self._runner.submit(contexts[index]))
+                async for delta in generations[index]:
+                    if delta.audio and index + 1 == len(generations) < len(contexts):
+                        generations.append(await self._runner.submit(contexts[index + 1]))
+                    yield index, delta
+        finally:
+            for generation in generations:
+                generation.cancel()
+
+    async def _spoken(self, context: TTSContext) -> tuple[list[npt.NDArray[np.floating]], int, bool]:
+        """Run one part. Return its chunks, the number of its tokens, and whether it was cut."""
+        generation = await self._runner.submit(context)
+        generation.read_at_end()
+        chunks, num_tokens, is_cut = [], 0, False
+        try:
+            async for delta in generation:
+                chunks += delta.audio
+                num_tokens = max(delta.num_tokens, num_tokens)
+                is_cut |= delta.status.value == "maximum_length"
+        finally:
+            generation.cancel()
+        return chunks, num_tokens, is_cut
+
+    def _joined(self, parts: Sequence[tuple[list[npt.NDArray[np.floating]], int, bool]]) -> Speech:
+        return Speech(
+            audio=_samples_of([chunk for chunks, _, _ in parts for chunk in chunks]),
+            sample_rate=self._worker.info.sample_rate,
+            num_tokens=sum(count for _, count, _ in parts),
+            is_cut=any(is_cut for _, _, is_cut in parts),
+        )
+
+    def _speech_options(
+        self,
+        voice: str | None,
+        codes: Sequence[int],
+        transcription: str,
+        adapter: str | None,
+        priority: int,
+    ) -> dict[str, object]:
+        known: Mapping[str, Any] = {one.name: one for one in self._worker.info.voices}
+        chosen = voice_options(voice, codes, transcription, known, self.tokenizer.speech_format)
+        return {**chosen, "adapter": adapter, "priority": priority}
+
+
+def _samples_of(chunks: Sequence[npt.NDArray[np.floating]]) -> npt.NDArray[np.float32]:
+    return np.concatenate(chunks).astype(np.float32, copy=False) if chunks else np.zeros(0, np.float32)

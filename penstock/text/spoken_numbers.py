@@ -1,0 +1,114 @@
+"""Numbers as English words, for speech models that read letters: "$5.20" -> "five dollars and twenty cents".
+
+A group of digits is an amount of money, a percentage, a time, an ordinal, a year, or a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from penstock.text.english_numbers import cardinal, ordinal, year
+
+LANGUAGES = ("en",)
+"""Languages whose numbers can be written."""
+
+_MOST_DIGITS = 15
+"""Longer numbers, and those that begin with 0, are spoken digit by digit."""
+_NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?"
+_MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+_CURRENCIES = {
+    "$": ("dollar", "dollars", "cent", "cents"),
+    "€": ("euro", "euros", "cent", "cents"),
+    "£": ("pound", "pounds", "penny", "pence"),
+    "¥": ("yen", "yen", "sen", "sen"),
+}
+_FULL_HOUR = ("o'clock", "hundred")  # until 12, later
+_MONEY = re.compile(
+    rf"(?<![A-Za-z0-9])([{''.join(_CURRENCIES)}])\s?({_NUMBER})(?:\s(thousand|million|billion|trillion)\b)?"
+)
+_PERCENT = re.compile(rf"({_NUMBER})\s?%")
+_TIME = re.compile(r"(?<![0-9:.])([01]?[0-9]|2[0-3]):([0-5][0-9])(?![0-9:])(?:\s?([AaPp])\.?[Mm]\b\.?)?")
+_HOUR = re.compile(r"(?<![0-9:.])(1[0-2]|[1-9])\s?([AaPp])\.?[Mm]\b\.?")
+_ORDINAL = re.compile(r"(?<![0-9.,])([0-9]{1,15})(?:st|nd|rd|th)\b")
+_DECADE = re.compile(r"(?<![0-9.,])(1[1-9][0-9]0|20[0-9]0)s\b")
+_YEAR = re.compile(
+    rf"(?i)\b(in|since|until|till|before|after|of|from|by|year|early|late|mid|{_MONTHS})((?:,?\s[0-9]{{1,2}},)?\s)"
+    r"(1[1-9][0-9]{2}|20[0-9]{2})(?![0-9]|[.,][0-9])"
+)
+_BETWEEN = re.compile(r"([0-9])\s?[-\u2013]\s?(?=[0-9])")
+_NEGATIVE = re.compile(r"(?<![\w)])[-\u2212](?=[0-9])")
+_PLAIN = re.compile(_NUMBER)
+
+
+def spoken_numbers(text: str) -> str:
+    """Return a text with its numbers as English words. A text without digits is unchanged."""
+    if not re.search("[0-9]", text):
+        return text
+    for pattern, words in _RULES:
+        text = pattern.sub(words, text)
+    return text
+
+
+def _whole(digits: str) -> str:
+    if len(digits) > _MOST_DIGITS or (len(digits) > 1 and digits.startswith("0")):
+        return " ".join(cardinal(int(digit)) for digit in digits)
+    return cardinal(int(digits))
+
+
+def _number(text: str) -> str:
+    """Return the words of a number that may have commas and decimals."""
+    whole, point, decimals = text.replace(",", "").partition(".")
+    words = _whole(whole)
+    return f"{words} point {' '.join(cardinal(int(digit)) for digit in decimals)}" if point else words
+
+
+def _spaced(match: re.Match[str], words: str) -> str:
+    """Return words with a space before and after them if a letter stands there, as in "mp3"."""
+    before, after = match.string[: match.start()][-1:], match.string[match.end() :][:1]
+    return f"{' ' if before.isalpha() else ''}{words}{' ' if after.isalpha() else ''}"
+
+
+def _money(match: re.Match[str]) -> str:
+    one, many, small_one, small_many = _CURRENCIES[match[1]]
+    whole, _, decimals = match[2].replace(",", "").partition(".")
+    if match[3]:
+        return f"{_number(match[2])} {match[3]} {many}"
+    if len(decimals) not in (0, 2):
+        return f"{_number(match[2])} {many}"
+    parts = []
+    if int(whole) or not int(decimals or 0):
+        parts.append(f"{_whole(whole)} {one if int(whole) == 1 else many}")
+    if int(decimals or 0):
+        parts.append(f"{cardinal(int(decimals))} {small_one if int(decimals) == 1 else small_many}")
+    return " and ".join(parts)
+
+
+def _time(match: re.Match[str]) -> str:
+    hour, minute = int(match[1]), int(match[2])
+    if minute:
+        words = f"{cardinal(hour)} {'oh ' if minute < 10 else ''}{cardinal(minute)}"
+        return f"{words} {match[3].lower()} m" if match[3] else words
+    if match[3]:
+        return f"{cardinal(hour)} {match[3].lower()} m"
+    return f"{cardinal(hour)} {_FULL_HOUR[hour > 12 or not hour]}"
+
+
+def _decade(match: re.Match[str]) -> str:
+    words = year(int(match[1]))
+    return f"{words[:-1]}ies" if words.endswith("y") else f"{words}s"
+
+
+_RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
+    (_MONEY, _money),
+    (_PERCENT, lambda match: f"{_number(match[1])} percent"),
+    (_TIME, _time),
+    (_HOUR, lambda match: f"{cardinal(int(match[1]))} {match[2].lower()} m"),
+    (_ORDINAL, lambda match: ordinal(int(match[1]))),
+    (_DECADE, _decade),
+    (_YEAR, lambda match: f"{match[1]}{match[2]}{year(int(match[3]))}"),
+    (_NEGATIVE, lambda _: "minus "),
+    (_BETWEEN, lambda match: f"{match[1]} to "),
+    (_PLAIN, lambda match: _spaced(match, _number(match[0]))),
+)
+"""Patterns and what they become, in this order: later ones see what earlier ones left."""

@@ -1,0 +1,219 @@
+"""Train the embedded demo voice further, from its own weights, on one CPU thread, in about an hour.
+
+    pip install espeakng-loader pocketsphinx
+    python tools/tune_demo_voice.py --voice penstock/demo/voice --out penstock/demo/voice
+
+The texts of the first training come again, with common phrases in all punctuations, pairs of sentences, and
+numbers in words. The codec stays as it is. The voice comes without an encoder, so one is trained first.
+
+The stages, each of which leaves its result in ``--work``, so that ``--from STAGE`` repeats the later ones:
+
+1. ``speech``: espeak-ng speaks the texts.
+2. ``samples``: the voice speaks texts of its first training; codes and decoded speech are kept.
+3. ``encoder``: an encoder learns to find the known codes of decoded speech, and to reproduce espeak-ng's.
+4. ``codes``: the encoder turns the speech into codes.
+5. ``phrases``: common phrases are spoken and encoded. The speech of the most common ones is chosen by
+   recognisers from samples of the voice and from espeak-ng at several speeds.
+6. ``model``: the language model learns on.
+7. ``export``: its weights are written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+import torch
+from demo_voice.codec import Codec, train_encoder
+from demo_voice.espeak import Espeak
+from demo_voice.language_model import (
+    make_rows,
+    make_shape,
+    make_tokenizer,
+    prompt_text,
+    train_language_model,
+)
+from demo_voice.measure import Recogniser, edit_distance, mel_distance, words_of
+from demo_voice.phrases import COMMON, JUDGED, number_texts, pairs, variants
+from demo_voice.sentences import training_texts
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from train_demo_model import Model
+
+STAGES = ("speech", "samples", "encoder", "codes", "phrases", "model", "export")
+_SPEEDS = (130, 140, 150, 160)
+_NUM_SAMPLES = 8  # of each judged phrase
+_REPEATS = 10  # of each variant of a judged phrase in one pass, the first one three times as often
+
+
+def tuning_texts() -> list[str]:
+    """Return all texts but those of common phrases."""
+    return [*training_texts(7, 14_000, 4_500), *number_texts(11, 1_500), *pairs(12, 700)]
+
+
+def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int) -> list[Tensor]:
+    """Return what the language model of a voice writes for texts; empty for speech that does not end."""
+    from penstock import LLM, SamplingParams
+
+    first = make_tokenizer().token_to_id("<|speech_0|>")
+    params = [
+        SamplingParams(temperature=temperature, max_new_tokens=400, seed=seed + index)
+        for index in range(len(texts))
+    ]
+    with LLM(str(voice), task="text-generation") as llm:
+        outputs = llm.generate([prompt_text(text) for text in texts], params, use_tqdm=False)
+    codes = []
+    for output in outputs:
+        numbers = [token - first for token in output.token_ids]
+        is_whole = len(numbers) < 400
+        codes.append(torch.tensor([one for one in numbers if 0 <= one < 4096] if is_whole else []).long())
+    return codes
+
+
+class Tuning:
+    """The stages of one run.
+
+    Args:
+        options: the options of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._work: Path = options.work
+        self._work.mkdir(parents=True, exist_ok=True)
+
+    def speech(self) -> None:
+        """Let espeak-ng speak; stored as int16."""
+        speak, texts = Espeak(), tuning_texts()
+        audio = [(speak(text) * 32767).clamp(-32768, 32767).to(torch.int16) for text in texts]
+        torch.save((texts, torch.cat(audio), [len(one) for one in audio]), self._work / "speech.pt")
+        print(f"speech: {len(texts)} texts, {sum(map(len, audio)) / 16000 / 60:.0f} minutes", flush=True)
+
+    @torch.no_grad()
+    def samples(self) -> None:
+        """Let the voice speak texts that it knows, and decode its codes."""
+        texts = random.Random(1).sample(training_texts(7, 14_000, 4_500), 1000)
+        codec = self._codec().eval()
+        codes = [one for one in generate_codes(self._options.voice, texts, 0.7, 0) if len(one)]
+        audio = torch.cat([codec.decode(one) for one in codes])
+        torch.save((audio, torch.cat(codes)), self._work / "samples.pt")
+        print(f"samples: {len(codes)} texts, {len(audio) / 16000 / 60:.0f} minutes", flush=True)
+
+    def encoder(self) -> None:
+        """Train the encoder."""
+        torch.manual_seed(self._options.seed)
+        codec = self._codec()
+        known = torch.load(self._work / "samples.pt", weights_only=True)
+        train_encoder(codec, self._speech()[1], [known], self._options.encoder_steps, seed=1)
+        torch.save(codec.encoder.state_dict(), self._work / "encoder.pt")
+
+    @torch.no_grad()
+    def codes(self) -> None:
+        """Encode the speech."""
+        codec = self._codec("encoder.pt").eval()
+        texts, audio = self._speech()
+        torch.save((texts, [codec.encode(one).to(torch.int16) for one in audio]), self._work / "codes.pt")
+
+    @torch.no_grad()
+    def phrases(self) -> None:
+        """Encode espeak-ng's speech of the common phrases; choose the speech of the judged ones."""
+        codec, speak = self._codec("encoder.pt").eval(), Espeak()
+        judges = [Recogniser(with_grammar=False), Recogniser(with_grammar=True, more=JUDGED)]
+        chosen = {phrase: codec.encode(speak(phrase)).to(torch.int16) for phrase in COMMON}
+        for phrase in JUDGED:
+            asked = [variants(phrase)[index % 4] for index in range(_NUM_SAMPLES)]
+            candidates = [one for one in generate_codes(self._options.voice, asked, 0.8, 100) if len(one) > 5]
+            for speed in _SPEEDS:
+                speak.set_speed(speed)
+                candidates.append(codec.encode(speak(phrase)))
+            speak.set_speed(150)
+            rows = self._judge(codec, speak(phrase), words_of(phrase), candidates, judges)
+            general, errors, distance, index = min(rows)
+            chosen[phrase] = candidates[index].to(torch.int16)
+            source = "voice" if index < len(candidates) - len(_SPEEDS) else "espeak-ng"
+            num_right = sum(not row[1] for row in rows)
+            print(
+                f"phrase {phrase!r}: general model {general} errors, grammar {errors}, distance "
+                f"{distance:.2f}, from {source}; {num_right} of {len(rows)} without error",
+                flush=True,
+            )
+        torch.save(chosen, self._work / "phrases.pt")
+
+    @staticmethod
+    def _judge(
+        codec: Codec, spoken: Tensor, words: list[str], candidates: list[Tensor], judges: list[Recogniser]
+    ) -> list[tuple[int, int, float, int]]:
+        """Return for each candidate: errors without and with the grammar, mel distance, and its index."""
+        rows = []
+        for index, codes in enumerate(candidates):
+            audio = codec.decode(codes)
+            errors = [edit_distance(words, judge(audio)) for judge in judges]
+            rows.append((errors[0], errors[1], mel_distance(audio, spoken), index))
+        return rows
+
+    def model(self) -> None:
+        """Train the language model on."""
+        tokenizer = make_tokenizer()
+        texts, codes = torch.load(self._work / "codes.pt", weights_only=True)
+        spoken = torch.load(self._work / "phrases.pt", weights_only=True)
+        rows = make_rows(tokenizer, texts, codes)
+        repeated = []
+        for phrase in (*JUDGED, *COMMON):
+            ways = variants(phrase)
+            ways_rows = make_rows(tokenizer, ways, [spoken[phrase]] * len(ways))
+            count = 3 * _REPEATS if phrase == JUDGED[0] else _REPEATS if phrase in JUDGED else 2
+            repeated += ways_rows * count
+        torch.manual_seed(self._options.seed)
+        model = Model(make_shape(tokenizer))
+        model.load_llama_state(load_file(self._options.voice / "model.safetensors"))
+        loss = train_language_model(
+            model, rows, self._options.minutes, seed=3, peak=self._options.learning_rate, repeated=repeated
+        )
+        print(f"model: loss of held-out texts {loss:.4f}", flush=True)
+        torch.save(model.state_dict(), self._work / "model.pt")
+
+    def export(self) -> None:
+        """Write the weights of the language model."""
+        model = Model(make_shape(make_tokenizer()))
+        model.load_state_dict(torch.load(self._work / "model.pt", weights_only=True))
+        save_file(model.llama_state(), self._options.out / "model.safetensors", metadata={"format": "pt"})
+
+    def _speech(self) -> tuple[list[str], list[Tensor]]:
+        texts, audio, lengths = torch.load(self._work / "speech.pt", weights_only=True)
+        return texts, [one.float() / 32767 for one in audio.split(lengths)]
+
+    def _codec(self, encoder: str | None = None) -> Codec:
+        codec = Codec()
+        codec.load_exported(load_file(self._options.voice / "codec" / "model.safetensors"))
+        if encoder is not None:
+            codec.encoder.load_state_dict(torch.load(self._work / encoder, weights_only=True))
+        return codec
+
+
+def main() -> None:
+    """Run the stages from ``--from`` to ``--to``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--voice", type=Path, required=True, help="folder of the voice to begin with")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the new weights")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/demo_voice_tuning"), help="intermediate results"
+    )
+    parser.add_argument("--from", dest="first", choices=STAGES, default=STAGES[0])
+    parser.add_argument("--to", dest="last", choices=STAGES, default=STAGES[-1])
+    parser.add_argument("--encoder-steps", type=int, default=1500)
+    parser.add_argument("--minutes", type=float, default=35, help="time for the language model")
+    parser.add_argument("--learning-rate", type=float, default=8e-4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    tuning = Tuning(options)
+    for stage in STAGES[STAGES.index(options.first) : STAGES.index(options.last) + 1]:
+        getattr(tuning, stage)()
+
+
+if __name__ == "__main__":
+    main()
