@@ -3,7 +3,7 @@
     pip install espeakng-loader pocketsphinx
     python tools/train_demo_voice.py --out penstock/demo/voice
 
-The stages, each of which leaves its result in ``--work``, so that ``--from STAGE`` repeats the later ones:
+`tools/tune_demo_voice.py` trains the result further on common phrases and numbers. The stages, each of which leaves its result in ``--work``, so that ``--from STAGE`` repeats the later ones:
 
 1. ``speech``: espeak-ng speaks 1,250 texts for the codec and 14,000 for the language model.
 2. ``codec``: a small NeuCodec and an encoder learn to reproduce the speech.
@@ -123,6 +123,7 @@ class Training:
             "codec": "codec",
             "codebook_size": 4096,
             "phonemes": False,
+            "numbers": "en",
             "max_characters": 120,
             "sampling": {"temperature": 0.0},
         }

@@ -59,3 +59,23 @@ def test_a_recogniser_understands_it(speeches: list[Speech], monkeypatch: pytest
         for text, speech in zip(TEXTS, speeches, strict=True)
     ]
     assert sum(errors) <= 6  # of 15 words; another sentence has an error in nearly each word
+
+
+def test_recognisers_understand_hello_world(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any spelling, by a recogniser that knows few sentences and by one that knows English."""
+    pytest.importorskip("pocketsphinx", reason="the recogniser is not installed")
+    import torch
+
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
+    from demo_voice.measure import Recogniser
+
+    spellings = ["hello world", "Hello world.", "Hello world!", "Hello, world", "HELLO WORLD?"]
+    speeches = llm.speak(spellings, use_tqdm=False)
+    for recogniser in (Recogniser(with_grammar=True), Recogniser(with_grammar=False)):
+        heard = [recogniser(torch.from_numpy(speech.audio)) for speech in speeches]
+        assert heard == [["hello", "world"]] * len(spellings)
+
+
+def test_digits_are_spoken_as_words(llm: LLM) -> None:
+    digits, words = llm.speak(["I have 21 cats.", "I have twenty one cats."], use_tqdm=False)
+    np.testing.assert_allclose(digits.audio, words.audio, atol=0.02)
