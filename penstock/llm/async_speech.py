@@ -126,7 +126,7 @@ class AsyncSpeechMethods:
                     continue
                 chunk = _samples_of(delta.audio)
                 num_samples += len(chunk)
-                metadata = {
+                metadata: dict[str, object] = {
                     "sample_rate": rate,
                     "num_tokens": sum(num_tokens),
                     "seconds": num_samples / rate,
