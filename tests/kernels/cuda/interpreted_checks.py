@@ -152,6 +152,8 @@ def test_attention(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
     mix = [(1, 600), (1, 33)] if case == "decode in splits" else MIX
     kv, offsets, lengths = paged(mix, dtype=dtype, **fields)
     q = torch.randn(int(offsets[-1]), 6, 20).to(dtype)[:, :, :16]
+    if case == "decode in splits":
+        kv.cache[0, kv.block_tables[0, 33:38].long()] *= 3  # the largest scores are not in the first split
     options: dict[str, object] = {"scale": 0.3}
     if case == "cap and sinks":
         options |= {"soft_cap": 2.0, "sinks": torch.randn(6)}
@@ -194,11 +196,16 @@ def test_encoder_attention(ops: CudaOps, options: dict[str, object]) -> None:
 # ---- the same bits in any batch ----
 
 
-def test_bits_of_attention_alone_in_chunks_and_in_splits(deterministic: CudaOps) -> None:
+def test_bits_of_attention_alone_in_chunks_and_in_splits(
+    deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row has the same bits in a large chunk, in smaller ones beside others, and alone in splits."""
+    processors = [1]  # few enough that one program computes all splits of a tile
+    monkeypatch.setattr("penstock.kernels.cuda.attention.num_processors", lambda device: processors[0])
     kv, offsets, lengths = paged([(40, 560), (1, 530)], 1)
     q = torch.randn(41, 2, 16)
     whole = deterministic.attention(q, kv, offsets, lengths, scale=0.3)
+    processors[0] = 1000
     both = replace(kv, block_tables=kv.block_tables[[1, 0]])
     chunk = torch.tensor([0, 1, 14]).int(), torch.tensor([530, 533]).int()
     beside = deterministic.attention(torch.cat([q[40:], q[:13]]), both, *chunk, scale=0.3)
@@ -290,7 +297,7 @@ def test_samples(ops: CudaOps, rule: dict[str, float]) -> None:
         torch.full((rows,), fixed["min_p"]),
         torch.rand(rows, dtype=torch.float64),
     )
-    logits = (2 * torch.randn(rows, 50)).bfloat16()  # equal logits abound
+    logits = torch.randint(0, 6, (rows, 50)).bfloat16()  # equal logits abound
     logits[1, 40] = torch.nan
     mask = torch.randint(-(2**31), 2**31, (rows, 2)).int()
     mask[2] = 0
@@ -320,12 +327,12 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_on_cpu")
 def test_a_model_generates_the_text_of_the_reference(checkpoint: Path) -> None:
-    prompts = [random_tokens(count, 130, seed=count) for count in (3, 17)]
+    prompts = [random_tokens(count, 130, seed=count) for count in (2, 9)]
     texts = []
     for kernels in ("reference", "interpreted"):
         pipeline = open_pipeline(checkpoint, kernels=kernels, deterministic=True)
         assert pipeline.session.ops.name == ("cuda" if kernels == "interpreted" else "reference")
-        texts.append(generate(pipeline, [context_of(prompt, 4) for prompt in prompts]))
+        texts.append(generate(pipeline, [context_of(prompt, 3) for prompt in prompts]))
         if kernels == "interpreted":
             assert pipeline.session.ops.is_deterministic  # type: ignore[attr-defined]
     assert texts[0] == texts[1]
