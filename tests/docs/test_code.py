@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -36,6 +40,8 @@ CURLS = [(block, line) for block in SESSIONS for line in shell_commands(block) i
 EMBEDDER = "./all-MiniLM-L6-v2"
 """The model of sessions with an embeddings model."""
 FOLDERS = ("penstock", "tests", "tools", "examples", "benchmarks")
+CLIENT_PACKAGES = {"langchain_openai", "llama_index", "litellm", "pydantic_ai", "instructor"}
+"""Packages of docs/clients.md that the tests do not install."""
 NOT_RUN = {"text", "ini", "nginx", "toml", "json", "console"}
 """Languages of blocks that are not run. Commands of Penstock in sessions are checked."""
 
@@ -74,7 +80,20 @@ def test_python(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if block.needs_server], ids=str)
 def test_clients(block: Block, url: str) -> None:
-    names = run(block, block.code.replace(URL, url))
+    code = block.code.replace(URL, url)
+    packages = CLIENT_PACKAGES & {*re.findall(r"^(?:from|import) (\w+)", code, flags=re.MULTILINE)}
+    for package in packages:
+        if find_spec(package) is None:
+            pytest.skip(f"needs the package {package}")
+    if packages:  # in a process of its own, because these packages leave connections open
+        environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it downloads prices
+        child = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environment
+        )
+        assert child.returncode == 0, child.stderr
+        assert child.stdout.strip()
+        return
+    names = run(block, code)
     if "client" in names:
         names["client"].close()
 
