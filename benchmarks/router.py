@@ -128,7 +128,7 @@ def report_decisions() -> None:
     print("workers  prompt  decisions/s, digests known  with hashing")
     for num_workers in (2, 8, 32, 100):
         for length in (256, 2048, 8192):
-            given, whole = measure_decisions(num_workers, 50, length, 4000)
+            given, whole = measure_decisions(num_workers, 50, length, 2000)
             print(f"{num_workers:7}  {length:6}  {given:26,.0f}  {whole:12,.0f}", flush=True)
 
 
@@ -227,7 +227,7 @@ def report_workers(model: str, count: int) -> None:
         "1 worker of 2 threads": {"num_threads": 2},
         "2 workers of 1 thread": {"data_parallel_size": 2, "num_threads": 1},
     }.items():
-        for concurrency in (1, 2, 8):
+        for concurrency in (1, 8):
             run = asyncio.run(run_requests(config_of(model, **flat), None, contexts, concurrency))
             print(f"{name}, {concurrency} at once: {run}", flush=True)
 
