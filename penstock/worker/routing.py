@@ -84,7 +84,7 @@ class PrefixAware:
     def _cheapest(self, digests: Sequence[bytes], loads: Sequence[int], workers: int, least: int) -> int:
         depths = self._prefixes.depths(digests, workers) if digests else {}
         best, size = least, self._block_size
-        lowest = REQUEST_COST * loads[least] - size * depths.get(least, 0)
+        lowest = REQUEST_COST * loads[least]
         for worker, depth in depths.items():
             cost = REQUEST_COST * loads[worker] - size * depth
             if cost < lowest or (cost == lowest and loads[worker] < loads[best]):

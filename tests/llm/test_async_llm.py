@@ -20,6 +20,7 @@ from penstock.assembly import load_work
 from penstock.config import PipelineConfig
 from penstock.errors import ConfigError, InputError, PromptTooLongError, TaskMismatchError
 from penstock.worker.client import WorkerClient
+from penstock.worker.router import WorkerRouter
 
 GREEDY = SamplingParams(max_new_tokens=12)
 
@@ -155,3 +156,25 @@ async def test_errors() -> None:
             await llm.embed("x")
     with pytest.raises(InputError, match="closed"):
         await llm.generate("x")
+
+
+@pytest.mark.slow
+async def test_two_worker_processes_give_the_same_texts() -> None:
+    prompts = ["Once upon a time", "One day", "The cat", "A dog"]
+    with LLM("demo", kv_cache_memory=64 * 2**20) as llm:
+        expected = [one.text for one in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    async with AsyncLLM("demo", kv_cache_memory=64 * 2**20, data_parallel_size=2) as llm:
+        assert [one.text for one in await llm.generate(prompts, GREEDY)] == expected
+        assert [worker.stats.num_prompt_tokens > 0 for worker in llm._worker.workers] == [True, True]
+
+
+async def test_an_embeddings_model_behind_a_router(tmp_path: Path) -> None:
+    config = PipelineConfig.from_flat({"model_path": write_tiny_embedder(tmp_path)})
+    workers = [WorkerClient(partial(load_work, config), in_thread=True) for _ in range(2)]
+    texts = ["one", "two", "three", "four"]
+    async with AsyncLLM.from_config(config, worker=workers[0]) as llm:
+        expected = await llm.embed(texts)
+    workers[0] = WorkerClient(partial(load_work, config), in_thread=True)
+    async with AsyncLLM.from_config(config, worker=WorkerRouter(workers)) as llm:
+        np.testing.assert_allclose(await llm.embed(texts), expected, atol=1e-6)
+        assert [worker.stats.num_steps > 0 for worker in workers] == [True, True]
