@@ -14,9 +14,9 @@ from penstock.kernels.operations import operations_of
 
 
 def moved(value: Any, device: torch.device | str) -> Any:
-    """Return a value with all tensors in it on a device, also inside dataclasses, mappings and tuples."""
+    """Return a value with copies of all its tensors on a device, also in dataclasses, mappings and tuples."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return value.to(device, copy=True)
     if isinstance(value, Mapping):
         return {name: moved(one, device) for name, one in value.items()}
     if isinstance(value, tuple):

@@ -1,0 +1,51 @@
+"""The wrapper with which the tests of back ends reach a device, here with copies on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from support.on_device import on_device
+from torch import Tensor
+
+from penstock.kernels import LayerKV, PackedExperts
+from penstock.kernels.reference import ReferenceOps
+
+
+class Noting(ReferenceOps):
+    """Notes the addresses of the rows that it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self.seen.append(x.data_ptr())
+        return super().rms_norm(x, weight, eps)
+
+
+def test_operations_get_copies_and_results_return() -> None:
+    ops, x = on_device(Noting(), "cpu"), torch.randn(3, 8)
+    assert torch.equal(ops.rms_norm(x, torch.ones(8), 1e-5), ReferenceOps().rms_norm(x, torch.ones(8), 1e-5))
+    assert isinstance(ops, Noting)
+    assert ops.seen
+    assert x.data_ptr() not in ops.seen
+
+
+def test_the_cache_is_written_back() -> None:
+    kv = LayerKV(
+        torch.zeros(2, 2, 1, 4, 8, dtype=torch.int8),
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.tensor([5]),
+        scales=torch.zeros(2, 2, 1, 4),
+    )
+    rows = torch.randn(1, 1, 8)
+    on_device(ReferenceOps(), "cpu").store_kv(rows, rows, kv)
+    assert kv.cache[:, 1, 0, 1].any()
+    assert kv.scales is not None
+    assert kv.scales[:, 1, 0, 1].all()
+
+
+def test_experts_are_moved() -> None:
+    pack = ReferenceOps().pack_linear
+    experts = PackedExperts((pack(torch.randn(12, 8), "float32"),), (pack(torch.randn(8, 6), "int4"),))
+    given = torch.randn(3, 8), experts, torch.ones(3, 1), torch.zeros(3, 1).long()
+    expected = ReferenceOps().experts(*given, "silu")
+    assert torch.equal(on_device(ReferenceOps(), "cpu").experts(*given, "silu"), expected)
