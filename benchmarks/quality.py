@@ -3,6 +3,7 @@
     python benchmarks/quality.py                                  # the embedded model
     python benchmarks/quality.py demo /models/small --json quality.json
     python benchmarks/quality.py /models/one-billion --tokens 8192 --text-file ordinary.txt
+    python benchmarks/quality.py /models/small --quantized small-Q4_K_M.gguf small-gptq
 
 The script uses up to three kinds of text: text that `LLM` samples from the model in float32 at temperature 1
 with fixed seeds; for the embedded model, documents held out from its training; and the text of a file. Each
@@ -17,6 +18,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,12 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=["demo"])
     parser.add_argument("--tokens", type=int, default=24 * 1024)
     parser.add_argument("--text-file", type=Path, help="also measure up to --tokens of this UTF-8 file")
+    parser.add_argument(
+        "--quantized",
+        nargs="*",
+        default=[],
+        help="quantized checkpoints of the (only) model, measured as stored",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
@@ -53,15 +61,22 @@ def main() -> None:
         if model != "demo" and not Path(model).is_dir():
             print(f"\n{model}: skipped, no such folder")
             continue
-        found += measure(model, options.tokens, options.seed, options.threads, options.text_file)
+        found += measure(
+            model, options.tokens, options.seed, options.threads, options.text_file, options.quantized
+        )
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=2) + "\n")
 
 
 def measure(
-    model: str, tokens: int, seed: int, threads: int | None, text_file: Path | None = None
+    model: str,
+    tokens: int,
+    seed: int,
+    threads: int | None,
+    text_file: Path | None = None,
+    quantized: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Measure all encodings of a model on all of its texts."""
+    """Measure all encodings of a model, and quantized checkpoints of it, on all of its texts."""
     exact = open_model(model, "float32", threads)
     length = min(LENGTH, exact.pipeline.memory_plan.max_length)
     texts = {
@@ -79,6 +94,7 @@ def measure(
         models = {"float32": exact}
         models |= {encoding: open_model(model, encoding, threads) for encoding in ENCODINGS[1:]}
         models[PLAIN] = open_model(folder, "bfloat16", threads)
+        models |= {Path(one).name: open_model(one, None, threads) for one in quantized}
         for kind, some in texts.items():
             for encoding, against in compare_all(models, some, REFERENCES).items():
                 row = {"model": model, "text": kind, "encoding": encoding}
@@ -89,7 +105,7 @@ def measure(
     return rows
 
 
-def open_model(model: str, encoding: str, threads: int | None) -> LLM:
+def open_model(model: str, encoding: str | None, threads: int | None) -> LLM:
     return LLM(
         model,
         quantization_encoding=encoding,

@@ -162,8 +162,10 @@ def _select_gguf(where: object, names: Iterable[str], gguf_file: str | None) -> 
     pattern = (gguf_file or "").lower()
     matches = [name for name in models if pattern in name.lower()]
     exact = [name for name in matches if name.lower() == pattern]
-    if len(exact or matches) == 1:
-        return (exact or matches)[0]
+    named = [name for name in matches if pattern in re.split(r"[-./]", name.lower())]  # F16, but not BF16
+    for found in (exact, named, matches):
+        if len(found) == 1:
+            return found[0]
     listed = ", ".join((matches or models)[:_MAX_LISTED])
     more = len(matches or models) - _MAX_LISTED
     listed += f" and {more} more" if more > 0 else ""

@@ -117,6 +117,13 @@ class TestLocalGGUF:
             (("m-00001-of-00002.gguf", "m-00002-of-00002.gguf"), None, "m-00001-of-00002.gguf"),
             (("m-Q4_K_M.gguf", "m-Q8_0.gguf"), "q8_0", "m-Q8_0.gguf"),
             (("m-Q4_K.gguf", "m-Q4_K_M.gguf"), "m-Q4_K.gguf", "m-Q4_K.gguf"),
+            (("m-Q4_K.gguf", "m-Q4_K_M.gguf"), "Q4_K", "m-Q4_K.gguf"),
+            (("m.F16.gguf", "m.BF16.gguf"), "f16", "m.F16.gguf"),
+            (
+                ("m-Q2_K-00001-of-00002.gguf", "m-Q2_K-00002-of-00002.gguf", "m-Q2_K_L.gguf"),
+                "Q2_K",
+                "m-Q2_K-00001-of-00002.gguf",
+            ),
             (("config.json", "model.safetensors", "m.gguf"), "m.gguf", "m.gguf"),
             (("config.json", "model.safetensors", "m.gguf"), None, ""),
         ],
