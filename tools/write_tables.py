@@ -418,6 +418,23 @@ GGUF_OF: Mapping[str, tuple[str, ...]] = {
     "qwen3": ("qwen3",),
     "qwen3_moe": ("qwen3moe",),
     "smollm3": ("smollm3",),
+    "arcee": ("arcee",),
+    "ernie4_5": ("ernie4_5",),
+    "exaone4": ("exaone4",),
+    "gemma": ("gemma",),
+    "glm": ("chatglm",),
+    "glm4": ("glm4",),
+    "olmo3": ("olmo2",),
+    "seed_oss": ("seed_oss",),
+    "cohere": ("command-r",),
+    "cohere2": ("cohere2",),
+    "gpt_neox": ("gptneox",),
+    "hunyuan_v1_dense": ("hunyuan-dense",),
+    "nemotron": ("nemotron",),
+    "olmo": ("olmo",),
+    "phi": ("phi2",),
+    "stablelm": ("stablelm",),
+    "starcoder2": ("starcoder2",),
 }
 """``model_type`` -> the GGUF architectures that are loaded as this type."""
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from math import log
 from pathlib import Path
 from typing import cast
 
 from penstock.weights.gguf import GGUFFile
+from penstock.weights.gguf_decoder import FULL, SLIDING, decoder_config, layer_types
+from penstock.weights.gguf_dense_config import DENSE_CONFIGS
 from penstock.weights.gguf_keys import GGUFKeys
 from penstock.weights.gguf_names import architecture_of
 
 _log = logging.getLogger(__name__)
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def gguf_config(path: Path) -> dict[str, object]:
@@ -62,95 +62,9 @@ _SAMPLING = {
 }
 
 
-def _decoder(keys: GGUFKeys, *, partial_rotary: bool = False) -> dict[str, object]:
-    """Return the settings that all families except GPT-2 share.
-
-    Args:
-        keys: the file's keys.
-        partial_rotary: whether the family supports rotary embeddings on a part of each head.
-    """
-    heads = keys.count("attention.head_count")
-    return {
-        "hidden_size": keys.count("embedding_length"),
-        "intermediate_size": keys.count("feed_forward_length"),
-        "num_hidden_layers": keys.count("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
-        "head_dim": keys.head_dim,
-        "max_position_embeddings": keys.count("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "hidden_act": "silu",
-        "attention_bias": keys.has("attn_q.bias"),
-        "mlp_bias": keys.has("ffn_up.bias"),
-        **_rope(keys, partial_rotary),
-    }
-
-
-def _rope(keys: GGUFKeys, partial_rotary: bool) -> dict[str, object]:
-    config: dict[str, object] = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
-    dims = keys.count("rope.dimension_count", keys.head_dim)
-    if dims != keys.head_dim:
-        if not partial_rotary:
-            raise keys.fail("rope.dimension_count", f"must be the length of keys, {keys.head_dim}")
-        config["partial_rotary_factor"] = dims / keys.head_dim
-    factors = {which: keys.file.floats(f"rope_{name}.weight") for which, name in _FACTORS.items()}
-    kind = keys.get("rope.scaling.type") or "none"
-    factor = keys.number("rope.scaling.factor", 1.0)
-    if kind == "none" and keys.get("rope.scale_linear"):  # the key of older files
-        kind, factor = "linear", keys.number("rope.scale_linear")
-    scaling: dict[str, object] = {}
-    if factors["short_factor"] and factors["long_factor"]:
-        scaling = _longrope(keys, factors["short_factor"], factors["long_factor"])
-        config["original_max_position_embeddings"] = keys.count(
-            "rope.scaling.original_context_length", keys.count("context_length")
-        )
-    elif factors["freq_factor"]:
-        # The file holds one factor per pair of dimensions instead of Llama 3's four numbers. That equals
-        # LongRoPE with the same factors for short and long contexts.
-        scaling = _longrope(keys, factors["freq_factor"], factors["freq_factor"]) | {"attention_factor": 1.0}
-        config["original_max_position_embeddings"] = keys.count("context_length")
-    elif kind == "linear":
-        scaling = {"rope_type": "linear", "factor": factor}
-    elif kind == "yarn":
-        scaling = _yarn(keys)
-    elif kind != "none":
-        raise keys.fail("rope.scaling.type", "must be none, linear or yarn if no tensor holds the factors")
-    return config | ({"rope_scaling": scaling} if scaling else {})
-
-
-_FACTORS = {
-    "freq_factor": "freqs",
-    "short_factor": "factors_short",
-    "long_factor": "factors_long",
-}
-
-
-def _longrope(keys: GGUFKeys, short: list[float], long: list[float]) -> dict[str, object]:
-    scaling: dict[str, object] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-    if keys.get("rope.scaling.attn_factor"):
-        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
-    return scaling
-
-
-def _yarn(keys: GGUFKeys) -> dict[str, object]:
-    factor = keys.number("rope.scaling.factor")
-    scaling: dict[str, object] = {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": keys.count("rope.scaling.original_context_length"),
-    }
-    for name in ("beta_fast", "beta_slow"):
-        if keys.get(f"rope.scaling.yarn_{name}") is not None:
-            scaling[name] = keys.number(f"rope.scaling.yarn_{name}")
-    if keys.get("rope.scaling.attn_factor"):  # multiplies the default that follows from `factor`
-        default = 0.1 * log(factor) + 1 if factor > 1 else 1.0
-        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor") * default
-    return scaling
-
-
 def _llama(keys: GGUFKeys) -> dict[str, object]:
     """Return the configuration of Llama, of Mixtral (with experts) or of Mistral (with a window)."""
-    config = _decoder(keys)
+    config = decoder_config(keys)
     window = keys.window()
     if keys.get("expert_count"):
         experts = {
@@ -164,7 +78,7 @@ def _llama(keys: GGUFKeys) -> dict[str, object]:
 
 
 def _granite(keys: GGUFKeys) -> dict[str, object]:
-    return _decoder(keys) | {
+    return decoder_config(keys) | {
         "model_type": "granite",
         "embedding_multiplier": keys.number("embedding_scale", 1.0),
         "attention_multiplier": keys.number("attention.scale", keys.head_dim**-0.5),
@@ -174,19 +88,19 @@ def _granite(keys: GGUFKeys) -> dict[str, object]:
 
 
 def _smollm3(keys: GGUFKeys) -> dict[str, object]:
-    return _decoder(keys) | {"model_type": "smollm3", "no_rope_layer_interval": 4}
+    return decoder_config(keys) | {"model_type": "smollm3", "no_rope_layer_interval": 4}
 
 
 def _qwen2(keys: GGUFKeys) -> dict[str, object]:
-    return _decoder(keys) | {"model_type": "qwen2"}
+    return decoder_config(keys) | {"model_type": "qwen2"}
 
 
 def _qwen3(keys: GGUFKeys) -> dict[str, object]:
-    return _decoder(keys) | {"model_type": "qwen3"}
+    return decoder_config(keys) | {"model_type": "qwen3"}
 
 
 def _qwen3_moe(keys: GGUFKeys) -> dict[str, object]:
-    return _decoder(keys) | {
+    return decoder_config(keys) | {
         "model_type": "qwen3_moe",
         "intermediate_size": keys.count("feed_forward_length", keys.count("expert_feed_forward_length")),
         "moe_intermediate_size": keys.count("expert_feed_forward_length"),
@@ -199,13 +113,22 @@ def _qwen3_moe(keys: GGUFKeys) -> dict[str, object]:
 
 
 def _olmo2(keys: GGUFKeys) -> dict[str, object]:
-    if keys.get("attention.sliding_window"):  # files of OLMo 3 also use this architecture name
-        raise keys.fail("attention.sliding_window", "must be absent: OLMo 2 has no window")
-    return _decoder(keys) | {"model_type": "olmo2"}
+    config = decoder_config(keys)
+    if not keys.window():
+        return config | {"model_type": "olmo2"}
+    # OLMo 3, whose rotary embedding is stretched only in layers without a window.
+    base = {"rope_theta": keys.number("rope.freq_base", 500_000.0)}
+    scaling = cast("dict[str, object]", config.pop("rope_scaling", {"rope_type": "default"}))
+    return config | {
+        "model_type": "olmo3",
+        "sliding_window": keys.window(),
+        "layer_types": layer_types(keys, 4),
+        "rope_parameters": {FULL: base | scaling, SLIDING: base | {"rope_type": "default"}},
+    }
 
 
 def _phi3(keys: GGUFKeys) -> dict[str, object]:
-    return _decoder(keys, partial_rotary=True) | {
+    return decoder_config(keys, partial_rotary=True) | {
         "model_type": "phi3",
         "sliding_window": keys.window(),
     }
@@ -216,7 +139,7 @@ def _gemma2(keys: GGUFKeys) -> dict[str, object]:
         "model_type": "gemma2",
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
-        "layer_types": _layer_types(keys, 2),
+        "layer_types": layer_types(keys, 2),
     }
 
 
@@ -228,16 +151,16 @@ def _gemma3(keys: GGUFKeys) -> dict[str, object]:
     return config | {
         "model_type": "gemma3_text",
         "final_logit_softcapping": keys.get("final_logit_softcapping"),
-        "layer_types": _layer_types(keys, 6),
+        "layer_types": layer_types(keys, 6),
         "rope_parameters": {
-            _FULL: {"rope_type": "default"} | full,
-            _SLIDING: {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10_000.0)},
+            FULL: {"rope_type": "default"} | full,
+            SLIDING: {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10_000.0)},
         },
     }
 
 
 def _gemma(keys: GGUFKeys, layers_of_27b: int) -> dict[str, object]:
-    config = _decoder(keys)
+    config = decoder_config(keys)
     # No key gives this value. Only the 27B models scale scores by another size than the head's.
     scalar: float = keys.head_dim
     if keys.count("block_count") == layers_of_27b:
@@ -250,19 +173,6 @@ def _gemma(keys: GGUFKeys, layers_of_27b: int) -> dict[str, object]:
         "query_pre_attn_scalar": scalar,
         "sliding_window": keys.count("attention.sliding_window", 4096),
     }
-
-
-def _layer_types(keys: GGUFKeys, period: int) -> list[str]:
-    """Return the attention type of each layer.
-
-    By default each ``period``-th layer uses full attention. A file may set another period, or give a list
-    with one entry per layer.
-    """
-    key = "attention.sliding_window_pattern"
-    if keys.get(key) is None or type(keys.get(key)) is int:
-        period = keys.count(key, period)
-        return [_SLIDING if (layer + 1) % period else _FULL for layer in range(keys.count("block_count"))]
-    return [_SLIDING if slides else _FULL for slides in keys.array(key)]
 
 
 def _gpt2(keys: GGUFKeys) -> dict[str, object]:
@@ -290,6 +200,7 @@ _FAMILIES: Mapping[str, Callable[[GGUFKeys], dict[str, object]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt2": _gpt2,
+    **DENSE_CONFIGS,
 }
 
 

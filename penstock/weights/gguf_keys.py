@@ -77,7 +77,7 @@ class GGUFKeys:
             WeightsError: the file sets one of them.
         """
         for key in _UNSUPPORTED:
-            if self.get(key):
+            if self.get(key) and key not in _SUPPORTED_BY.get(self._prefix, ()):
                 raise self.fail(key, "is not supported")
         if self.get("attention.causal") is False:
             raise self.fail("attention.causal", "must be true: text generation needs causal attention")
@@ -106,6 +106,12 @@ _UNSUPPORTED = (
     "rope.scaling.yarn_attn_factor",
     "router_logit_softcapping",
 )
+_SUPPORTED_BY = {
+    "gptneox.": ("use_parallel_residual",),
+    "stablelm.": ("use_parallel_residual",),
+    "olmo.": ("attention.clamp_kqv",),
+}
+"""Prefix of a family -> keys that only this family may set."""
 _WITHOUT_EFFECT = {
     "vocab_size",  # taken from the shape of the embedding table
     "rope.scaling.finetuned",

@@ -2,9 +2,10 @@
 
 `GGUFTensor` records differences in the stored numbers. Reading the tensor reverts them:
 - query and key rows that are interleaved for the rotary embedding,
+- fused rows that the checkpoint orders by heads,
 - GPT-2's transposed matrices,
-- Gemma's norm weights, to which the file adds 1,
-- one tensor for all experts of a layer.
+- norm weights to which the file adds 1,
+- one tensor for all experts of a layer, or for the norms of all heads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 from penstock.dtype import DType
 from penstock.errors import UnknownArchitectureError, WeightsError
 from penstock.weights.gguf import GGUFFile, StoredTensor
+from penstock.weights.gguf_dense_names import DENSE_FAMILIES
+from penstock.weights.gguf_family import LLAMA, POST_NORMS, GGUFFamily
 from penstock.weights.safetensors import TensorHeader
 
 READABLE_BLOCKS = (
@@ -41,6 +44,9 @@ class GGUFTensor(TensorHeader):
     offset: int = 0  # bytes from the start of the file
     heads: int = 0
     """Number of heads if the rows are interleaved for the rotary embedding; 0 if they are not."""
+    fused_heads: int = 0
+    """Number of heads if the file has all queries, then all keys, then all values, where the checkpoint has
+    query, key and value of each head; 0 if it has not."""
     excess: float = 0.0
     """Constant that the file adds to the weight."""
 
@@ -51,50 +57,20 @@ class GGUFTensor(TensorHeader):
         return DType.float32 if is_block else _FLOATS.get(self.type_name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    names: Mapping[str, str]
-    """File name -> hub name. ``N`` stands for the layer number, ``X`` for the expert number."""
-    is_interleaved: bool = False
-    """Whether query and key rows are interleaved for the rotary embedding."""
-    is_transposed: bool = False
-    norm_excess: float = 0.0
-
-
-_LLAMA = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "blk.N.attn_norm": "model.layers.N.input_layernorm",
-    "blk.N.attn_q": "model.layers.N.self_attn.q_proj",
-    "blk.N.attn_k": "model.layers.N.self_attn.k_proj",
-    "blk.N.attn_v": "model.layers.N.self_attn.v_proj",
-    "blk.N.attn_output": "model.layers.N.self_attn.o_proj",
-    "blk.N.attn_q_norm": "model.layers.N.self_attn.q_norm",
-    "blk.N.attn_k_norm": "model.layers.N.self_attn.k_norm",
-    "blk.N.ffn_norm": "model.layers.N.post_attention_layernorm",
-    "blk.N.ffn_gate": "model.layers.N.mlp.gate_proj",
-    "blk.N.ffn_up": "model.layers.N.mlp.up_proj",
-    "blk.N.ffn_down": "model.layers.N.mlp.down_proj",
-}
-_POST_NORMS = {
-    "blk.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
-    "blk.N.post_ffw_norm": "model.layers.N.post_feedforward_layernorm",
-}
-_GEMMA = _LLAMA | _POST_NORMS | {"blk.N.ffn_norm": "model.layers.N.pre_feedforward_layernorm"}
-_MIXTRAL = _LLAMA | {
+_GEMMA = LLAMA | POST_NORMS | {"blk.N.ffn_norm": "model.layers.N.pre_feedforward_layernorm"}
+_MIXTRAL = LLAMA | {
     "blk.N.ffn_gate_inp": "model.layers.N.block_sparse_moe.gate",
     "blk.N.ffn_gate_exps": "model.layers.N.block_sparse_moe.experts.X.w1",
     "blk.N.ffn_up_exps": "model.layers.N.block_sparse_moe.experts.X.w3",
     "blk.N.ffn_down_exps": "model.layers.N.block_sparse_moe.experts.X.w2",
 }
-_QWEN3_MOE = _LLAMA | {
+_QWEN3_MOE = LLAMA | {
     "blk.N.ffn_gate_inp": "model.layers.N.mlp.gate",
     "blk.N.ffn_gate_exps": "model.layers.N.mlp.experts.X.gate_proj",
     "blk.N.ffn_up_exps": "model.layers.N.mlp.experts.X.up_proj",
     "blk.N.ffn_down_exps": "model.layers.N.mlp.experts.X.down_proj",
 }
-_PHI3 = _LLAMA | {
+_PHI3 = LLAMA | {
     "blk.N.attn_qkv": "model.layers.N.self_attn.qkv_proj",
     "blk.N.ffn_up": "model.layers.N.mlp.gate_up_proj",
 }
@@ -112,17 +88,18 @@ _GPT2 = {
 }
 
 _FAMILIES = {
-    "llama": _Family(_MIXTRAL, is_interleaved=True),  # Llama, Mistral and, with experts, Mixtral
-    "granite": _Family(_LLAMA, is_interleaved=True),
-    "smollm3": _Family(_LLAMA, is_interleaved=True),
-    "qwen2": _Family(_LLAMA),
-    "qwen3": _Family(_LLAMA),
-    "qwen3moe": _Family(_QWEN3_MOE),
-    "olmo2": _Family(_LLAMA | _POST_NORMS),
-    "phi3": _Family(_PHI3),
-    "gemma2": _Family(_GEMMA, norm_excess=1.0),
-    "gemma3": _Family(_GEMMA, norm_excess=1.0),
-    "gpt2": _Family(_GPT2, is_transposed=True),
+    "llama": GGUFFamily(_MIXTRAL, is_interleaved=True),  # Llama, Mistral and, with experts, Mixtral
+    "granite": GGUFFamily(LLAMA, is_interleaved=True),
+    "smollm3": GGUFFamily(LLAMA, is_interleaved=True),
+    "qwen2": GGUFFamily(LLAMA),
+    "qwen3": GGUFFamily(LLAMA),
+    "qwen3moe": GGUFFamily(_QWEN3_MOE),
+    "olmo2": GGUFFamily(LLAMA | POST_NORMS),
+    "phi3": GGUFFamily(_PHI3),
+    "gemma2": GGUFFamily(_GEMMA, norm_excess=1.0),
+    "gemma3": GGUFFamily(_GEMMA, norm_excess=1.0),
+    "gpt2": GGUFFamily(_GPT2, is_transposed=True),
+    **DENSE_FAMILIES,
 }
 
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd.*")
@@ -173,7 +150,7 @@ def _heads(file: GGUFFile, architecture: str) -> dict[str, int]:
 
 
 def _headers(
-    tensor: StoredTensor, family: _Family, heads: Mapping[str, int]
+    tensor: StoredTensor, family: GGUFFamily, heads: Mapping[str, int]
 ) -> Iterator[tuple[str, GGUFTensor]]:
     if tensor.block_type.name not in (*READABLE_BLOCKS, *PACKAGE_BLOCKS, *_FLOATS):
         raise WeightsError(
@@ -199,19 +176,22 @@ def _headers(
     part = stem.rpartition(".")[2]
     if family.is_interleaved and part in heads:
         header = replace(header, heads=heads[part])
+    if part == "attn_qkv" and family.has_fused_heads:
+        header = replace(header, fused_heads=heads["attn_q"])
     if family.is_transposed and block and len(tensor.shape) == 2:
         header = replace(header, is_transposed=True, shape=tensor.shape[::-1])
     if part.endswith("norm") and kind == "weight":
         header = replace(header, excess=family.norm_excess)
     for expert, one in _experts(header) if "X" in name else [("X", header)]:
-        yield f"{name.replace('.N.', f'.{layer}.').replace('.X.', f'.{expert}.')}.{kind}", one
+        yield f"{name}.{kind}".replace(".N.", f".{layer}.").replace(".X.", f".{expert}."), one
 
 
 def _experts(header: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
-    """Yield each expert's part of a tensor that holds all experts one after the other."""
-    if len(header.shape) != 3:
+    """Yield the parts of a tensor that holds the matrices of all experts, or the norms of all heads."""
+    dimensions = 2 if header.stored_name.partition(".weight")[0].endswith("norm") else 3
+    if len(header.shape) != dimensions:
         raise WeightsError(
-            header.file, f"{header.stored_name} has shape {list(header.shape)}, not 3 dimensions"
+            header.file, f"{header.stored_name} has shape {list(header.shape)}, not {dimensions} dimensions"
         )
     num_bytes = header.num_bytes // header.shape[0]
     for expert in range(header.shape[0]):

@@ -32,8 +32,7 @@ def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
     if header.is_transposed:
         return numbers.view(header.shape[::-1]).T
     tensor = numbers.view(header.shape)
-    if header.heads:
-        tensor = _deinterleaved(tensor, header.heads)
+    tensor = _reordered(tensor, header)
     return tensor - header.excess if header.excess else tensor
 
 
@@ -54,18 +53,24 @@ def gguf_rows(data: Tensor, header: GGUFTensor) -> dict[str, Tensor]:
     scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
     if header.type_name == "Q8_0":
         codes = (blocks[..., 2:] ^ 128).flatten(1)  # the integer plus 128
-        if header.heads:
-            codes, scales = _deinterleaved(codes, header.heads), _deinterleaved(scales, header.heads)
+        codes, scales = _reordered(codes, header), _reordered(scales, header)
         zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
         return {"weight": codes, "scales": scales, "zeros": zeros, "row_scales": torch.ones(len(codes))}
     codes = torch.cat([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], dim=2)
     integers = codes.flatten(1).to(torch.int8) - 8
+    return {"weight": _reordered(integers, header), "scales": _reordered(scales, header)}
+
+
+def _reordered(rows: Tensor, header: GGUFTensor) -> Tensor:
+    """Return rows in the order of the checkpoint.
+
+    The rows of a head are reordered from ``0 D/2 1 D/2+1 ...`` to ``0 1 2 ...``, fused rows from all queries,
+    keys and values to query, key and value of each head.
+    """
     if header.heads:
-        integers, scales = _deinterleaved(integers, header.heads), _deinterleaved(scales, header.heads)
-    return {"weight": integers, "scales": scales}
-
-
-def _deinterleaved(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of each head from ``0 D/2 1 D/2+1 ...`` to ``0 1 2 ...``."""
-    pairs = rows.view(heads, -1, 2, *rows.shape[1:])  # [H, D / 2, 2, ...]
-    return pairs.transpose(1, 2).reshape(rows.shape)
+        pairs = rows.view(header.heads, -1, 2, *rows.shape[1:])  # [H, D / 2, 2, ...]
+        return pairs.transpose(1, 2).reshape(rows.shape)
+    if header.fused_heads:
+        parts = rows.view(3, header.fused_heads, -1, *rows.shape[1:])  # [3, H, D, ...]
+        return parts.transpose(0, 1).reshape(rows.shape)
+    return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,21 @@ import torch
 from support.checkpoints import DECODERS, oracle_logits, write_checkpoint
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
-from penstock.kernels import Activation, KVCacheInputs, Ops
+from penstock.kernels import XIELU, Activation, KVCacheInputs, Ops
 from penstock.kv_cache import KVCacheManager
-from penstock.nn import DecoderBlock, DecoderNetwork, Head, RotaryConfig
+from penstock.nn import (
+    MLP,
+    Attention,
+    Branch,
+    DecoderBlock,
+    DecoderNetwork,
+    GatedMLP,
+    Head,
+    LayerNorm,
+    Linear,
+    ParallelBlock,
+    RotaryConfig,
+)
 from penstock.pipelines import TextGenerationPipeline
 
 TOKENS = random_tokens(50, 130, seed=9)
@@ -157,7 +169,88 @@ def with_branches_of_scale_one(network: Any) -> Any:
     )
 
 
+def with_blocks(alter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A network with altered blocks; None where the alteration returns all blocks as they are."""
+
+    def altered(network: Any) -> Any:
+        blocks = tuple(alter(block) for block in network.blocks)
+        same = all(one is other for one, other in zip(blocks, network.blocks, strict=True))
+        return None if same else replace(network, blocks=blocks)
+
+    return altered
+
+
+def with_other_pairs(block: Any) -> Any:
+    """Rotary pairs are halves apart in place of side by side, or the other way round."""
+    if block.attention.rotary is None:
+        return block
+    return replace(
+        block, attention=replace(block.attention, is_interleaved=not block.attention.is_interleaved)
+    )
+
+
+def with_plain_attention(block: Any) -> Any:
+    """A family's own attention becomes the common one."""
+    attention = block.attention
+    if type(attention) is Attention:
+        return block
+    rotary = None if attention.rotary is None else 0
+    values = {one.name: getattr(attention, one.name) for one in fields(attention)}
+    return replace(block, attention=Attention(**values | {"rotary": rotary}))
+
+
+def with_unclipped_inputs(block: Any) -> Any:
+    attention = block.attention
+    if type(attention.qkv) is Linear:
+        return block
+    return replace(block, attention=replace(attention, qkv=Linear(attention.qkv.packed)))
+
+
+def with_one_norm(block: Any) -> Any:
+    is_parallel = isinstance(block, ParallelBlock) and block.mlp_norm is not None
+    return replace(block, mlp_norm=None) if is_parallel else block
+
+
+def one_after_the_other(block: Any) -> Any:
+    """The feed-forward layer of a parallel block also sees the output of its attention."""
+    if not isinstance(block, ParallelBlock):
+        return block
+    norms = Branch(block.norm, None), Branch(block.mlp_norm or block.norm, None)
+    return DecoderBlock(norms[0], block.attention, norms[1], block.mlp)
+
+
+def with_another_activation(block: Any) -> Any:
+    if isinstance(block.mlp, MLP | GatedMLP):
+        other = "silu" if block.mlp.activation == "relu" else "relu"
+        return replace(block, mlp=replace(block.mlp, activation=other))
+    if isinstance(getattr(block.mlp, "activation", None), XIELU):
+        return replace(block, mlp=replace(block.mlp, activation=XIELU(0.5, 0.5, 0.5, -1e-6)))
+    return block
+
+
+def with_a_head_without_bias(network: Any) -> Any:
+    packed = network.head.linear.packed
+    if packed.bias is None:
+        return None
+    return replace(network, head=replace(network.head, linear=Linear(replace(packed, bias=None))))
+
+
+def with_norm_biases_of_zero(network: Any) -> Any:
+    norm = network.norm
+    if not isinstance(norm, LayerNorm) or not norm.bias.any():
+        return None
+    return replace(network, norm=replace(norm, bias=torch.zeros_like(norm.bias)))
+
+
 ALTERATIONS: dict[str, Callable[[Any], Any]] = {
+    "rotary pairs in the other layout": with_blocks(with_other_pairs),
+    "a family's own attention replaced": with_blocks(with_plain_attention),
+    "queries, keys and values not clipped": with_blocks(with_unclipped_inputs),
+    "one norm where there are two": with_blocks(with_one_norm),
+    "parallel layers one after the other": with_blocks(one_after_the_other),
+    "another activation": with_blocks(with_another_activation),
+    "no bias of the head": with_a_head_without_bias,
+    "no bias of the final norm": with_norm_biases_of_zero,
     "queries not normed": attention_without(q_norm=None),
     "keys not normed": attention_without(k_norm=None),
     "no soft cap of scores": attention_without(soft_cap=None),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import DECODERS, oracle, oracle_logits, oracle_step, write_checkpoint
+from support.dense_variants import DENSE_VARIANTS
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 7.5]}
@@ -146,6 +147,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "scores not scaled": {"scale_attn_weights": False, "activation_function": "gelu"},
     },
 }
+VARIANTS |= DENSE_VARIANTS
 CASES = [(family, name) for family, variants in VARIANTS.items() for name in variants]
 
 

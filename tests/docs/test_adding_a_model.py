@@ -19,7 +19,7 @@ from penstock.pipelines.registry import PIPELINE_REGISTRY, PipelineRegistry
 
 PAGE = (ROOT / "docs" / "adding-a-model.md").read_text()
 FILES = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE))
-MODEL = "architectures/exaone4/model.py"
+MODEL = "architectures/vaultgemma/model.py"
 DUO_MODEL = "architectures/duo/model.py"
 
 
@@ -43,11 +43,11 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str = "check.py
 
 
 def test_every_block_is_a_file_of_the_page() -> None:
-    folders = ["architectures/duo", "architectures/exaone4"]
+    folders = ["architectures/duo", "architectures/vaultgemma"]
     files = [f"{folder}/{name}" for folder in folders for name in ("__init__.py", "model.py")]
     assert sorted(FILES) == [*files, "check.py", "check_duo.py"]
     assert PAGE.count("```") == 2 * len(FILES)
-    assert not {"exaone4", "duo"} & {architecture.name for architecture in PIPELINE_REGISTRY.architectures}
+    assert not {"vaultgemma", "duo"} & {architecture.name for architecture in PIPELINE_REGISTRY.architectures}
 
 
 @pytest.mark.parametrize("script", ["check.py", "check_duo.py"])
@@ -59,10 +59,11 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) 
 @pytest.mark.parametrize(
     "mistake",
     [
-        {'block_norms="after",': ""},
-        {'head_norms="each",': ""},
-        {"else None for kind in types": "else 0 for kind in types"},
-        {"windows=windows_of(config, types, 4096, is_used=has_windows),": ""},
+        {"norm_offset=1.0,": ""},
+        {'embedding_scale=config.integer("hidden_size") ** 0.5,': ""},
+        {'attention_soft_cap=config.optional_number("attn_logit_softcapping", 50.0),': ""},
+        {'"pre_feedforward_layernorm"': '"post_attention_layernorm"'},
+        {"windows=windows_of(config, layer_types(config, default), 4096),": ""},
     ],
     ids=str,
 )
@@ -133,15 +134,15 @@ def test_memory_of_a_family_with_other_names(duo: dict[str, Any]) -> None:
     "variant",
     [
         {},
-        {"sliding_window": None, "layer_types": ["full_attention"] * 4, "tie_word_embeddings": True},
-        {"layer_types": ["full_attention", "sliding_attention"] * 2, "head_dim": 16},
+        {"layer_types": ["full_attention"] * 4, "tie_word_embeddings": True, "attn_logit_softcapping": None},
+        {"layer_types": ["full_attention", "sliding_attention"] * 2, "head_dim": 24, "attention_bias": True},
     ],
     ids=str,
 )
 def test_logits_of_a_family_from_a_blueprint(tmp_path: Path, variant: dict[str, Any]) -> None:
     follow(tmp_path)
     registry = PipelineRegistry([tmp_path / "architectures"])
-    (architecture,) = (one for one in registry.architectures if one.name == "exaone4")
+    (architecture,) = (one for one in registry.architectures if one.name == "vaultgemma")
     assert architecture.tiny_config is not None
     folder = write_checkpoint(tmp_path / "tiny", architecture.tiny_config() | variant)
     config = PipelineConfig.from_flat({"model_path": str(folder), "quantization_encoding": "float32"})

@@ -97,6 +97,7 @@ def merge(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Path:
 
 def linears_of(checkpoint: Path) -> list[str]:
     endings = ("_proj", ".gate", ".router", ".w1", ".w2", ".w3")  # those of experts and their routers too
+    endings += (".dense", ".fc1", ".fc2", ".c_fc", ".query_key_value", ".dense_h_to_4h", ".dense_4h_to_h")
     names = Weights.open(checkpoint).names
     matrices = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
     return [name for name in matrices if name.endswith(endings) or is_transposed(name)]
@@ -104,7 +105,7 @@ def linears_of(checkpoint: Path) -> list[str]:
 
 def is_transposed(name: str) -> bool:
     """GPT-2 stores its weights ``[in, out]``."""
-    return name.endswith((".c_attn", ".c_proj", ".c_fc"))
+    return name.startswith("transformer.") and name.endswith((".c_attn", ".c_proj", ".c_fc"))
 
 
 @pytest.mark.matrix(strength=1)
@@ -124,8 +125,9 @@ def test_an_adapter_is_its_merged_weights(
 
 
 def test_an_adapter_over_several_steps_and_through_the_cache(checkpoint: Path) -> None:
+    linears = [name for name in linears_of(checkpoint) if ".1." in name]
     manager = FakeLoRAManager(
-        checkpoint, [name for name in linears_of(checkpoint) if ".1." in name and "attn" in name][:1]
+        checkpoint, [name for name in linears if "attn" in name or ".attention." in name][:1]
     )
     members = {"lora_manager": manager}
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, members=members)

@@ -62,12 +62,20 @@ def each(template: str, separator: str = "") -> Callable[[Sequence[Call]], str]:
     return render
 
 
-def pythonic(calls: Sequence[Call]) -> str:
-    one = [
+def python_calls(calls: Sequence[Call]) -> list[str]:
+    return [
         f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
         for call in calls
     ]
-    return f"[{', '.join(one)}]"
+
+
+def pythonic(calls: Sequence[Call]) -> str:
+    return f"[{', '.join(python_calls(calls))}]"
+
+
+def apertus(calls: Sequence[Call]) -> str:
+    objects = [f'{{"{call.name}": {dumps(call.arguments)}}}' for call in calls]
+    return f"<|tools_prefix|>[{', '.join(objects)}]<|tools_suffix|>"
 
 
 def tagged(call: Call, template: str) -> str:
@@ -167,6 +175,8 @@ RENDERERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "deepseek_v32": dsml("function_calls"),
     "deepseek_v4": dsml("tool_calls"),
     "kimi_k2": kimi_k2,
+    "apertus": apertus,
+    "olmo3": lambda calls: "<function_calls>" + "\n".join(python_calls(calls)) + "</function_calls>",
     "harmony": each("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"),
     "functionary": each("<function=NAME>ARGUMENTS</function>"),
 }

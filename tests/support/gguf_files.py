@@ -32,6 +32,23 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gpt2": "gpt2",
+    "olmo3": "olmo2",
+    "gemma": "gemma",
+    "glm4": "glm4",
+    "glm": "chatglm",
+    "ernie4_5": "ernie4_5",
+    "seed_oss": "seed_oss",
+    "exaone4": "exaone4",
+    "arcee": "arcee",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "starcoder2": "starcoder2",
+    "phi": "phi2",
+    "stablelm": "stablelm",
+    "gpt_neox": "gptneox",
+    "nemotron": "nemotron",
+    "olmo": "olmo",
 }
 """``model_type`` -> what the format calls the family."""
 
@@ -51,6 +68,15 @@ _PARTS = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
+    "self_attn.dense": "attn_output",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
     "ln_1": "attn_norm",
     "attn.c_attn": "attn_qkv",
     "attn.c_proj": "attn_output",
@@ -71,10 +97,24 @@ _AROUND = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_PARTS_OF = {
+    **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4"), _AROUND),
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+}
+_EPS = ("layer_norm_eps", "norm_epsilon", "norm_eps")
+_PAIRED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "olmo")
 _WHOLE = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "model.final_layernorm": "output_norm",
+    "gpt_neox.embed_in": "token_embd",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "embed_out": "output",
     "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd",
     "transformer.ln_f": "output_norm",
@@ -142,11 +182,15 @@ def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         positions, hidden, layers, heads = (config[name] for name in sizes)
         head_dim = config.get("head_dim") or hidden // heads
         writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_head_count_kv(config["num_key_value_heads"])
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+        if "rms_norm_eps" in config:
+            writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        else:
+            eps = next((config[key] for key in _EPS if key in config), 1e-5)
+            writer.add_layer_norm_eps(eps)
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * rope_fraction(config)))
         _add_rope(writer, config)
     writer.add_context_length(positions)
     writer.add_embedding_length(hidden)
@@ -155,12 +199,18 @@ def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     _add_variants(writer, config)
 
 
+def rope_fraction(config: Mapping[str, Any]) -> float:
+    """Return the part of each head that is rotated."""
+    rope = config.get("rope_parameters") or {}
+    return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+
+
 def _add_rope(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
     if theta := full.get("rope_theta", config.get("rope_theta")):
         writer.add_rope_freq_base(theta)
-    if "sliding_attention" in rope:
+    if "sliding_attention" in rope and config["model_type"] != "olmo3":
         key = f"{ARCHITECTURES[config['model_type']]}.rope.freq_base_swa"
         writer.add_key_value(key, rope["sliding_attention"]["rope_theta"], GGUFValueType.FLOAT32)
     if full.get("rope_type") in ("linear", "yarn"):
@@ -174,6 +224,16 @@ def _add_variants(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     family = config["model_type"]
     if config.get("sliding_window") and family not in ("qwen2", "qwen3", "qwen3_moe"):
         writer.add_sliding_window(config["sliding_window"])
+    if family in ("cohere", "cohere2"):
+        writer.add_logit_scale(config["logit_scale"])
+    if family == "cohere2":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if family in ("stablelm", "gpt_neox"):
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if family == "olmo" and config["clip_qkv"]:
+        writer.add_clamp_kqv(config["clip_qkv"])
+    if family in ("olmo3", "exaone4") and config.get("sliding_window"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
@@ -183,7 +243,7 @@ def _add_variants(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
-    if family.startswith("gemma"):
+    if family in ("gemma2", "gemma3_text"):
         writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
     if family in ("mixtral", "qwen3_moe"):
         writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
@@ -195,7 +255,7 @@ def _add_variants(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
 def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint under their GGUF names and in GGUF's row order."""
     family = config["model_type"]
-    parts = _PARTS | (_AROUND if family in ("gemma2", "gemma3_text", "olmo2") else {})
+    parts = _PARTS | _PARTS_OF.get(family, {})
     result: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -203,17 +263,23 @@ def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[
             continue  # some save it all the same
         stem, _, kind = name.rpartition(".")
         if stem in _WHOLE:
-            result[f"{_WHOLE[stem]}.{kind}"] = _shifted(stem, tensor, family)
+            result[f"{_WHOLE[stem]}.{kind}"] = _shifted(stem, tensor, family, kind)
             continue
-        match = re.fullmatch(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.*)", stem)
+        match = re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.*)", stem)
         assert match, name
         layer, part = match[1], match[2]
         if ".experts." in part:
             _, number, matrix = part.rsplit(".", 2)
             experts.setdefault(f"blk.{layer}.{_EXPERTS[matrix]}.weight", {})[int(number)] = tensor
             continue
-        tensor = _shifted(part, tensor, family)
-        if family in ("llama", "mistral", "mixtral", "granite", "smollm3"):
+        if match := re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)", part):  # of each head
+            experts.setdefault(f"blk.{layer}.attn_{match[1]}_norm.weight", {})[int(match[2])] = tensor
+            continue
+        tensor = _shifted(part, tensor, family, kind)
+        if part == "attention.query_key_value":  # from the parts of each head to all heads of a part
+            heads = config["num_attention_heads"]
+            tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).contiguous()
+        if family in _PAIRED:
             heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
             if part in heads:
                 tensor = _paired(tensor, config[heads[part]])
@@ -225,7 +291,9 @@ def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[
     return result
 
 
-def _shifted(part: str, tensor: Tensor, family: str) -> Tensor:
+def _shifted(part: str, tensor: Tensor, family: str, kind: str) -> Tensor:
+    if family == "nemotron":
+        return tensor + 1 if part.endswith("norm") and kind == "weight" else tensor
     return tensor + 1 if family.startswith("gemma") and part.endswith("norm") else tensor
 
 

@@ -236,9 +236,16 @@ def test_a_part_of_the_dims_in_families_that_rotate_all(tmp_path: Path, family: 
         gguf_config(write(tmp_path, family, rope__dimension_count=8))
 
 
-def test_olmo_3_is_not_taken_for_olmo_2(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"attention\.sliding_window must be absent"):
-        gguf_config(write(tmp_path, "olmo2", attention__sliding_window=64))
+def test_an_olmo_2_with_a_window_is_an_olmo_3(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
+    more: dict[str, Any] = {f"rope__scaling__{name}": value for name, value in scaling.items()}
+    more["attention__sliding_window_pattern"] = [True, False]
+    file = write(tmp_path, "olmo2", attention__sliding_window=64, rope__freq_base=7e4, **more)
+    assert gguf_config(file)["model_type"] == "olmo3"
+    blueprint = blueprint_of(file)
+    assert blueprint.windows == (64, None)
+    rotaries = [blueprint.rotaries[rotary] for rotary in blueprint.rotary_of_layer]
+    assert [(rotary.kind, rotary.base) for rotary in rotaries] == [("default", 7e4), ("yarn", 7e4)]
 
 
 def test_no_table_of_tokens(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4},
     "qwen2": {"use_sliding_window": False},
     "qwen3_moe": {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True},
+    "hunyuan_v1_dense": {"rope_scaling": None},
+    "phi": {"qk_layernorm": False},
     "gemma3_text": {"sliding_window_pattern": 6, "num_hidden_layers": 7},
 }
 TOKENS = [

@@ -68,11 +68,13 @@ def forced(name: str, choice: Any = "required", tools: Any = FEW_ARGUMENTS, **op
 
 def written(name: str, *calls: Call) -> str:
     """Render calls as the grammar forces them: Python calls with JSON literals, lists on one line."""
-    if name in ("pythonic", "lfm2"):
-        text = ", ".join(
+    if name in ("pythonic", "lfm2", "olmo3"):
+        text = ("\n" if name == "olmo3" else ", ").join(
             f"{call.name}({', '.join(f'{key}={json.dumps(value)}' for key, value in call.arguments.items())})"
             for call in calls
         )
+        if name == "olmo3":
+            return f"<function_calls>{text}</function_calls>"
         return f"[{text}]" if name == "pythonic" else f"<|tool_call_start|>[{text}]<|tool_call_end|>"
     if name == "cohere":
         one = [

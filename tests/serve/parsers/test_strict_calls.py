@@ -106,11 +106,14 @@ def accepts(grammar: Grammar, text: str, special: tuple[str, ...] = ()) -> bool:
 
 
 def written(name: str, *calls: Call) -> str:
-    if name in ("pythonic", "lfm2"):
+    if name in ("pythonic", "lfm2", "olmo3"):
         one = [
             f"{call.name}({', '.join(f'{key}={json.dumps(value)}' for key, value in call.arguments.items())})"
             for call in calls
         ]
+        if name == "olmo3":
+            lines = "\n".join(one)
+            return f"<function_calls>{lines}</function_calls>"
         text = f"[{', '.join(one)}]"
         return text if name == "pythonic" else f"<|tool_call_start|>{text}<|tool_call_end|>"
     if name == "cohere":

@@ -20,7 +20,7 @@ NOTHING = (None, None)
 CHOSEN: dict[str, tuple[str | None, str | None]] = {
     "granite-3.0-instruct": ("granite", None),
     "qwen2.5-instruct": ("hermes", None),
-    "Apertus-8B-Instruct": (None, "apertus"),
+    "Apertus-8B-Instruct": ("apertus", "apertus"),
     "Apriel-1.6-15b-Thinker-fixed": ("apriel", "apriel"),
     "Bielik-11B-v3.0-Instruct": ("hermes", "think"),
     "ByteDance-Seed-OSS": ("seed_oss", "seed_oss"),

@@ -145,12 +145,12 @@ def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[
     yield from stream.expect("{")
     yield from stream.skip_space()
     while True:
-        key = yield from _string(parser)
+        key = yield from read_string(parser)
         yield from stream.skip_space()
         yield from stream.expect(":")
         yield from stream.skip_space()
         if key in _NAME_KEYS and not name:
-            name = yield from _string(parser)
+            name = yield from read_string(parser)
             if not parser.knows(name):
                 _refuse(parser, bare)
             elif held:
@@ -231,7 +231,8 @@ def _refuse(parser: ReasoningToolParser, bare: bool) -> None:
     parser.refuse()
 
 
-def _string(parser: ReasoningToolParser) -> Steps[str]:
+def read_string(parser: ReasoningToolParser) -> Steps[str]:
+    """Read a JSON string."""
     if (yield from parser.stream.peek()) != '"':
         raise NotAToolCallError
     value = json.loads((yield from json_value(parser.stream)))

@@ -59,7 +59,7 @@ class PythonicCalls(ToolFormat):
         return sequence(self._list(tools, parallel), constant(self.end))
 
     def _list(self, tools: Tools, parallel: bool) -> Tag:
-        calls = either([_call(name, schema) for name, schema in tools.schemas.items()])
+        calls = either([call_grammar(name, schema) for name, schema in tools.schemas.items()])
         return sequence(constant("["), repeated(calls, ", ", parallel), constant("]"))
 
 
@@ -108,7 +108,7 @@ def read_keywords(parser: ReasoningToolParser, name: str) -> Steps[None]:
     parser.end_call()
 
 
-def _call(name: str, schema: Schema) -> Tag:
+def call_grammar(name: str, schema: Schema) -> Tag:
     """Return the grammar of one call: keywords in schema order, with JSON values."""
     arguments = Arguments.of(schema)
     parts = [constant(f"{name}(")]

@@ -6,6 +6,7 @@ class in a file of this folder.
 
 from __future__ import annotations
 
+from penstock.serve.parsers.formats.apertus import ApertusCalls
 from penstock.serve.parsers.formats.deepseek import DeepSeekCalls
 from penstock.serve.parsers.formats.deepseek_dsml import DsmlCalls
 from penstock.serve.parsers.formats.function_tags import FunctionTags
@@ -17,6 +18,7 @@ from penstock.serve.parsers.formats.kimi_k2 import KimiK2Calls
 from penstock.serve.parsers.formats.llama3_json import Llama3Calls
 from penstock.serve.parsers.formats.mistral import MistralCalls
 from penstock.serve.parsers.formats.pythonic import PythonicCalls
+from penstock.serve.parsers.formats.pythonic_lines import PythonicLines
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 
 # The first row whose hints are all in the chat template is used. Specific formats therefore stand before the
@@ -70,6 +72,22 @@ _ROWS: tuple[ToolFormat, ...] = (
         hints=("<tool_calls>[",),
         begin="<tool_calls>",
         end="</tool_calls>",
+    ),
+    ApertusCalls(
+        name="apertus",
+        models="Apertus",
+        example='<|tools_prefix|>[{"f": {"a": 1}}]<|tools_suffix|>',
+        hints=("<|tools_prefix|>", "<|tools_suffix|>"),
+        begin="<|tools_prefix|>",
+        end="<|tools_suffix|>",
+    ),
+    PythonicLines(
+        name="olmo3",
+        models="OLMo 3; one call on each line",
+        example="<function_calls>f(a=1)</function_calls>",
+        hints=("<function_calls>", "</function_calls>"),
+        begin="<function_calls>",
+        end="</function_calls>",
     ),
     KimiK2Calls(
         name="kimi_k2",

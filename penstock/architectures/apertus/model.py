@@ -1,0 +1,98 @@
+"""Apertus (Project Apertus 2025, arXiv:2509.14233): norms of queries and keys, xIELU, no gates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.kernels import XIELU, StepInputs
+from penstock.nn import Blueprint, Linear, Loader, LoadFeedForward, TensorNames
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+_BASE = 12_000_000.0
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": _BASE,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+"""The rotary embedding of a file that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class XIELUMLP:
+    """``down(xielu(up(x)))``; each layer has its own parameters of the activation."""
+
+    up: Linear
+    down: Linear
+    activation: XIELU
+
+    @classmethod
+    def load(cls, load: Loader, blueprint: Blueprint, name: str) -> XIELUMLP:
+        """Read the layer with this full name."""
+
+        def number(part: str, *shape: int) -> Tensor:
+            return load.source.tensor(f"{name}.act_fn.{part}", shape).float()
+
+        positive, negative = softplus(number("alpha_p", 1)), softplus(number("alpha_n", 1))
+        slope, eps = number("beta"), number("eps")
+        values = (positive, slope + negative, slope, eps)
+        # Without numbers, only the sizes of the network are of interest.
+        floats = (0.0 if value.is_meta else float(value) for value in values)
+        return cls(
+            load.linear(f"{name}.up_proj", blueprint.inner, blueprint.hidden),
+            load.linear(f"{name}.down_proj", blueprint.hidden, blueprint.inner),
+            XIELU(*floats),
+        )
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
+        return self.down(step.ops.xielu(self.up(x, step), self.activation), step)
+
+
+class ApertusModel(TransformerModel):
+    """Apertus as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        if config.get("hidden_act") not in (None, "xielu"):
+            raise ConfigError("hidden_act", f"must be xielu in this family, was {config.get('hidden_act')!r}")
+        if config.flag("mlp_bias"):
+            raise ConfigError("mlp_bias", "is true: the feed-forward layers of this family have no biases")
+        if not config.flag("qk_norm", True):
+            raise ConfigError("qk_norm", "is false: this family has norms of queries and keys")
+        if config.flag("post_norm"):
+            raise ConfigError("post_norm", "is true: the norms of this family are before the layers")
+        has_rope = bool(config.section("rope_parameters") or config.section("rope_scaling"))
+        if not has_rope and config.number("rope_theta", _BASE) != _BASE:
+            raise ConfigError(
+                "rope_theta",
+                f"must be {_BASE:g} in a file without rope_scaling, was {config['rope_theta']!r}",
+            )
+        attention_bias = config.flag("attention_bias")
+        return Blueprint.from_huggingface(
+            config,
+            activation=None,
+            default_base=_BASE,
+            rope_parameters=None if has_rope else _LLAMA3,
+            names=TensorNames(norms_before=("attention_layernorm", "feedforward_layernorm")),
+            norm_eps=config.number("rms_norm_eps", 1e-5),
+            head_norms="each",
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+        )
+
+    @classmethod
+    def feed_forward(
+        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
+    ) -> LoadFeedForward:
+        return lambda name, layer: XIELUMLP.load(load, blueprint, name)

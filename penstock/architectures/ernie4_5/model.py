@@ -1,0 +1,40 @@
+"""ERNIE 4.5 (ERNIE Team, Baidu 2025, ERNIE 4.5 Technical Report): Llama that rotates interleaved pairs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.nn import Blueprint, interleaved
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class Ernie45Model(TransformerModel):
+    """ERNIE 4.5 as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        if config.number("compression_ratio", 1.0) != 1.0:
+            raise ConfigError("compression_ratio", f"must be 1, was {config['compression_ratio']!r}")
+        bias = config.flag("use_bias")
+        return interleaved(
+            Blueprint.from_huggingface(
+                config,
+                head_dim=_head_dim(config),
+                tied_head=True,
+                default_base=500_000.0,
+                norm_eps=config.number("rms_norm_eps", 1e-5),
+                qkv_bias=bias,
+                output_bias=bias,
+                mlp_bias=bias,
+            )
+        )
+
+
+def _head_dim(config: HuggingFaceConfig) -> int | None:
+    """Return the default head size: 128 if the key is absent, E / H if it is null."""
+    return None if "head_dim" in config else 128

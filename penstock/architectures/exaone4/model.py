@@ -1,0 +1,52 @@
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after the layers, some layers without positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, windows_of
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class Exaone4Model(TransformerModel):
+    """EXAONE 4 as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        has_windows = config.optional_integer("sliding_window", _WINDOW) is not None
+        types = layer_types(config, _default_types(config, has_windows))
+        return Blueprint.from_huggingface(
+            config,
+            norm_eps=config.number("rms_norm_eps", 1e-5),
+            block_norms="after",
+            head_norms="each",
+            windows=windows_of(config, types, _WINDOW, is_used=has_windows),
+            rotary_of_layer=tuple(0 if kind == SLIDING or not has_windows else None for kind in types),
+        )
+
+
+def _default_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[str, ...]:  # [L]
+    """Return the types of layers of a file without ``layer_types``.
+
+    ``sliding_window_pattern`` is the distance of the full layers, or a text such as LLLG of one letter for
+    each layer of a period: L for a layer with a window.
+    """
+    layers, pattern = range(num_layers(config)), config.get("sliding_window_pattern")
+    if not has_windows:
+        return (FULL,) * len(layers)
+    if isinstance(pattern, str):
+        if not pattern or set(pattern) - set("LG"):
+            raise ConfigError(
+                "sliding_window_pattern", f"must be a number or letters L and G, was {pattern!r}"
+            )
+        return tuple(SLIDING if pattern[layer % len(pattern)] == "L" else FULL for layer in layers)
+    period = config.integer("sliding_window_pattern", 4)
+    return tuple(SLIDING if (layer + 1) % period else FULL for layer in layers)
+
+
+_WINDOW = 4096

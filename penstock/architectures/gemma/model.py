@@ -1,0 +1,38 @@
+"""Gemma (Gemma Team 2024, arXiv:2403.08295): Llama with GeGLU, scaled embeddings, norms of 1 + weight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.nn import Blueprint
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class GemmaModel(TransformerModel):
+    """Gemma as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        if config.flag("use_bidirectional_attention"):
+            raise ConfigError(
+                "use_bidirectional_attention", "is true, but text generation needs causal attention"
+            )
+        # The first files of the family call the tanh approximation gelu.
+        is_older = config.get("hidden_act") in (None, "gelu")
+        attention_bias = config.flag("attention_bias")
+        return Blueprint.from_huggingface(
+            config,
+            head_dim=256,
+            activation=None if is_older else "hidden_act",
+            default_activation="gelu_pytorch_tanh",
+            tied_head=True,
+            norm_offset=1.0,
+            embedding_scale=config.integer("hidden_size") ** 0.5,
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+        )

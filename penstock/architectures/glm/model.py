@@ -1,0 +1,36 @@
+"""GLM-4 (Team GLM 2024, arXiv:2406.12793): Llama that rotates interleaved pairs of half of each head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.nn import Blueprint, TensorNames, interleaved
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class GlmModel(TransformerModel):
+    """GLM as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        return glm_blueprint(huggingface_config, TensorNames(gate_up=("gate_up_proj",)))
+
+
+def glm_blueprint(
+    config: HuggingFaceConfig, names: TensorNames, block_norms: Literal["before", "around"] = "before"
+) -> Blueprint:
+    """Return the blueprint of a GLM family with these names, and with norms at these positions."""
+    return interleaved(
+        Blueprint.from_huggingface(
+            config,
+            head_dim=128,
+            partial_rotary=0.5,
+            norm_eps=config.number("rms_norm_eps", 1.5625e-07),
+            qkv_bias=config.flag("attention_bias", True),
+            block_norms=block_norms,
+            names=names,
+        )
+    )

@@ -1,0 +1,35 @@
+"""Helium (model card of kyutai/helium-1-preview-2b): Llama that rotates interleaved pairs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.nn import Blueprint, interleaved
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class HeliumModel(TransformerModel):
+    """Helium as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        blueprint = Blueprint.from_huggingface(
+            config,
+            head_dim=128,
+            default_base=100_000.0,
+            norm_eps=config.number("rms_norm_eps", 1e-8),
+            qkv_bias=config.flag("attention_bias"),
+            mlp_bias=config.flag("mlp_bias"),
+        )
+        if blueprint.heads * blueprint.head_dim != blueprint.hidden:
+            raise ConfigError(
+                "head_dim",
+                f"{blueprint.heads} heads of {blueprint.head_dim} must add up to hidden_size "
+                f"{blueprint.hidden}: the output layer of this family is square",
+            )
+        return interleaved(blueprint)

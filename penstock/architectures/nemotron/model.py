@@ -1,0 +1,37 @@
+"""Nemotron-4 (Parmar et al. 2024, arXiv:2402.16819): layer norms of 1 + weight, squared ReLU, no gates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.nn import BlockParts, Blueprint, Loader, attentions, layer_norms, plain_mlps
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class NemotronModel(TransformerModel):
+    """Nemotron as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        attention_bias = config.flag("attention_bias")
+        return Blueprint.from_huggingface(
+            config,
+            head_dim=None if "head_dim" in config else 128,
+            default_activation="relu2",
+            partial_rotary=0.5,
+            norm_eps=config.number("norm_eps", 1e-5),
+            norm_offset=1.0,
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            mlp_bias=config.flag("mlp_bias"),
+        )
+
+    @classmethod
+    def parts(cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig) -> BlockParts:
+        return BlockParts(
+            attentions(load, blueprint), plain_mlps(load, blueprint), layer_norms(load, blueprint)
+        )

@@ -1,0 +1,79 @@
+"""OLMo (Groeneveld et al. 2024, arXiv:2402.00838): norms without weights, clipped inputs of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.kernels import StepInputs
+from penstock.nn import (
+    Attention,
+    BlockParts,
+    Blueprint,
+    LayerNorm,
+    Linear,
+    Loader,
+    LoadNorm,
+    attentions,
+    gated_mlps,
+)
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+_EPS = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class ClippedLinear(Linear):
+    """A linear layer whose outputs are clamped to ``limit``."""
+
+    limit: float
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
+        return step.ops.clamp(step.ops.linear(x, self.packed, lora=step.lora), self.limit)
+
+
+def norms_without_weights(load: Loader) -> LoadNorm:
+    """Return a function that makes layer norms with weights of 1 and biases of 0."""
+
+    def make(name: str, size: int) -> LayerNorm:
+        weight = torch.ones(size, dtype=load.dtype, device=load.device)
+        return LayerNorm(weight, torch.zeros_like(weight), _EPS)
+
+    return make
+
+
+class OlmoModel(TransformerModel):
+    """OLMo as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        _limit(huggingface_config)
+        attention_bias = huggingface_config.flag("attention_bias")
+        return Blueprint.from_huggingface(
+            huggingface_config, qkv_bias=attention_bias, output_bias=attention_bias
+        )
+
+    @classmethod
+    def parts(cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig) -> BlockParts:
+        read, limit = attentions(load, blueprint), _limit(huggingface_config)
+
+        def clipped(name: str, layer: int) -> Attention:
+            attention, values = read(name, layer), None
+            if limit is None:
+                return attention
+            if attention.values is not None:
+                values = ClippedLinear(attention.values.packed, limit)
+            return replace(attention, qkv=ClippedLinear(attention.qkv.packed, limit), values=values)
+
+        return BlockParts(clipped, gated_mlps(load, blueprint), norms_without_weights(load))
+
+
+def _limit(config: HuggingFaceConfig) -> float | None:
+    """Return the largest magnitude of queries, keys and values; None without a limit."""
+    return config.optional_number("clip_qkv")

@@ -1,0 +1,48 @@
+"""Calls written as Python calls, one on each line, between markers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from penstock.serve.parsers.formats.json_calls import read_end
+from penstock.serve.parsers.formats.pythonic import call_grammar, read_keywords
+from penstock.serve.parsers.formats.tool_format import ToolFormat
+from penstock.serve.parsers.output_parser import ReasoningToolParser
+from penstock.serve.parsers.stream import NotAToolCallError, Steps
+from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
+from penstock.serve.parsers.tools import Tools
+
+_NAME = re.compile(r"[\w.\-]+")
+_MAX_NAME = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonicLines(ToolFormat):
+    """A begin marker, Python calls with keyword arguments and literals only, an end marker."""
+
+    begin: str
+    end: str
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.begin,)
+
+    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+        stream = parser.stream
+        yield from stream.skip_space()
+        while True:
+            name = yield from stream.run(_NAME, _MAX_NAME)
+            yield from stream.expect("(")
+            if not parser.knows(name):
+                raise NotAToolCallError
+            yield from read_keywords(parser, name)
+            parser.commit()
+            yield from stream.skip_space()
+            if (yield from stream.peek()) in ("<", ""):
+                break
+        yield from read_end(parser, self.end)
+
+    def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+        calls = either([call_grammar(name, schema) for name, schema in tools.schemas.items()])
+        return sequence(repeated(calls, "\n", parallel), constant(self.end))

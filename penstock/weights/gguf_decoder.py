@@ -1,0 +1,113 @@
+"""The settings that most families in GGUF files share, as values of ``config.json``."""
+
+from __future__ import annotations
+
+from math import log
+
+from penstock.weights.gguf_keys import GGUFKeys
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def decoder_config(
+    keys: GGUFKeys, *, partial_rotary: bool = False, eps: str = "rms_norm_eps"
+) -> dict[str, object]:
+    """Return the settings that all families except GPT-2 share.
+
+    Args:
+        keys: the file's keys.
+        partial_rotary: whether the family supports rotary embeddings on a part of each head.
+        eps: the name of the epsilon of norms in ``config.json``. The file has that of layer norms under
+            another key than that of RMS norms.
+    """
+    eps_key = "layer_norm_rms_epsilon" if eps == "rms_norm_eps" else "layer_norm_epsilon"
+    heads = keys.count("attention.head_count")
+    return {
+        "hidden_size": keys.count("embedding_length"),
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_hidden_layers": keys.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "head_dim": keys.head_dim,
+        "max_position_embeddings": keys.count("context_length"),
+        eps: keys.number(f"attention.{eps_key}"),
+        "hidden_act": "silu",
+        "attention_bias": keys.has("attn_q.bias"),
+        "mlp_bias": keys.has("ffn_up.bias"),
+        **_rope(keys, partial_rotary),
+    }
+
+
+def _rope(keys: GGUFKeys, partial_rotary: bool) -> dict[str, object]:
+    config: dict[str, object] = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
+    dims = keys.count("rope.dimension_count", keys.head_dim)
+    if dims != keys.head_dim:
+        if not partial_rotary:
+            raise keys.fail("rope.dimension_count", f"must be the length of keys, {keys.head_dim}")
+        config["partial_rotary_factor"] = dims / keys.head_dim
+    factors = {which: keys.file.floats(f"rope_{name}.weight") for which, name in _FACTORS.items()}
+    kind = keys.get("rope.scaling.type") or "none"
+    factor = keys.number("rope.scaling.factor", 1.0)
+    if kind == "none" and keys.get("rope.scale_linear"):  # the key of older files
+        kind, factor = "linear", keys.number("rope.scale_linear")
+    scaling: dict[str, object] = {}
+    if factors["short_factor"] and factors["long_factor"]:
+        scaling = _longrope(keys, factors["short_factor"], factors["long_factor"])
+        config["original_max_position_embeddings"] = keys.count(
+            "rope.scaling.original_context_length", keys.count("context_length")
+        )
+    elif factors["freq_factor"]:
+        # The file holds one factor per pair of dimensions instead of Llama 3's four numbers. That equals
+        # LongRoPE with the same factors for short and long contexts.
+        scaling = _longrope(keys, factors["freq_factor"], factors["freq_factor"]) | {"attention_factor": 1.0}
+        config["original_max_position_embeddings"] = keys.count("context_length")
+    elif kind == "linear":
+        scaling = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        scaling = _yarn(keys)
+    elif kind != "none":
+        raise keys.fail("rope.scaling.type", "must be none, linear or yarn if no tensor holds the factors")
+    return config | ({"rope_scaling": scaling} if scaling else {})
+
+
+_FACTORS = {
+    "freq_factor": "freqs",
+    "short_factor": "factors_short",
+    "long_factor": "factors_long",
+}
+
+
+def _longrope(keys: GGUFKeys, short: list[float], long: list[float]) -> dict[str, object]:
+    scaling: dict[str, object] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    if keys.get("rope.scaling.attn_factor"):
+        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
+    return scaling
+
+
+def _yarn(keys: GGUFKeys) -> dict[str, object]:
+    factor = keys.number("rope.scaling.factor")
+    scaling: dict[str, object] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": keys.count("rope.scaling.original_context_length"),
+    }
+    for name in ("beta_fast", "beta_slow"):
+        if keys.get(f"rope.scaling.yarn_{name}") is not None:
+            scaling[name] = keys.number(f"rope.scaling.yarn_{name}")
+    if keys.get("rope.scaling.attn_factor"):  # multiplies the default that follows from `factor`
+        default = 0.1 * log(factor) + 1 if factor > 1 else 1.0
+        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor") * default
+    return scaling
+
+
+def layer_types(keys: GGUFKeys, period: int) -> list[str]:
+    """Return the attention type of each layer.
+
+    By default each ``period``-th layer uses full attention. A file may set another period, or give a list
+    with one entry per layer.
+    """
+    key = "attention.sliding_window_pattern"
+    if keys.get(key) is None or type(keys.get(key)) is int:
+        period = keys.count(key, period)
+        return [SLIDING if (layer + 1) % period else FULL for layer in range(keys.count("block_count"))]
+    return [SLIDING if slides else FULL for slides in keys.array(key)]

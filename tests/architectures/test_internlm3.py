@@ -1,0 +1,35 @@
+"""InternLM 3 with biases of queries, keys and values only, which transformers has in Qwen 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from support.checkpoints import oracle, oracle_logits, write_checkpoint
+from support.running import context_of, open_pipeline, random_tokens, step_logits
+
+CONFIG = {
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 130,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def test_biases_of_queries_keys_and_values(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, CONFIG | {"model_type": "qwen2"})
+    tokens = random_tokens(60, 130, seed=1)
+    expected = oracle_logits(oracle(folder), tokens)
+    own = {"model_type": "internlm3", "architectures": ["InternLM3ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(CONFIG | own | {"qkv_bias": True, "bias": False}))
+    ours = step_logits(open_pipeline(folder), [context_of(tokens, log_probabilities_echo=True)])[0]
+    tolerance = 1e-4 * max(1.0, float(expected.std()))
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
