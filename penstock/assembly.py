@@ -13,9 +13,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from penstock.architectures.registry import PIPELINE_REGISTRY, PipelineRegistry, SupportedArchitecture
+from penstock.architectures.transformers_record import is_in_transformers, transformers_architecture
 from penstock.config import PipelineConfig
 from penstock.driver import CPU
-from penstock.errors import ConfigError, PenstockError, UnsupportedTaskError
+from penstock.errors import ConfigError, PenstockError, UnknownArchitectureError, UnsupportedTaskError
 from penstock.host.memory import PrefaultedMemory
 from penstock.pipelines.tasks import TASKS, PipelineRequirements, TaskRecord, TaskTable
 from penstock.scheduler import Scheduler
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.architectures.network_model import NetworkModel
+    from penstock.config import ModelConfig
     from penstock.kernels import Ops, PackedLinear
+    from penstock.pipelines.core import PipelineTask
     from penstock.pipelines.task_pipeline import TaskPipeline
     from penstock.weights import Weights
     from penstock.worker.process import WorkerRuntime
@@ -56,13 +59,22 @@ class Catalog:
         """
         model = config.model
         task = model.pipeline_task
-        architecture = self.registry.retrieve_architecture(
-            model.huggingface_config, model.checkpoint, task=task
-        )
+        architecture = self._architecture(model, task)
         if task not in self.tasks:
             known = [one.option for one in self.tasks]
             raise UnsupportedTaskError(model.checkpoint, architecture.name, task.option, known)
         return architecture, self.tasks[task]
+
+    def _architecture(self, model: ModelConfig, task: PipelineTask) -> SupportedArchitecture:
+        """Return the architecture that ``model_impl`` selects."""
+        if model.model_impl == "transformers":
+            return transformers_architecture(model.huggingface_config, model.checkpoint, task)
+        try:
+            return self.registry.retrieve_architecture(model.huggingface_config, model.checkpoint, task=task)
+        except UnknownArchitectureError as problem:
+            if model.model_impl == "auto" and is_in_transformers(problem.architecture):
+                return transformers_architecture(model.huggingface_config, model.checkpoint, task)
+            raise
 
 
 CATALOG = Catalog()
@@ -187,7 +199,7 @@ def check_checkpoint(config: PipelineConfig) -> Any:
         kind = encoding_named(config.model.encoding)
         loader = Loader(weights, kind.compute_dtype.value, torch.device("meta"))  # nothing is quantised
         model.build(loader, config.model.huggingface_config, length)
-    weights.finish(model.ignored_weights)
+    weights.finish(model.ignored_tensors(config.model.huggingface_config))
     return tokenizer
 
 

@@ -72,7 +72,7 @@ TABLE: Mapping[str, Row] = {
     "lora": Row(f"{_SHARED} memory", "torch numpy"),
     "calibration": Row(_SHARED, "torch numpy"),
     "log_probabilities": Row(_SHARED, "torch"),
-    "architectures": Row(_MODELS, "torch numpy"),
+    "architectures": Row(_MODELS, "torch numpy", "transformers"),
     "pipelines": Row(f"{_MODELS} architectures", "torch numpy"),
     "scheduler": Row("pipelines.core kv_cache host", "numpy"),
     "worker": Row("scheduler kv_cache pipelines.core host", "msgspec numpy zmq"),

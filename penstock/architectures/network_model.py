@@ -44,6 +44,11 @@ class NetworkModel(PipelineModel[BaseContextType]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.torch_device = self.devices[0].torch_device
+        self._lora_manager: LoRAManager | None = None
+        self.network = self._load_network()
+
+    def _load_network(self) -> CalibrationNetwork:
+        """Read, pack and calibrate the network, and load the adapters."""
         model = self.pipeline_config.model
         ops = self.session.ops
         store = open_packed(model.packed_key, ops.layout) if ops.packs_weights else None
@@ -60,10 +65,13 @@ class NetworkModel(PipelineModel[BaseContextType]):
             lazy="all",
             keep_stored=model.keeps_stored_layers,
         )
-        self.network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
-        self.calibrate(self.pipeline_config, self.network, loader.layers, ops)
+        network: CalibrationNetwork = self.read(
+            self.weights, loader, self.huggingface_config, self.max_seq_len
+        )
+        self.calibrate(self.pipeline_config, network, loader.layers, ops)
         self._lora_manager = self._load_adapters(loader)
         self.lazy_packing = LazyPacking(loader.layers, self.session.reservations)
+        return network
 
     @property
     def lora_manager(self) -> LoRAManager | None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from penstock.pipelines.core import PipelineTask
     from penstock.text.sentence_transformers import SentenceTransformersLayout
 
+MODEL_IMPLEMENTATIONS = ("auto", "penstock", "transformers")
+
 FLOAT_ENCODINGS = ENCODINGS.float_names
 """Names of the encodings that store plain floats."""
 
@@ -155,6 +157,21 @@ class ModelConfig:
         ),
         "Task to load the model for; auto detects it from modules.json and 1_Pooling, then from "
         "architectures in config.json, speech_config.json and speech tokens in the vocabulary.",
+    )
+    model_impl: str = setting(
+        "auto",
+        Rule(
+            f"one of {', '.join(MODEL_IMPLEMENTATIONS)}",
+            lambda value: value in MODEL_IMPLEMENTATIONS,
+            MODEL_IMPLEMENTATIONS,
+        ),
+        "Implementation of the network: penstock; or transformers, whose module runs with the attention and "
+        "the KV cache of Penstock. auto uses transformers for families that Penstock does not have.",
+    )
+    trust_remote_code: bool = setting(
+        False,
+        FLAG,
+        "Run the Python code of the checkpoint, if model_impl is transformers and the family needs it.",
     )
     matryoshka_dimensions: tuple[int, ...] = setting(
         (),

@@ -27,6 +27,8 @@ class PipelineOptions(TypedDict, total=False):
     special_tokens_in_content: bool | None
     served_model_name: str | None
     task: str | None
+    model_impl: str | None
+    trust_remote_code: bool | None
     matryoshka_dimensions: tuple[int, ...] | None
     kv_cache_block_size: int | None
     enable_prefix_caching: bool | None

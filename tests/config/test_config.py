@@ -44,6 +44,8 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "special_tokens_in_content": st.booleans(),
     "served_model_name": st.sampled_from([None, "name"]),
     "task": st.sampled_from(["auto", "text-generation"]),
+    "model_impl": st.sampled_from(["auto", "penstock", "transformers"]),
+    "trust_remote_code": st.booleans(),
     "matryoshka_dimensions": st.sampled_from([(), (64, 128)]),
     "kv_cache_block_size": st.sampled_from([16, 32, 64, 128]),
     "enable_prefix_caching": st.booleans(),

@@ -123,6 +123,12 @@ def dsml(outside: str) -> Callable[[Sequence[Call]], str]:
     return render
 
 
+def minimax_m2(calls: Sequence[Call]) -> str:
+    parameter = '<parameter name="KEY">VALUE</parameter>\n'
+    invokes = [f'<invoke name="{call.name}">\n{tagged(call, parameter)}</invoke>\n' for call in calls]
+    return f"<minimax:tool_call>\n{''.join(invokes)}</minimax:tool_call>"
+
+
 def wide(markup: str) -> str:
     return markup.replace("|", "\uff5c").replace("~", "\u2581")
 
@@ -172,6 +178,7 @@ RENDERERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "glm": glm,
     "deepseek_v3": lambda calls: deepseek(calls, "function<|tool~sep|>NAME\n```json\n", "\n```", "\n"),
     "deepseek_v31": lambda calls: deepseek(calls, "NAME<|tool~sep|>", "", ""),
+    "minimax_m2": minimax_m2,
     "deepseek_v32": dsml("function_calls"),
     "deepseek_v4": dsml("tool_calls"),
     "kimi_k2": kimi_k2,
@@ -189,6 +196,7 @@ VALUE_ENDS = {
     "qwen3_coder": "</parameter>",
     "seed_oss": "</parameter>",
     "glm": "</arg_value>",
+    "minimax_m2": "</parameter>",
     "deepseek_v32": wide("</|DSML|parameter>"),
     "deepseek_v4": wide("</|DSML|parameter>"),
 }

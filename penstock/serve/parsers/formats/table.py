@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from penstock.serve.parsers.formats.apertus import ApertusCalls
 from penstock.serve.parsers.formats.deepseek import DeepSeekCalls
-from penstock.serve.parsers.formats.deepseek_dsml import DsmlCalls
 from penstock.serve.parsers.formats.function_tags import FunctionTags
 from penstock.serve.parsers.formats.functionary import FunctionaryCalls
 from penstock.serve.parsers.formats.glm import GlmCalls
 from penstock.serve.parsers.formats.harmony import HarmonyCalls
+from penstock.serve.parsers.formats.invoke_calls import DSML, InvokeCalls
 from penstock.serve.parsers.formats.json_calls import JsonCalls
 from penstock.serve.parsers.formats.kimi_k2 import KimiK2Calls
 from penstock.serve.parsers.formats.llama3_json import Llama3Calls
@@ -114,23 +114,35 @@ _ROWS: tuple[ToolFormat, ...] = (
         hints=("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
         fenced=False,
     ),
-    DsmlCalls(
+    InvokeCalls(
         name="deepseek_v32",
         models="DeepSeek V3.2, with the wide bar U+FF5C",
         example='<\uff5cDSML\uff5cfunction_calls>\n<\uff5cDSML\uff5cinvoke name="f">\n'
         '<\uff5cDSML\uff5cparameter name="a" string="false">1</\uff5cDSML\uff5cparameter>\n'
         "</\uff5cDSML\uff5cinvoke>\n</\uff5cDSML\uff5cfunction_calls>",
         hints=("\uff5cDSML\uff5c", "dsml_token + 'function_calls>"),
-        tag="function_calls",
+        tag=f"{DSML}function_calls",
+        prefix=DSML,
+        is_typed=True,
     ),
-    DsmlCalls(
+    InvokeCalls(
         name="deepseek_v4",
         models="DeepSeek V4, with the wide bar U+FF5C",
         example='<\uff5cDSML\uff5ctool_calls>\n<\uff5cDSML\uff5cinvoke name="f">\n'
         '<\uff5cDSML\uff5cparameter name="a" string="false">1</\uff5cDSML\uff5cparameter>\n'
         "</\uff5cDSML\uff5cinvoke>\n</\uff5cDSML\uff5ctool_calls>",
         hints=("\uff5cDSML\uff5c", "dsml_token + 'tool_calls>"),
-        tag="tool_calls",
+        tag=f"{DSML}tool_calls",
+        prefix=DSML,
+        is_typed=True,
+    ),
+    InvokeCalls(
+        name="minimax_m2",
+        models="MiniMax M2 and later",
+        example='<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        hints=("<minimax:tool_call>",),
+        tag="minimax:tool_call",
     ),
     JsonCalls(
         name="cohere",

@@ -1,0 +1,135 @@
+"""The attention of Penstock for modules of transformers, registered by name with its attention interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import UnsupportedFeatureError
+from penstock.kernels import StepInputs
+from penstock.kv_cache import KVCacheSpec, KVGroup
+
+NAME = "penstock_paged"
+"""The name of the attention in transformers."""
+STEP = "penstock_step"
+"""The keyword argument of a forward that transformers passes on to the attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleStep:
+    """The inputs of a step for the attention layers of a module."""
+
+    step: StepInputs
+    spec: KVCacheSpec
+    calls: list[int] = field(default_factory=list)
+    """The layers that have called the attention in this step."""
+
+    def group_of(self, layer: int) -> KVGroup:
+        """Return the group of the cache that holds a layer."""
+        return self.spec.groups[self.spec.group_of_layer[layer]]
+
+
+def register() -> None:
+    """Register the attention with transformers. It needs no mask: the cache knows which keys a query sees."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, paged_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _no_mask(*args: object, **kwargs: object) -> None:
+    return None
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, K, T, D]
+    value: Tensor,  # [1, K, T, D]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:  # [1, T, H, D]
+    """Return the attention of a step, as transformers calls it from the attention layers of a module.
+
+    Raises:
+        UnsupportedFeatureError: the layer calls for an attention that the KV cache was not made for.
+    """
+    given = options.pop(STEP, None)
+    if not isinstance(given, ModuleStep):
+        raise UnsupportedFeatureError(
+            type(module).__name__, "it does not pass the arguments of a forward on to its attention"
+        )
+    layer = _layer_of(module, given.spec)
+    group = given.group_of(layer)
+    _check(module, group, key, value, attention_mask, options)
+    given.calls.append(layer)
+    step = given.step
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))  # [T, heads, D]
+    if step.kv is None:
+        window = None if group.window is None else group.window - 1
+        out = step.ops.encoder_attention(
+            q, k, v, step.row_offsets, scale=scale, window=window, is_causal=True
+        )
+    else:
+        kv = step.kv.layer(layer)
+        step.ops.store_kv(k, v, kv)
+        out = step.ops.attention(
+            q,
+            kv,
+            step.row_offsets,
+            step.kv.lengths,
+            scale=scale,
+            soft_cap=options.get("softcap"),
+            sinks=options.get("s_aux"),
+        )
+    return out[None], None
+
+
+def _layer_of(module: nn.Module, spec: KVCacheSpec) -> int:
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int) or not 0 <= layer < spec.num_layers:
+        raise UnsupportedFeatureError(
+            type(module).__name__, f"its layer_idx is {layer!r}, of {spec.num_layers} layers of the KV cache"
+        )
+    return layer
+
+
+_KNOWN = {"softcap", "s_aux", "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position"}
+"""Options that are honoured, or that have no effect because the cache implements them."""
+
+
+def _check(
+    module: nn.Module,
+    group: KVGroup,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Refuse an attention that differs from that of the layer's group of the cache."""
+    name = type(module).__name__
+    wanted = (group.kv_heads, group.head_dim)
+    for part, tensor in (("keys", key), ("values", value)):
+        shape = (tensor.shape[1], tensor.shape[3])
+        if shape != wanted:
+            raise UnsupportedFeatureError(name, f"its {part} have [heads, size] {shape}, the cache {wanted}")
+    window = options.get("sliding_window") or None
+    if window is not None and window != group.window and not (group.window is None and window >= _NO_WINDOW):
+        raise UnsupportedFeatureError(name, f"its window is {window}, that of the cache {group.window}")
+    if attention_mask is not None:
+        raise UnsupportedFeatureError(name, "it makes an attention mask of its own")
+    is_causal = options.get("is_causal")
+    if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
+        raise UnsupportedFeatureError(name, "its attention is not causal")
+    unknown = [one for one, value in options.items() if one not in _KNOWN and isinstance(value, Tensor)]
+    if unknown:
+        raise UnsupportedFeatureError(name, f"its attention needs {', '.join(sorted(unknown))}")
+
+
+_NO_WINDOW = 1 << 30

@@ -1,0 +1,277 @@
+"""`TransformersModel`: a family without a folder, which runs through the module of transformers.
+
+The module computes everything but attention, which reads the paged KV cache. Steps run eagerly. A module
+conforms if it calls the attention interface of transformers in each layer, passes on the arguments of a
+forward, and reads its positions from ``position_ids``. Everything else is refused: recurrent layers,
+encoders, positions that depend on the whole batch, and quantized weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from penstock.architectures.decoder import DecoderModel, Network, kv_dtype
+from penstock.architectures.model import ModelInputs
+from penstock.architectures.transformers_attention import NAME, STEP, ModuleStep, register
+from penstock.config import upper_bounded_default
+from penstock.errors import ConfigError, UnsupportedFeatureError
+from penstock.kernels import Ops, SamplingInputs, StepInputs, encoding_named
+from penstock.kv_cache import KVCacheSpec, KVGroup
+from penstock.nn import Loader, ReturnHiddenStates
+from penstock.weights.lazy_packing import LazyPacking
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig, PipelineConfig
+
+_logger = logging.getLogger(__name__)
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNetwork:
+    """A module of transformers with its head."""
+
+    module: Any
+    spec: KVCacheSpec
+    length_dependent: bool = False
+
+    def logits(self, tokens: Tensor, step: StepInputs, rows: Tensor) -> Tensor:
+        """``tokens [T]`` and ``rows [R]`` -> ``[R, V]``."""
+        given = ModuleStep(step, self.spec)
+        outputs = self.module(
+            tokens[None],
+            position_ids=step.positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+            **{STEP: given},
+        )
+        if sorted(given.calls) != list(range(self.spec.num_layers)):
+            raise UnsupportedFeatureError(
+                type(self.module).__name__,
+                f"its layers {sorted(given.calls)} called the attention interface, of {self.spec.num_layers}",
+            )
+        logits: Tensor = outputs.logits[0]
+        return logits
+
+    def head(self, x: Tensor, step: StepInputs) -> Tensor:
+        """Not called: the module applies its head itself."""
+        raise NotImplementedError
+
+    def __call__(
+        self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Not called: see `logits`."""
+        raise NotImplementedError
+
+
+class TransformersModel(DecoderModel):
+    """A module of transformers as a pipeline model."""
+
+    network: ModuleNetwork  # type: ignore[assignment]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lazy_packing = LazyPacking([], self.session.reservations)
+        if self.return_hidden_states is not ReturnHiddenStates.NONE:
+            raise UnsupportedFeatureError("hidden states", "the module of transformers returns logits only")
+
+    @classmethod
+    def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
+        _check(pipeline_config)
+        config = _module_config(pipeline_config)
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        dtype = kv_dtype(pipeline_config)
+        layers_of: dict[tuple[int | None, bool], list[int]] = {}
+        for layer, window in enumerate(_windows(config)):
+            layers_of.setdefault(window, []).append(layer)
+        return KVCacheSpec(
+            tuple(
+                KVGroup(tuple(layers), kv_heads, head_dim, dtype, window, is_chunked)
+                for (window, is_chunked), layers in layers_of.items()
+            )
+        )
+
+    @classmethod
+    def calculate_max_seq_len(
+        cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
+    ) -> int:
+        longest = huggingface_config.integer("max_position_embeddings")
+        return upper_bounded_default(longest, pipeline_config.model.max_length)
+
+    @classmethod
+    def estimate_weights_size(cls, pipeline_config: PipelineConfig) -> int:
+        size = encoding_named(pipeline_config.model.encoding).compute_dtype.size_in_bytes
+        return sum(header.num_elements for header in pipeline_config.model.tensor_headers.values()) * size
+
+    @classmethod
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> Network:
+        raise ConfigError(
+            "model_impl", "transformers loads the weights of its module: they cannot be checked and packed"
+        )
+
+    def _load_network(self) -> Any:
+        register()
+        from transformers import AutoModelForCausalLM
+
+        model, spec = self.pipeline_config.model, self.kv_cache_spec
+        assert spec is not None
+        _logger.warning(
+            "%s runs through the module of transformers, eagerly: Penstock has no network of its own for it",
+            self.huggingface_config.model_type,
+        )
+        module = AutoModelForCausalLM.from_pretrained(
+            model.checkpoint,
+            config=_module_config(self.pipeline_config),
+            dtype=self.dtype.to_torch(),
+            attn_implementation=NAME,
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=True,
+        )
+        network = ModuleNetwork(module.eval().to(self.torch_device), spec)
+        with torch.inference_mode():
+            check_positions(network, self.session.ops, self.torch_device)
+        return network
+
+    def _run_compiled(self, model_inputs: ModelInputs) -> tuple[Tensor, ...] | None:
+        if self.session.plans is not None:
+            self.session.plans.skip("the module of transformers runs eagerly")
+        return None
+
+    def execute_steps(
+        self, model_inputs: ModelInputs, sampling: SamplingInputs, uniforms: Tensor, ends: Tensor
+    ) -> Tensor | None:
+        return None
+
+    def _run_eagerly(self, model_inputs: ModelInputs, ops: Ops) -> tuple[Tensor, ...]:
+        step = StepInputs(ops, model_inputs.positions, model_inputs.row_offsets, model_inputs.kv)
+        return (self.network.logits(model_inputs.tokens, step, model_inputs.logit_rows),)
+
+
+def check_positions(network: ModuleNetwork, ops: Ops, device: torch.device) -> None:
+    """Check that a module computes the sequences of a batch separately, and reads ``position_ids``.
+
+    Raises:
+        UnsupportedFeatureError: it does not.
+    """
+    name = type(network.module).__name__
+
+    def logits(*positions: Sequence[int]) -> Tensor:  # [T, V]
+        offsets = torch.tensor([0, *map(len, positions)]).cumsum(0).int().to(device)
+        flat = torch.tensor([one for each in positions for one in each], device=device)
+        tokens = torch.arange(len(flat), device=device).flip(0) + 1
+        rows = torch.arange(len(flat), device=device)
+        return network.logits(tokens, StepInputs(ops, flat, offsets), rows).float()
+
+    first, last = [0, 1, 2], [0, 1, 2, 3]
+    alone, batched, moved = logits(last), logits(first, last)[3:], logits([0, 1, 2, 9])
+    tolerance = (0.1 if alone.dtype != torch.float32 else 0.02) * float(alone.std())
+    if float((alone - batched).abs().max()) > tolerance:
+        raise UnsupportedFeatureError(name, "its results for a sequence depend on the others of the batch")
+    if torch.equal(alone[-1], moved[-1]):
+        raise UnsupportedFeatureError(name, "it does not read position_ids")
+
+
+def _module_config(pipeline_config: PipelineConfig) -> Any:
+    """Return the configuration of the module.
+
+    Raises:
+        ConfigError: transformers cannot read it, or it needs code without ``trust_remote_code``.
+    """
+    from transformers import AutoConfig
+
+    model = pipeline_config.model
+    path = Path(model.checkpoint)
+    has_code = model.huggingface_config.get("auto_map") is not None
+    try:
+        return AutoConfig.from_pretrained(
+            path, trust_remote_code=model.trust_remote_code, local_files_only=True
+        )
+    except (ValueError, KeyError, OSError) as problem:
+        if has_code and not model.trust_remote_code:
+            raise ConfigError(
+                "trust_remote_code",
+                f"{model.huggingface_config.model_type} needs the Python code of its checkpoint: read it, "
+                "then pass --trust-remote-code",
+            ) from problem
+        raise ConfigError("model_impl", f"transformers cannot read {path}: {problem}") from problem
+
+
+def _check(pipeline_config: PipelineConfig) -> None:
+    """Refuse settings and modules that this model cannot run.
+
+    Raises:
+        ConfigError: names the setting or the property of the module.
+    """
+    if pipeline_config.lora.is_enabled:
+        raise ConfigError("enable_lora", "adapters cannot be applied to the module of transformers")
+    if pipeline_config.deterministic:
+        raise ConfigError("deterministic", "the bits of the module of transformers depend on the batch")
+    config = _module_config(pipeline_config)
+    problem = _problem_of_config(config) or _problem_of_class(config, pipeline_config)
+    if problem:
+        raise ConfigError("model_impl", f"{config.model_type} cannot run through transformers: {problem}")
+
+
+def _problem_of_config(config: Any) -> str | None:
+    """Return why a configuration cannot run; None if it can."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "it has an encoder"
+    if (
+        getattr(config, "vision_config", None) is not None
+        or getattr(config, "audio_config", None) is not None
+    ):
+        return "it reads images or audio"
+    unknown = set(getattr(config, "layer_types", None) or ()) - {_FULL, _SLIDING, _CHUNKED}
+    if unknown:
+        return f"it has layers of {', '.join(sorted(unknown))}"
+    ropes = getattr(config, "rope_parameters", None) or {}
+    sections = [one for one in ropes.values() if isinstance(one, dict)] or [ropes]
+    kinds = {one.get("rope_type") for one in sections} & {"dynamic", "longrope"}
+    if kinds:
+        return f"positions of rope type {kinds.pop()} depend on the longest sequence of a batch"
+    missing = [
+        one
+        for one in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        if not isinstance(getattr(config, one, None), int)
+    ]
+    return f"its configuration has no {', '.join(missing)}" if missing else None
+
+
+def _problem_of_class(config: Any, pipeline_config: PipelineConfig) -> str | None:
+    """Return why the class of a module cannot run; None if it can."""
+    from transformers import AutoModelForCausalLM
+
+    if not AutoModelForCausalLM._model_mapping.get(type(config), None):
+        return None if pipeline_config.model.trust_remote_code else "it generates no text"
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    if getattr(kind, "_is_stateful", False):
+        return "it has recurrent layers"
+    if not getattr(kind, "_supports_attention_backend", False):
+        return "it does not call the attention interface"
+    return None
+
+
+def _windows(config: Any) -> list[tuple[int | None, bool]]:  # [L]
+    """Return for each layer its window, and whether the windows are chunks."""
+    layers = int(config.num_hidden_layers)
+    window = getattr(config, "sliding_window", None) or None
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [(window, False)] * layers
+    kinds = {
+        _FULL: (None, False),
+        _SLIDING: (window, False),
+        _CHUNKED: (getattr(config, "attention_chunk_size", None), True),
+    }
+    if len(types) != layers or any(kinds[kind][0] is None for kind in types if kind != _FULL):
+        raise ConfigError("layer_types", f"{types!r} does not fit {layers} layers and window {window!r}")
+    return [kinds[kind] for kind in types]

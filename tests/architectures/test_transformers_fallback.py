@@ -1,0 +1,270 @@
+"""Families without a folder run through the module of transformers, with our attention and KV cache."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import oracle, oracle_greedy, oracle_logits, write_checkpoint
+from support.running import context_of, feed, generate, random_tokens, step_logits
+from support.tiny_llm import VOCABULARY, write_tiny_llm
+
+from penstock import LLM
+from penstock.architectures.transformers_attention import paged_attention
+from penstock.architectures.transformers_model import TransformersModel
+from penstock.assembly import CATALOG
+from penstock.errors import CheckpointError, ConfigError, UnknownArchitectureError, UnsupportedFeatureError
+from penstock.pipelines import PipelineConfig, TextGenerationPipeline
+from penstock.pipelines.core import Grammar, SamplingParams
+
+TOKENS = random_tokens(70, 130, seed=5)
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 130,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "vaultgemma": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 9.0,
+    },
+    "dots1": {
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "layer_types": ["full_attention"] * 3,
+    },
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 20},
+    "llama4_text": {
+        "intermediate_size_mlp": 40,
+        "num_local_experts": 5,
+        "attention_chunk_size": 16,
+        "no_rope_layers": [1, 0, 1],
+        "attn_temperature_tuning": False,
+    },
+}
+
+
+def opened(checkpoint: Path, **settings: Any) -> TextGenerationPipeline:
+    """Open the pipeline of a checkpoint with the architecture that the settings select."""
+    defaults = {"quantization_encoding": "float32", "max_batch_size": 8, "kv_cache_block_size": 16}
+    defaults |= {"model_path": str(checkpoint), "model_impl": "transformers"}
+    config = PipelineConfig.from_flat(defaults | settings)
+    architecture, _ = CATALOG.resolve(config)
+    architecture.check_encoding(config.model.encoding)
+    return TextGenerationPipeline(config, architecture.load_pipeline_model(), -1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = SIZES | FAMILIES[request.param] | {"model_type": request.param}
+    return write_checkpoint(tmp_path_factory.mktemp(request.param), config)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Any:
+    return oracle(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def pipeline(checkpoint: Path) -> TextGenerationPipeline:
+    return opened(checkpoint)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.std())), rtol=0)
+
+
+def test_chunks_steps_and_batches(checkpoint: Path, pipeline: TextGenerationPipeline, reference: Any) -> None:
+    assert isinstance(pipeline.model, TransformersModel)
+    expected = oracle_logits(reference, TOKENS)
+    others = [random_tokens(length, 130, seed=length) for length in (30, 5)]
+    context, first, second = (
+        context_of(tokens, log_probabilities_echo=True) for tokens in (TOKENS[:60], *others)
+    )
+    context.set_token_indices(active_idx=33)
+    parts = step_logits(pipeline, [first, context, second])
+    assert_close(parts[1], expected[:33])
+    for part, tokens in zip((parts[0], parts[2]), others, strict=True):
+        assert_close(part, oracle_logits(reference, tokens))
+    feed(pipeline, context, 0)
+    context.set_token_indices(active_idx=60)
+    feed(pipeline, first, 7)
+    assert_close(step_logits(pipeline, [first, context])[1], expected[33:60])
+    for position in range(60, 70):
+        feed(pipeline, context, TOKENS[position])
+        assert_close(step_logits(pipeline, [context])[0], expected[position : position + 1])
+    for one in (context, first, second):
+        pipeline.release(one)
+
+
+def test_prefixes_and_preemption(pipeline: TextGenerationPipeline, reference: Any) -> None:
+    expected = oracle_greedy(reference, TOKENS, 12)
+    assert generate(pipeline, [context_of(TOKENS, 12)], num_steps=4) == [expected]
+    cached = context_of(TOKENS, 12)
+    assert generate(pipeline, [context_of(TOKENS[:20], 3), cached])[1] == expected
+    assert cached.num_cached_tokens == 64
+    preempted = context_of(TOKENS, 12)
+    tokens: list[int] = []
+    while len(tokens) < 5:
+        tokens += [part.next_token for part in pipeline.execute({"a": preempted})["a"].tokens]
+    pipeline.release(preempted)
+    preempted.reset()
+    assert tokens + generate(pipeline, [preempted])[0] == expected
+
+
+def test_drafts(checkpoint: Path, reference: Any) -> None:
+    prompt = TOKENS[:10] * 3
+    pipeline = opened(checkpoint, speculative_method="ngram", num_speculative_tokens=3)
+    assert generate(pipeline, [context_of(prompt, 20)]) == [oracle_greedy(reference, prompt, 20)]
+
+
+def test_bfloat16(checkpoint: Path, reference: Any) -> None:
+    expected = oracle_logits(reference, TOKENS[:40])
+    pipeline = opened(checkpoint, quantization_encoding="bfloat16")
+    ours = step_logits(pipeline, [context_of(TOKENS[:40])])[0]
+    theirs = oracle_logits(oracle(checkpoint).bfloat16(), TOKENS[:40])
+    errors = [float((one - expected).abs().median()) for one in (ours, theirs)]
+    assert errors[0] <= 1.2 * errors[1]
+
+
+def test_a_window_one_too_large_shows(checkpoint: Path, reference: Any) -> None:
+    pipeline = opened(checkpoint)
+    model: Any = pipeline.model
+    windows = [group.window for group in model.kv_cache_spec.groups]
+    if windows == [None]:
+        pytest.skip("has no window")
+    group = next(one for one in model.kv_cache_spec.groups if one.window is not None)
+    object.__setattr__(group, "window", group.window + 1)
+    manager: Any = pipeline.kv
+    assert any(one.window == group.window for one in manager.spec.groups)
+    if group.is_chunked:  # modules do not name the size of their chunks
+        ours = step_logits(pipeline, [context_of(TOKENS)])[0]
+        assert float((ours - oracle_logits(reference, TOKENS)).abs().max()) > 0.01
+    else:
+        with pytest.raises(UnsupportedFeatureError, match=f"that of the cache {group.window}"):
+            step_logits(pipeline, [context_of(TOKENS)])
+
+
+# ---- selection ----
+
+
+def resolved(folder: Path, impl: str, **config: Any) -> str:
+    values = {"model_path": str(write_tiny_llm(folder, **config)), "model_impl": impl}
+    architecture, _ = CATALOG.resolve(PipelineConfig.from_flat(values))
+    return architecture.load_pipeline_model().__name__
+
+
+def test_which_implementation_is_selected(tmp_path: Path) -> None:
+    assert resolved(tmp_path, "auto") == resolved(tmp_path, "penstock") == "LlamaModel"
+    assert resolved(tmp_path, "transformers") == "TransformersModel"
+    assert resolved(tmp_path, "auto", model_type="dots1") == "TransformersModel"
+    with pytest.raises(UnknownArchitectureError, match="dots1"):
+        resolved(tmp_path, "penstock", model_type="dots1")
+    with pytest.raises(UnknownArchitectureError, match="no_such_type"):
+        resolved(tmp_path, "auto", model_type="no_such_type")
+
+
+def test_through_llm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_tiny_llm(tmp_path)
+    prompts = ["Hello", "The quick brown fox jumps over"]
+    texts = []
+    for impl in ("penstock", "transformers"):
+        with caplog.at_level(logging.WARNING), LLM(str(folder), model_impl=impl) as llm:
+            texts.append([one.text for one in llm.generate(prompts, SamplingParams(max_new_tokens=16))])
+    assert texts[0] == texts[1]
+    said = [one for one in caplog.records if "runs through the module of transformers" in one.message]
+    assert len(said) == 1
+
+
+def test_structured_output(tmp_path: Path) -> None:
+    folder = write_tiny_llm(tmp_path)
+    with LLM(str(folder), model_impl="transformers", enable_structured_output=True) as llm:
+        grammar = Grammar("regex", "(yes|no), [0-9]{3}")
+        (output,) = llm.generate("a", SamplingParams(max_new_tokens=30), grammar=grammar)
+    assert re.fullmatch("(yes|no), [0-9]{3}", output.text)
+
+
+# ---- refusals ----
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "no attention interface": ("bloom", {"n_head": 4}, {}, "does not call the attention interface"),
+    "recurrent": ("mamba", {}, {}, "it has (recurrent layers|layers of linear_attention)"),
+    "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, {}, "it has layers of conv"),
+    "an encoder": ("t5", {"d_model": 32}, {}, "it has an encoder"),
+    "dynamic rope": (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {},
+        "positions of rope type dynamic depend on the longest sequence",
+    ),
+    "adapters": ("llama", {}, {"enable_lora": True}, "enable_lora: adapters cannot be applied"),
+    "determinism": ("llama", {}, {"deterministic": True}, "deterministic: the bits of the module"),
+    "int8": ("llama", {}, {"quantization_encoding": "int8"}, "llama does not run in 'int8'"),
+    "quantized weights": (
+        "llama",
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+        {},
+        "gives no quantized weights",
+    ),
+    "code": (
+        "of_its_own",
+        {"auto_map": {"AutoConfig": "configuration.Own", "AutoModelForCausalLM": "modeling.Own"}},
+        {},
+        "trust_remote_code: of_its_own needs the Python code of its checkpoint",
+    ),
+    "an unknown type": ("of_its_own", {}, {}, "transformers cannot read"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str, tmp_path: Path) -> None:
+    model_type, config, settings, message = REFUSED[case]
+    folder = write_tiny_llm(tmp_path, model_type=model_type, **config)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        opened(folder, **settings)
+
+
+class _Module(torch.nn.Module):
+    layer_idx = 0
+
+
+def test_a_module_that_passes_no_arguments_on() -> None:
+    x = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(UnsupportedFeatureError, match="does not pass the arguments of a forward on"):
+        paged_attention(_Module(), x, x, x, None)
+
+
+def test_a_module_that_reads_no_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    folder = write_tiny_llm(tmp_path)
+    original: Any = modeling_llama.LlamaRotaryEmbedding.forward
+
+    def counting(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return original(self, x, torch.arange(position_ids.shape[1])[None])
+
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", counting)
+    with pytest.raises(UnsupportedFeatureError, match="it does not read position_ids"):
+        opened(folder)
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == VOCABULARY
