@@ -245,6 +245,41 @@ def test_refusals(case: str, tmp_path: Path) -> None:
         opened(folder, **settings)
 
 
+CODE = {
+    "configuration_own.py": """
+from transformers import LlamaConfig
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "of_its_own"
+""",
+    "modeling_own.py": """
+from transformers import LlamaForCausalLM
+
+from .configuration_own import OwnConfig
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+""",
+}
+OWN = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+
+
+def test_code_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = write_tiny_llm(tmp_path / "own", model_type="of_its_own", auto_map=OWN)
+    for name, text in CODE.items():
+        (folder / name).write_text(text)
+    with pytest.raises(ConfigError, match="trust_remote_code: of_its_own needs the Python code"):
+        opened(folder)
+    own = opened(folder, trust_remote_code=True)
+    llama = opened(write_tiny_llm(tmp_path / "llama"), model_impl="penstock")
+    logits = [step_logits(one, [context_of(TOKENS)])[0] for one in (own, llama)]
+    assert_close(*logits)
+
+
 class _Module(torch.nn.Module):
     layer_idx = 0
 
