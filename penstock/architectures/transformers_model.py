@@ -74,7 +74,7 @@ class ModuleNetwork:
 class TransformersModel(DecoderModel):
     """A module of transformers as a pipeline model."""
 
-    network: ModuleNetwork  # type: ignore[assignment]
+    network: ModuleNetwork
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -129,7 +129,7 @@ class TransformersModel(DecoderModel):
             self.huggingface_config.model_type,
         )
         try:
-            module = AutoModelForCausalLM.from_pretrained(
+            module: Any = AutoModelForCausalLM.from_pretrained(
                 model.checkpoint,
                 config=_module_config(self.pipeline_config),
                 dtype=self.dtype.to_torch(),
