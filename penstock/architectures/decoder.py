@@ -28,7 +28,7 @@ from penstock.architectures.step_tensors import (
 from penstock.architectures.vision import VisionModel
 from penstock.dtype import DType
 from penstock.errors import UnsupportedFeatureError
-from penstock.kernels import KVCacheInputs, Ops, SamplingInputs, StepInputs, encoding_named
+from penstock.kernels import ImageSpans, KVCacheInputs, Ops, SamplingInputs, StepInputs, encoding_named
 from penstock.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.log_probabilities import compute_log_probabilities
 from penstock.memory import estimate_kv_cache_size, plan_memory, wanted_block_size
@@ -233,15 +233,18 @@ class DecoderModel(NetworkModel[TextContext]):
 
     def _run_eagerly(self, model_inputs: ModelInputs, ops: Ops) -> tuple[Tensor, ...]:
         """Return logits, and the hidden states of all rows if any are requested."""
-        lora, rows = model_inputs.lora, model_inputs.logit_rows
+        lora, rows, kv = model_inputs.lora, model_inputs.logit_rows, model_inputs.kv
+        spans = None
+        if model_inputs.spans is not None and kv is not None:
+            spans = ImageSpans(model_inputs.spans, model_inputs.row_offsets, kv.lengths)
         step = StepInputs(
             ops,
             model_inputs.positions,
             model_inputs.row_offsets,
-            model_inputs.kv,
+            kv,
             lora,
             model_inputs.text_lengths,
-            model_inputs.spans,
+            spans,
         )
         hidden, normed = self.network(model_inputs.tokens, step, model_inputs.input_embeds)
         if lora is not None and len(rows) < len(normed):
@@ -328,7 +331,7 @@ class DecoderModel(NetworkModel[TextContext]):
     def _spans(
         self, contexts: Sequence[TextContext], counts: np.ndarray, positions: np.ndarray
     ) -> Tensor | None:  # [T, 2]
-        """Return `StepInputs.spans`: the span of the image of a row, or the row itself."""
+        """Return `ImageSpans.bounds`: the span of the image of a row, or the row itself."""
         spans: np.ndarray | None = None
         first = 0
         for context, count in zip(contexts, counts.tolist(), strict=True):

@@ -70,7 +70,7 @@ class ModelInputs:
 
     W is E, unless the family's encoder returns wider rows, whose further parts its network reads."""
     spans: Tensor | None = None
-    """``[T, 2]`` int32, see `StepInputs.spans`."""
+    """``[T, 2]`` int32, see `ImageSpans.bounds`."""
     hidden_states: Tensor | None = None
     """``[T, E]``: hidden states of the target model, for a draft model that reads them."""
     drafts: tuple[int, ...] | None = None

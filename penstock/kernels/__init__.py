@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.kernels.linear import LinearSlice, PackedLinear, pack_linear, unpack_linear
     from penstock.kernels.ops import OPERATIONS, Gating, Ops
     from penstock.kernels.routing import Routing, ScoreRouting, SparseMixer
+    from penstock.kernels.spans import ImageSpans
     from penstock.kernels.step import StepInputs
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Graph",
     "GraphCache",
     "GraphCompiler",
+    "ImageSpans",
     "KVCacheInputs",
     "KVGroupInputs",
     "LayerKV",
@@ -78,6 +80,7 @@ _HOMES = {
     "penstock.kernels.linear": ("LinearSlice", "PackedLinear", "pack_linear", "unpack_linear"),
     "penstock.kernels.ops": ("OPERATIONS", "Gating", "Ops"),
     "penstock.kernels.routing": ("Routing", "ScoreRouting", "SparseMixer"),
+    "penstock.kernels.spans": ("ImageSpans",),
     "penstock.kernels.step": ("StepInputs",),
 }
 

@@ -30,6 +30,7 @@ from penstock.kernels.operations import (
     operations_of,
 )
 from penstock.kernels.routing import RoutingOps
+from penstock.kernels.spans import ImageSpans
 
 Gating = Activation | ClampedSwiGLU
 
@@ -248,7 +249,7 @@ class Ops(ConvolutionOps, RoutingOps):
         scale: float,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,  # [H] float32
-        spans: Tensor | None = None,  # [T, 2] int32
+        spans: ImageSpans | None = None,
     ) -> Tensor:  # [T, H, D]
         """Return causal attention of a ragged batch over the paged cache, which already holds the new rows.
 
@@ -258,9 +259,9 @@ class Ops(ConvolutionOps, RoutingOps):
         ``h // (H / K)``. ``soft_cap`` bounds the scores to ``cap * tanh(score / cap)``. A sink is a further
         score in the softmax without a value. The softmax is computed in float32.
 
-        With ``spans`` row t also attends to the keys after its position and before ``spans[t, 1]``: the
-        tokens ``spans[t, 0]:spans[t, 1]`` of an image attend to each other in both directions. All rows of a
-        span are in the step. A window still hides the keys that are too far before the position.
+        With ``spans`` row t also attends to the keys after its position and before ``spans.bounds[t, 1]``:
+        the tokens of an image attend to each other in both directions. All rows of a span are in the step. A
+        window still hides the keys that are too far before the position.
         """
 
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks | None:

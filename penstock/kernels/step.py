@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.inputs import KVCacheInputs, LoRAInputs, SequenceBlocks
 from penstock.kernels.ops import Ops
+from penstock.kernels.spans import ImageSpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,8 @@ class StepInputs:
     text_lengths: Tensor | None = None
     """[T] int64: the text length of each row, for rotary embeddings that depend on it; see
     `penstock.architectures.decoder`."""
-    spans: Tensor | None = None
-    """[T, 2] int32: row t belongs to the tokens ``spans[t, 0]:spans[t, 1]`` of its sequence, which attend to
-    each other in both directions, as those of an image do; see `Ops.attention`. A row of text is a span by
-    itself. None if the step has no such image."""
+    spans: ImageSpans | None = None
+    """The images whose tokens attend to each other in both directions; see `Ops.attention`. None if the step
+    has no such image."""
     blocks: SequenceBlocks | None = None
     """See `Ops.sequence_blocks`; for attention without a KV cache."""

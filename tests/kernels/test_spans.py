@@ -10,6 +10,7 @@ from penstock.engine import InferenceSession
 from penstock.kernels import Ops
 from penstock.kernels.inputs import LayerKV
 from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.spans import ImageSpans
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
 BATCH = [(0, 70, [(3, 20), (21, 60)]), (33, 40, [(33, 38)]), (8, 9, []), (0, 50, [(0, 50)]), (20, 45, [])]
@@ -40,7 +41,8 @@ def case(window: int | None) -> tuple[torch.Tensor, LayerKV, torch.Tensor, torch
 def test_visible_keys(ops: Ops, window: int | None) -> None:
     """A row sees the keys of its window before it, and those of its image after it."""
     q, kv, offsets, lengths, spans = case(window)
-    out = ops.attention(q, kv, offsets, lengths, scale=0.3, spans=spans)
+    images = ImageSpans(spans, offsets, lengths)
+    out = ops.attention(q, kv, offsets, lengths, scale=0.3, spans=images)
     row = 0
     for sequence, (start, end, _) in enumerate(BATCH):
         keys, values = kv.cache[:, kv.block_tables[sequence].long()].transpose(2, 3).flatten(1, 2)

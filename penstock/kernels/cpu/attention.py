@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from penstock.kernels.cpu.experts import CpuExperts
 from penstock.kernels.cpu.linear import LONG, TYPES
-from penstock.kernels.cpu.span_layout import SpanPart, span_parts
 from penstock.kernels.inputs import LayerKV, SequenceBlocks
+from penstock.kernels.spans import ImageSpans
 
 _CACHE_TYPES = {**TYPES, torch.int8: 2}
 _ENCODER_BLOCK = 64
@@ -24,9 +23,6 @@ _MAX_HEAD = 1024
 
 class CpuAttention(CpuExperts):
     """Attention with C++ kernels, for float32 and bfloat16 activations."""
-
-    _last_parts: tuple[weakref.ref[Tensor], tuple[SpanPart, ...]] | None = None
-    """The result of `_parts_of` for the ``spans`` of the last step."""
 
     def rotary(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
@@ -111,7 +107,7 @@ class CpuAttention(CpuExperts):
         scale: float,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
-        spans: Tensor | None = None,
+        spans: ImageSpans | None = None,
     ) -> Tensor:
         cache, tables, strides = kv.cache, kv.block_tables, q.stride()
         kind, cache_kind = TYPES.get(q.dtype), _CACHE_TYPES.get(cache.dtype)
@@ -141,7 +137,7 @@ class CpuAttention(CpuExperts):
                 q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, ahead=0, bias=None
             )
         out = self._empty(q.shape, q.dtype)
-        for part in self._parts_of(row_offsets, lengths, spans):
+        for part in spans.parts:
             out[part.rows] = self._attend(
                 q[part.rows],
                 replace(kv, block_tables=tables[part.sequences]),
@@ -154,12 +150,6 @@ class CpuAttention(CpuExperts):
                 bias=None,
             )
         return out
-
-    def _parts_of(self, row_offsets: Tensor, lengths: Tensor, spans: Tensor) -> tuple[SpanPart, ...]:
-        """Return `span_parts`. All layers of a step pass the same ``spans`` and share the result."""
-        if self._last_parts is None or self._last_parts[0]() is not spans:
-            self._last_parts = weakref.ref(spans), span_parts(row_offsets, lengths, spans)
-        return self._last_parts[1]
 
     def encoder_attention(
         self,

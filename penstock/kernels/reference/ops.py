@@ -36,6 +36,7 @@ from penstock.kernels.reference.convolution import ReferenceConvolution
 from penstock.kernels.reference.encoder_attention import ragged_attention
 from penstock.kernels.reference.routing import ReferenceRouting
 from penstock.kernels.reference.sampling import sample
+from penstock.kernels.spans import ImageSpans
 
 ROWS_OF_EXPERTS = 1024
 """How many rows experts are given at once: the room they take is small beside that of the whole batch."""
@@ -145,10 +146,17 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         scale: float,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
-        spans: Tensor | None = None,
+        spans: ImageSpans | None = None,
     ) -> Tensor:
         return paged_attention(
-            q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, spans=spans
+            q,
+            kv,
+            row_offsets,
+            lengths,
+            scale=scale,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            spans=None if spans is None else spans.bounds,
         )
 
     def encoder_attention(

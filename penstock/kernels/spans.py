@@ -1,13 +1,9 @@
-"""The rows of a step with bidirectional images, in parts that the attention kernel can compute.
-
-The kernel gives all rows of a call the same number of keys after their position. Rows of text see none, rows
-of an image all of its keys. Each run of text and each image therefore becomes a sequence that ends with its
-last key. One call computes all texts, another one all images.
-"""
+"""Images of a step whose tokens attend to each other in both directions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +23,27 @@ class SpanPart:
     """The number of keys after its position that a row sees at most."""
 
 
-def span_parts(row_offsets: Tensor, lengths: Tensor, spans: Tensor) -> tuple[SpanPart, ...]:
-    """Return the part of the texts and that of the images; empty parts are left out.
+@dataclass(frozen=True)
+class ImageSpans:
+    """The images that the rows of a step belong to. All layers of the step share it."""
 
-    Args:
-        row_offsets: ``[B + 1]``.
-        lengths: ``[B]``.
-        spans: ``[T, 2]``.
-    """
+    bounds: Tensor
+    """[T, 2] int32: row t belongs to the tokens ``bounds[t, 0]:bounds[t, 1]`` of its sequence. A row of text
+    is a span by itself."""
+    row_offsets: Tensor  # [B + 1] int32, see `StepInputs`
+    lengths: Tensor  # [B] int32, see `KVCacheInputs`
+
+    @cached_property
+    def parts(self) -> tuple[SpanPart, ...]:
+        """The part of the texts and that of the images, for a kernel with one number of later keys in a call.
+
+        Rows of text see no key after their position, rows of an image all keys of it. Each run of text and
+        each image becomes a sequence that ends with its last key. Empty parts are left out.
+        """
+        return _span_parts(self.row_offsets, self.lengths, self.bounds)
+
+
+def _span_parts(row_offsets: Tensor, lengths: Tensor, spans: Tensor) -> tuple[SpanPart, ...]:
     offsets = row_offsets.numpy().astype(np.int64)
     counts = np.diff(offsets)
     sequences = np.arange(len(counts)).repeat(counts)  # [T]

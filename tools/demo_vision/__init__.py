@@ -1,0 +1,1 @@
+"""The training of `demo-vision`: pictures of shapes, questions about them, and a small SmolVLM."""

@@ -1,0 +1,235 @@
+"""Train the embedded model `demo-vision` of Penstock from nothing, on one CPU thread, in about an hour.
+
+    python tools/train_demo_vision.py --out penstock/demo/vision --minutes 70
+
+Pictures of shapes, questions and answers are made on the way by ``tools/demo_vision``. The stream never ends,
+so no picture is seen twice. The tower also learns which shape covers each patch; this second task is for
+training only. ``--seed`` fixes pictures, questions, tokenizer and initial weights. The schedule follows the
+clock: a faster machine sees more pictures.
+
+``--resume`` goes on from the last checkpoint in ``--work``; ``--export-only`` writes it to ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from demo_vision.model import DemoVision, TowerShape, smolvlm_config
+from demo_vision.pictures import COLOURS, SHAPES
+from demo_vision.tokens import END, IMAGE, TEMPLATE, Batch, Examples, make_tokenizer
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from train_demo_model import Shape
+
+PICTURES = 32
+"""Pictures of a step."""
+CLASS_WEIGHT = 0.5
+WITHOUT_PICTURE = 4
+"""Conversations without a picture of a step."""
+SAVE_SECONDS = 120.0
+
+
+def text_shape(vocabulary: int) -> Shape:
+    """Return the sizes of the decoder."""
+    return Shape(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        mlp_size=320,
+        max_positions=512,
+    )
+
+
+def conversation_mask(segments: Tensor) -> Tensor:
+    """Return the mask ``[B, 1, T, T]`` of rows with conversations that see the picture and themselves."""
+    same = segments[:, :, None] == segments[:, None, :]
+    seen = (same | (segments == 0)[:, None, :]).tril()
+    return torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[:, None]
+
+
+def class_loss(scores: Tensor, classes: Tensor) -> Tensor:
+    """Return the loss of shapes and colours of patches, ``scores [N, P, K]`` and ``classes [N, P, 4]``."""
+    sizes = [len(SHAPES) + 1, len(COLOURS) + 1] * 2
+    parts = scores.float().flatten(0, 1).split(sizes, -1)
+    goals = classes.flatten(0, 1).unbind(-1)
+    return torch.stack([F.cross_entropy(one, goal) for one, goal in zip(parts, goals, strict=True)]).sum()
+
+
+class Trainer:
+    """One run: model, optimizer and data."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        options.work.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(options.seed)
+        self.tokenizer: Tokenizer = make_tokenizer()
+        self.tower = TowerShape()
+        self.shape = text_shape(self.tokenizer.get_vocab_size())
+        self.model = DemoVision(self.tower, self.shape)
+        matrices = [one for one in self.model.parameters() if one.dim() == 2]
+        vectors = [one for one in self.model.parameters() if one.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.98), fused=True)
+        self.step, self.seconds = 0, 0.0
+        if options.resume or options.export_only:
+            state = torch.load(options.work / "last.pt", weights_only=True)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.seconds = state["step"], state["seconds"]
+        sizes = self.tower.rows, self.tower.grid, self.tower.image_size
+        self.examples = Examples(self.tokenizer, options.seed + 1 + self.step, *sizes)
+
+    def run(self) -> None:
+        """Train until the time is over."""
+        budget, saved = 60.0 * self.options.minutes, time.perf_counter()
+        recent: list[tuple[float, float]] = []
+        while self.seconds < budget:
+            started = time.perf_counter()
+            fraction = self.seconds / budget
+            rate = min((self.step + 1) / 200, 0.5 + 0.5 * math.cos(math.pi * fraction), 1.0)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.options.learning_rate * max(rate, 0.01)
+            recent.append(self._train_step())
+            self.step += 1
+            self.seconds += time.perf_counter() - started
+            if self.step % 50 == 0:
+                text, classes = (sum(column) / len(recent) for column in zip(*recent, strict=True))
+                recent.clear()
+                print(
+                    f"step {self.step}, {self.seconds / 60:.1f} min, "
+                    f"loss {text:.4f}, of patches {classes:.4f}",
+                    flush=True,
+                )
+            if time.perf_counter() - saved > SAVE_SECONDS:
+                self._save()
+                saved = time.perf_counter()
+        self._save()
+
+    def _train_step(self) -> tuple[float, float]:
+        batch = self.examples.batch(PICTURES)
+        with torch.autocast("cpu", torch.bfloat16):
+            rows, scores = self.model.see(torch.from_numpy(batch.pixels))
+            patches = class_loss(scores, torch.from_numpy(batch.classes))
+            text = self._text_loss(batch, rows) + 0.1 * self._loss_without_picture()
+        self.optimizer.zero_grad(set_to_none=True)
+        (text + CLASS_WEIGHT * patches).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return text.item(), patches.item()
+
+    def _text_loss(self, batch: Batch, rows: Tensor) -> Tensor:
+        segments = torch.from_numpy(batch.segments)
+        logits = self.model(
+            torch.from_numpy(batch.ids),
+            rows,
+            torch.tensor(self.examples.image_at),
+            torch.from_numpy(batch.positions),
+            conversation_mask(segments),
+        )
+        targets = torch.from_numpy(batch.targets).flatten()
+        chosen = targets >= 0
+        return F.cross_entropy(logits.flatten(0, 1)[chosen].float(), targets[chosen])
+
+    def _loss_without_picture(self) -> Tensor:
+        losses = []
+        for ids, targets in self.examples.without_picture(WITHOUT_PICTURE):
+            logits = self.model.text(torch.tensor([ids]))[0].float()
+            losses.append(F.cross_entropy(logits, torch.tensor(targets)))
+        return torch.stack(losses).mean()
+
+    def _save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+        }
+        target = self.options.work / "last.pt"
+        torch.save(state, target.with_suffix(".tmp"))
+        target.with_suffix(".tmp").replace(target)
+
+    def export(self) -> None:
+        """Write the checkpoint."""
+        out: Path = self.options.out
+        out.mkdir(parents=True, exist_ok=True)
+        save_file(self.model.exported(), out / "model.safetensors", metadata={"format": "pt"})
+        image, end = self.tokenizer.token_to_id(IMAGE), self.tokenizer.token_to_id(END)
+        write_json(out / "config.json", smolvlm_config(self.tower, self.shape, image, end))
+        write_json(
+            out / "generation_config.json", {"do_sample": False, "eos_token_id": end, "pad_token_id": end}
+        )
+        write_json(out / "preprocessor_config.json", processor_config(self.tower.image_size))
+        write_json(
+            out / "tokenizer_config.json",
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "add_bos_token": False,
+                "bos_token": None,
+                "eos_token": END,
+                "pad_token": END,
+                "clean_up_tokenization_spaces": False,
+                "model_max_length": self.shape.max_positions,
+            },
+        )
+        self.tokenizer.save(str(out / "tokenizer.json"), pretty=False)
+        (out / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def processor_config(size: int) -> dict[str, Any]:
+    """Return the configuration of SmolVLM's image processor for images of one tile."""
+    return {
+        "image_processor_type": "SmolVLMImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"longest_edge": size},
+        "resample": 1,
+        "do_image_splitting": False,
+        "max_image_size": {"longest_edge": size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "do_pad": True,
+    }
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON with indentation and a last newline."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def main() -> None:
+    """Train and export."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--work", type=Path, default=Path("build/demo_vision"), help="checkpoints")
+    parser.add_argument("--minutes", type=float, default=70)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--export-only", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    trainer = Trainer(options)
+    if not options.export_only:
+        trainer.run()
+    trainer.export()
+
+
+if __name__ == "__main__":
+    main()
