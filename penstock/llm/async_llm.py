@@ -23,12 +23,12 @@ from penstock.errors import ConfigError, InputError, TaskMismatchError
 from penstock.llm.async_runner import AsyncRunner, gathered
 from penstock.llm.async_speech import AsyncSpeechMethods
 from penstock.llm.embeddings import EmbeddingsInput, is_single
+from penstock.llm.images import Image, images_of_prompts, prompts_with_images
 from penstock.llm.outputs import GenerationOutput, OutputBuilder, OutputOptions, best_first
 from penstock.llm.prompts import (
     Conversation,
     Prompt,
     Tools,
-    as_batch,
     as_conversations,
     broadcast,
     params_for_each,
@@ -163,6 +163,7 @@ class AsyncLLM(AsyncSpeechMethods):
         response_format: Mapping[str, Any] | None = None,
         adapter: str | None = None,
         priority: int = 0,
+        images: Image | Sequence[Image] | None = None,
     ) -> AsyncGenerator[StreamedOutput, None]:
         """Yield the output of one prompt or conversation in pieces.
 
@@ -176,8 +177,10 @@ class AsyncLLM(AsyncSpeechMethods):
         """
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
+        (own,) = images_of_prompts(images, 1, is_one_prompt=True)
         fields: dict[str, Any] = {
             "prompt": prompt,
+            "images": own,
             "messages": messages,
             "tools": tools,
             "chat_template_options": chat_template_kwargs,
@@ -203,20 +206,9 @@ class AsyncLLM(AsyncSpeechMethods):
         response_format: Mapping[str, Any] | None = None,
         adapter: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
+        images: Image | Sequence[Image] | None = None,
     ) -> list[GenerationOutput]:
         """Complete prompts; the arguments are those of `LLM.generate`.
-
-        Args:
-            prompts: a text, a list of texts, a list of token ids, or a list of such lists.
-            sampling_params: one for all prompts, or one for each.
-            n: outputs for each prompt.
-            best_of: generate this many outputs and return the best ``n``.
-            logprobs: see `LLM.generate`.
-            prompt_logprobs: see `LLM.generate`.
-            grammar: one for all prompts, or one for each.
-            response_format: for all prompts.
-            adapter: one for all prompts, or one for each.
-            priority: one for all prompts, or one for each.
 
         Raises:
             InputError: a prompt cannot be served; the others are cancelled.
@@ -224,7 +216,8 @@ class AsyncLLM(AsyncSpeechMethods):
             UnavailableError: the worker has died.
         """
         options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
-        requests = [{"prompt": prompt, "response_format": response_format} for prompt in as_batch(prompts)]
+        given = prompts_with_images(prompts, images)
+        requests = [{**one, "response_format": response_format} for one in given]
         each = {"grammar": grammar, "adapter": adapter, "priority": priority}
         return await self._generate(requests, sampling_params, options, each)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from penstock.errors import InputError
+from penstock.llm.prompts import Prompt, split_prompts
 from penstock.media.decoding import encode_image
 from penstock.media.sources import bytes_of_data_url
 
@@ -31,8 +32,23 @@ def image_bytes(image: Image) -> bytes:
     return encode_image(image)
 
 
-def images_of_prompts(images: Any, num_prompts: int, *, is_one_prompt: bool) -> list[list[bytes] | None]:
-    """Return the images of each prompt.
+def prompts_with_images(prompts: Prompt | Sequence[Prompt], images: Any) -> list[dict[str, Any]]:
+    """Return the request fields ``prompt`` and ``images`` of each prompt.
+
+    Args:
+        prompts: one prompt or a list of prompts.
+        images: for one prompt an image or a list of images; for a list of prompts a list of these.
+
+    Raises:
+        InputError: the list has another length than the prompts.
+    """
+    batch, is_one = split_prompts(prompts)
+    each = images_of_prompts(images, len(batch), is_one_prompt=is_one)
+    return [{"prompt": prompt, "images": own} for prompt, own in zip(batch, each, strict=True)]
+
+
+def images_of_prompts(images: Any, num_prompts: int, *, is_one_prompt: bool) -> list[list[Image] | None]:
+    """Return the images of each prompt; no file is read.
 
     Args:
         images: for one prompt an image or a list of images; for a list of prompts a list of these.
@@ -47,7 +63,7 @@ def images_of_prompts(images: Any, num_prompts: int, *, is_one_prompt: bool) -> 
     each = [images] if is_one_prompt else list(images)
     if len(each) != num_prompts:
         raise InputError(f"images has {len(each)} entries for {num_prompts} prompts: give one for each")
-    return [None if one is None else list(map(image_bytes, _as_list(one))) for one in each]
+    return [None if one is None else list(_as_list(one)) for one in each]
 
 
 def _as_list(images: Any) -> Sequence[Any]:

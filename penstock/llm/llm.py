@@ -23,7 +23,7 @@ from penstock.host.progress import GenerationProgress
 from penstock.llm.batch_runner import BatchRunner
 from penstock.llm.beam_search import BeamOptions, EarlyStopping, search
 from penstock.llm.embeddings import EmbeddingsMethods
-from penstock.llm.images import Image, images_of_prompts
+from penstock.llm.images import Image, images_of_prompts, prompts_with_images
 from penstock.llm.outputs import GenerationOutput, OutputOptions, TextStream
 from penstock.llm.prompts import (
     Conversation,
@@ -149,14 +149,8 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             TaskMismatchError: the model does not generate text.
         """
         self._check_task("LLM.generate", PipelineTask.TEXT_GENERATION)
-        batch, is_one = split_prompts(prompts)
         return self._text.generate(
-            [
-                {"prompt": prompt, "images": own}
-                for prompt, own in zip(
-                    batch, images_of_prompts(images, len(batch), is_one_prompt=is_one), strict=True
-                )
-            ],
+            prompts_with_images(prompts, images),
             sampling_params,
             OutputOptions.of(n, best_of, logprobs, prompt_logprobs),
             use_tqdm,

@@ -13,7 +13,7 @@ from penstock.errors import InputError
 from penstock.host.interrupts import deferred_interrupts
 from penstock.host.progress import GenerationProgress
 from penstock.llm.batch_runner import BatchRunner
-from penstock.llm.images import separate_images
+from penstock.llm.images import image_bytes, separate_images
 from penstock.llm.outputs import GenerationOutput, OutputBuilder, OutputOptions, best_first
 from penstock.llm.prompts import broadcast, params_for_each
 from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
@@ -117,7 +117,7 @@ def text_request(
 ) -> TokenGeneratorRequest:
     """Return a request with a new id; ``fields`` are further fields of it.
 
-    Images in ``messages`` become its ``images``.
+    Images in ``messages`` become its ``images``. Files of images are read.
 
     Raises:
         InputError: an image cannot be read, or messages and ``images`` are given.
@@ -127,6 +127,8 @@ def text_request(
             raise InputError("the images of messages are parts of their content: leave out images")
         messages, images, details = separate_images(fields["messages"])
         fields = {**fields, "messages": messages, "images": images, "image_details": details}
+    elif fields.get("images") is not None:
+        fields = {**fields, "images": list(map(image_bytes, fields["images"]))}
     return TokenGeneratorRequest(
         uuid4().hex,
         index,
