@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,12 +161,22 @@ class NetworkModel(PipelineModel[BaseContextType]):
             return None
         return LoRAManager(
             config.lora,
-            loader.linears,
+            self.adapted_layers(loader),
             self.weights,
             [config.model.model_path, config.model.name],
             dtype=loader.dtype,
             device=self.torch_device,
+            rename=self.adapter_name,
         )
+
+    def adapted_layers(self, loader: Loader) -> Mapping[str, PackedLinear]:
+        """Return the linear layers that LoRA adapters may change, by name."""
+        return loader.linears
+
+    @property
+    def adapter_name(self) -> Callable[[str], str | None] | None:
+        """Map the name of a tensor in peft's model to its name in this model; None if they are equal."""
+        return None
 
     def _warn_of_widened_weights(self) -> None:
         """Log what quantized weights cost that are kept as floats, because no encoding holds them."""

@@ -14,14 +14,14 @@ from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.architectures.transformer import TransformerModel
 from penstock.architectures.vision import VisionModel
 from penstock.config import HuggingFaceConfig
-from penstock.errors import ConfigError, UnsupportedFeatureError
+from penstock.errors import ConfigError
 from penstock.kernels import Ops, StepInputs, encoding_named
 from penstock.nn import Blueprint, Loader, TensorNames
 from penstock.pipelines.core import ImageMetadata
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
-    from penstock.lora import LoRAManager
+    from penstock.kernels import PackedLinear
     from penstock.nn import BlockParts, LoadBlock
 
 _ROWS_PER_PATCH = 6
@@ -146,10 +146,18 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         text = super().build(load, huggingface_config, max_length)
         return VisionLanguageNetwork(text, cls.load_encoder(load, huggingface_config))
 
-    def _load_adapters(self, loader: Loader) -> LoRAManager | None:
-        if self.pipeline_config.lora.is_enabled:
-            raise UnsupportedFeatureError("LoRA adapters", f"{type(self).__name__} reads images")
-        return None
+    def adapted_layers(self, loader: Loader) -> Mapping[str, PackedLinear]:
+        """Return the layers of the decoder: the encoder computes an image once for all adapters."""
+        names = self.tensor_names(self.pipeline_config.model.huggingface_config)
+        return {
+            name: layer
+            for name, layer in loader.linears.items()
+            if name.startswith(names.prefix) or name == names.head
+        }
+
+    @property
+    def adapter_name(self) -> Callable[[str], str | None] | None:
+        return type(self).weights_adapter
 
     def encode_images(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
         self.session.check_process()

@@ -32,7 +32,6 @@ from penstock.llm.prompts import (
     as_batch,
     as_conversations,
     params_for_each,
-    split_prompts,
 )
 from penstock.llm.speech import Speech, SpeechMethods, SpeechStream
 from penstock.llm.text_requests import TextRequests

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import blake2b
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError, UnsupportedFeatureError, WeightsError
 from penstock.kernels import PackedLinear, encoding_named, unpack_linear
-from penstock.lora.adapter_config import AdapterConfig
+from penstock.lora.adapter_config import DECODER, AdapterConfig
 from penstock.weights import Weights
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -31,6 +31,8 @@ _OTHER_KINDS = {
 }
 """Part of a tensor name -> the unsupported kind of adapter that it belongs to."""
 
+Rename = Callable[[str], str | None]
+"""Maps the name of a tensor in peft's model to its name in the base model."""
 Layers = Mapping[str, PackedLinear]
 """The linear layers of the base model by their names in the checkpoint. A fused layer has several names."""
 
@@ -46,7 +48,14 @@ class Adapter:
     """Layer -> A ``[r, in]``, and B ``[out, r]`` multiplied by the scale, in the type of the activations."""
 
 
-def read_adapter(path: str, layers: Layers, base: Weights, dtype: torch.dtype, max_rank: int) -> Adapter:
+def read_adapter(
+    path: str,
+    layers: Layers,
+    base: Weights,
+    dtype: torch.dtype,
+    max_rank: int,
+    rename: Rename | None = None,
+) -> Adapter:
     """Return the adapter in a PEFT directory. The whole adapter must be applicable to the base model.
 
     Args:
@@ -55,6 +64,8 @@ def read_adapter(path: str, layers: Layers, base: Weights, dtype: torch.dtype, m
         base: the tensors of the base model. If the adapter's file holds copies of them, these must be equal.
         dtype: the type of the activations.
         max_rank: the maximum rank.
+        rename: maps the name of a tensor in peft's model to its name in the base model, see
+            `Weights.renamed`.
 
     Raises:
         CheckpointError: the directory or a file in it is missing or damaged.
@@ -64,6 +75,9 @@ def read_adapter(path: str, layers: Layers, base: Weights, dtype: torch.dtype, m
     folder = Path(path).expanduser()
     config = AdapterConfig.read(folder)
     weights = Weights.open(_weights_file(folder))
+    if rename is not None:
+        config = config.of_modules(_modules(weights.names, rename))
+        weights = weights.renamed(lambda name: _renamed(name, rename))
     keys, copies = _classify_tensors(weights, config, layers)
     adapted = sorted({layer for layer, _ in keys})
     largest = max(adapted, key=config.rank_of)
@@ -109,6 +123,32 @@ def _weights_file(folder: Path) -> Path:
             "peft and save it again, PeftModel.from_pretrained(...).save_pretrained(folder)",
         )
     raise CheckpointError(folder, f"has no {WEIGHTS_FILE}")
+
+
+def _renamed(name: str, rename: Rename) -> str:
+    """Return the name of an adapter's tensor with the name of its layer in the base model."""
+    own = name.removeprefix(_PREFIX)
+    match = _HALF.fullmatch(own)
+    if match is None:
+        return _PREFIX + (rename(own) or own)
+    layer = _layer(match["layer"], rename)
+    return f"{_PREFIX}{layer}{own.removeprefix(match['layer'])}"
+
+
+def _layer(module: str, rename: Rename) -> str:
+    """Return the name of the layer in the base model."""
+    return (rename(f"{module}.weight") or f"{module}.weight").removesuffix(".weight")
+
+
+def _modules(names: Iterable[str], rename: Rename) -> str:
+    """Return what the names of decoder layers begin with in peft's model, in place of ``model.``."""
+    for name in names:
+        if match := _HALF.fullmatch(name.removeprefix(_PREFIX)):
+            layer = _layer(match["layer"], rename)
+            rest = layer.removeprefix(DECODER)
+            if rest != layer and match["layer"].endswith(rest):
+                return match["layer"].removesuffix(rest)
+    return DECODER
 
 
 def _classify_tensors(
@@ -170,8 +210,8 @@ def _refuse_unknown(folder: Path, names: Sequence[str], layers: Sequence[str]) -
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     raise WeightsError(
         folder,
-        f"{names[0]}{more} is for {layer}, which is not a linear layer of the model; the nearest is "
-        f"{nearest[0]}",
+        f"{names[0]}{more} is for {layer}, which is not a linear layer that adapters can change; "
+        f"the nearest is {nearest[0]}",
     )
 
 

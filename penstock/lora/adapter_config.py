@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -75,6 +75,8 @@ _SUPPORTED_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that do not change the weights of the base model."""
 
 _HEAD = "lm_head"
+DECODER = "model."
+"""What the names of decoder layers begin with in the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,10 @@ class AdapterConfig:
     layers: tuple[int, ...]
     layers_pattern: tuple[str, ...]
     base_model: str | None
+    decoder: str = DECODER
+    """What the names of decoder layers begin with in peft's model, in place of ``model.``. It differs if the
+    decoder is a part of the model, as in models that read images. Patterns match the names in peft's
+    model."""
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
@@ -111,20 +117,30 @@ class AdapterConfig:
         _refuse_unsupported(path, fields)
         return _Reader(path, fields).config()
 
+    def of_modules(self, decoder: str) -> AdapterConfig:
+        """Return the same configuration for another `decoder`."""
+        return replace(self, decoder=decoder)
+
+    def _module(self, layer: str) -> str:
+        """Return the name of a layer in peft's model."""
+        rest = layer.removeprefix(DECODER)
+        return layer if rest == layer else self.decoder + rest
+
     def rank_of(self, layer: str) -> int:
         """Return the rank of a layer's matrices."""
-        return int(_first_match(self.rank_pattern, layer, self.rank))
+        return int(_first_match(self.rank_pattern, self._module(layer), self.rank))
 
     def scale_of(self, layer: str) -> float:
         """Return the factor of the product of a layer's matrices.
 
         It is ``alpha / rank``; with rsLoRA ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732).
         """
-        rank, alpha = self.rank_of(layer), _first_match(self.alpha_pattern, layer, self.alpha)
+        rank, alpha = self.rank_of(layer), _first_match(self.alpha_pattern, self._module(layer), self.alpha)
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
     def targets(self, layer: str) -> bool:
         """Return whether ``target_modules`` includes a layer. False for all layers if it is not set."""
+        layer = self._module(layer)
         if self.target_modules is None:
             return False
         if self.exclude_modules is not None and _is_named(self.exclude_modules, layer):

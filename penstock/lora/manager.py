@@ -12,7 +12,7 @@ import torch
 from penstock.config import LoRAConfig
 from penstock.errors import InputError, UnknownModelError
 from penstock.kernels import LoRAInputs
-from penstock.lora.adapter import Adapter, Layers, read_adapter, warn_base_model_mismatch
+from penstock.lora.adapter import Adapter, Layers, Rename, read_adapter, warn_base_model_mismatch
 from penstock.lora.slots import AdapterSlots
 from penstock.pipelines.core import InputContext
 from penstock.weights import Weights
@@ -48,6 +48,7 @@ class LoRAManager:
         model_names: the names of the base model, which adapters cannot use.
         dtype: the type of the activations.
         device: where the matrices of running adapters are stored.
+        rename: see `read_adapter`.
 
     Raises:
         PenstockError: an adapter of ``config.lora`` cannot be loaded; see `load`.
@@ -62,8 +63,9 @@ class LoRAManager:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        rename: Rename | None = None,
     ) -> None:
-        self._config, self._layers, self._base = config, layers, base
+        self._config, self._layers, self._base, self._rename = config, layers, base, rename
         self._model_names = tuple(model_names)
         self._dtype, self._device = dtype, device
         self._loaded: dict[str, Adapter] = {}
@@ -90,7 +92,8 @@ class LoRAManager:
                 f"{len(self._loaded)} adapters are loaded, and the maximum is {limit}: unload one, or raise "
                 "--max-loaded-loras"
             )
-        adapter = read_adapter(path, self._layers, self._base, self._dtype, self._config.max_lora_rank)
+        limits = self._dtype, self._config.max_lora_rank
+        adapter = read_adapter(path, self._layers, self._base, *limits, self._rename)
         warn_base_model_mismatch(path, self._model_names[0])
         self._loaded[name] = adapter
 

@@ -9,8 +9,10 @@ import ipaddress
 import os
 import socket
 import ssl
+import threading
 import time
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
 
@@ -22,6 +24,8 @@ _MAX_URL = 2048
 """Characters of an ``http(s):`` or ``file:`` URL."""
 _PORTS = {"http": 80, "https": 443}
 _CHUNK = 64 * 1024
+_MAX_LOOKUPS = 16
+"""Look-ups of names that run at once. One that exceeds the time limit runs until the resolver ends it."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class ImageSources:
 
     Args:
         max_bytes: the largest file.
-        timeout: seconds to fetch a URL, redirects included.
+        timeout: seconds to fetch a URL, the look-up of its host and redirects included.
         allow_urls: whether ``http(s):`` URLs are fetched.
         folder: ``file:`` URLs may name files below this folder; None refuses them.
     """
@@ -39,6 +43,9 @@ class ImageSources:
     timeout: float
     allow_urls: bool = False
     folder: Path | None = None
+    _lookups: threading.BoundedSemaphore = field(
+        default_factory=lambda: threading.BoundedSemaphore(_MAX_LOOKUPS), repr=False, compare=False
+    )
 
     def read(self, url: str) -> bytes:
         """Return the content of the image file that a URL names. Blocks: call it in a thread.
@@ -118,13 +125,32 @@ class ImageSources:
             raise InputError(f"the image cannot be fetched: {type(error).__name__}") from None
         raise InputError(f"the image URL redirects more than {_MAX_REDIRECTS} times")
 
+    def _address(self, host: str, port: int, deadline: float) -> str:
+        """Return `public_address`. The resolver has no time limit of its own, so it runs in a thread."""
+        if not self._lookups.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            raise TimeoutError
+        found: Future[str] = Future()
+
+        def look_up() -> None:
+            try:
+                address = public_address(host, port)
+            except Exception as error:
+                found.set_exception(error)
+            else:
+                found.set_result(address)
+            finally:
+                self._lookups.release()
+
+        threading.Thread(target=look_up, name="penstock-lookup", daemon=True).start()
+        return found.result(timeout=max(deadline - time.monotonic(), 0.001))
+
     def _get(self, url: str, deadline: float) -> bytes | str:
         """Return the body of a URL, or the URL that it redirects to."""
         parts = urlsplit(url)
         if parts.scheme not in _PORTS or not parts.hostname or parts.username or parts.password:
             raise InputError("an image URL must be http(s) with a host, without a user and a password")
         port = parts.port or _PORTS[parts.scheme]
-        address = public_address(parts.hostname, port)
+        address = self._address(parts.hostname, port, deadline)
         connection = _connect(parts, address, port, deadline)
         try:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")

@@ -12,7 +12,7 @@ from support.vision import save_vision_model
 
 from penstock.architectures.registry import SupportedArchitecture
 from penstock.config import HuggingFaceConfig
-from penstock.errors import ConfigError, PenstockError, UnsupportedFeatureError
+from penstock.errors import ConfigError, PenstockError
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("idefics3", {"text_config": {"model_type": "mamba"}}, "mamba"),
@@ -85,12 +85,6 @@ def test_more_deepstack_blocks_than_layers(tmp_path: Path) -> None:
     save_vision_model(record("qwen3_vl"), tmp_path, **changes)
     with pytest.raises(ConfigError, match="3 blocks for a decoder of 2 layers"):
         open_pipeline(tmp_path)
-
-
-def test_adapters(tmp_path: Path) -> None:
-    save_vision_model(record("smolvlm"), tmp_path)
-    with pytest.raises(UnsupportedFeatureError, match=r"LoRA adapters.*reads images"):
-        open_pipeline(tmp_path, enable_lora=True)
 
 
 def test_older_and_shorter_configurations() -> None:

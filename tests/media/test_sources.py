@@ -182,3 +182,27 @@ def test_fetching(fetch: Callable[[str], bytes], port: int) -> None:
 def test_fetches_that_end(fetch: Callable[[str], bytes], path: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         fetch(path)
+
+
+def test_look_ups_end_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolver that does not answer holds neither the request nor more than a few threads."""
+    release, started = threading.Event(), threading.Semaphore(0)
+
+    def hang(*_: Any, **__: Any) -> list[Any]:
+        started.release()
+        release.wait(20)
+        return [(0, 0, 0, "", ("127.0.0.1", 80))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    monkeypatch.setattr(sources, "_MAX_LOOKUPS", 2)
+    images = ImageSources(5000, 0.05, allow_urls=True)
+    for _ in range(4):
+        with pytest.raises(InputError, match=r"not fetched within 0\.05 s"):
+            images.read("http://slow.test/a.png")
+    assert started.acquire(timeout=5)
+    assert started.acquire(timeout=5)
+    assert not started.acquire(blocking=False), "more than two look-ups ran"
+    release.set()
+    patient = ImageSources(5000, 10, allow_urls=True)
+    with pytest.raises(InputError, match="not on the public internet"):
+        patient.read("http://slow.test/a.png")

@@ -1,0 +1,97 @@
+"""Adapters on the decoder of models that read images: logits equal PEFT's; the encoder has none."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.adapters import save_adapter
+from support.checkpoints import VISION_DECODERS
+from support.running import open_pipeline
+from support.vision import PROMPTS, forward_logits, save_vision_model
+
+from penstock.architectures.registry import SupportedArchitecture
+from penstock.errors import WeightsError
+
+CASES: dict[str, dict[str, Any]] = {
+    "smolvlm": {
+        "target_modules": r".*text_model\.layers\.[02].*\.(q_proj|down_proj)|lm_head",
+        "rank_pattern": {r"text_model\.layers\.2\.self_attn\.q_proj": 7},
+        "alpha_pattern": {"text_model.layers.0.mlp.down_proj": 3},
+    },
+    "gemma3": {"target_modules": r".*language_model\..*(q|k|v|o)_proj", "use_rslora": True},
+    "qwen3_vl": {"target_modules": ["gate_proj", "o_proj"]},
+}
+
+
+def record(name: str) -> SupportedArchitecture:
+    (found,) = (one for one in VISION_DECODERS if one.name == name)
+    return found
+
+
+def adapted(model: Any, **config: Any) -> Any:
+    """Return the model with an adapter of random matrices."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 8} | config)).eval()
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.1)
+    return peft
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
+    model = save_vision_model(record(name), tmp_path / "base")
+    tiny = record(name).tiny_config
+    assert tiny is not None
+    prompt = PROMPTS[name](tiny())
+    plain = prompt.logits(model)
+    peft = adapted(model, **CASES[name])
+    save_adapter(peft, tmp_path / "adapter")
+    expected = prompt.logits(peft)
+    pipeline = open_pipeline(tmp_path / "base", lora=(f"tone={tmp_path / 'adapter'}",))
+    context = prompt.context(adapter="tone")
+    torch.testing.assert_close(forward_logits(pipeline, [context]), expected, atol=1e-4, rtol=1e-5)
+    assert float((expected - plain).abs().max()) > 0.01
+    pipeline.release(context)
+    bare = prompt.context()
+    torch.testing.assert_close(forward_logits(pipeline, [bare]), plain, atol=1e-4, rtol=1e-5)
+    pipeline.release(bare)
+
+
+def test_files_with_older_names(tmp_path: Path) -> None:
+    """Earlier versions of transformers named the modules of Gemma 3 ``language_model.model``."""
+    model = save_vision_model(record("gemma3"), tmp_path / "base")
+    tiny = record("gemma3").tiny_config
+    assert tiny is not None
+    prompt = PROMPTS["gemma3"](tiny())
+    peft = adapted(model, target_modules=r".*language_model\..*q_proj")
+    file = save_adapter(peft, tmp_path / "adapter") / "adapter_model.safetensors"
+    tensors = load_file(file)
+    renamed = {
+        name.replace("model.language_model.layers", "language_model.model.layers"): tensor
+        for name, tensor in tensors.items()
+    }
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, file)
+    pipeline = open_pipeline(tmp_path / "base", lora=(f"tone={tmp_path / 'adapter'}",))
+    context = prompt.context(adapter="tone")
+    torch.testing.assert_close(forward_logits(pipeline, [context]), prompt.logits(peft), atol=1e-4, rtol=1e-5)
+
+
+def test_adapters_of_the_encoder_are_refused(tmp_path: Path) -> None:
+    model = save_vision_model(record("smolvlm"), tmp_path / "base")
+    save_adapter(adapted(model, target_modules=["q_proj"]), tmp_path / "adapter")
+    with pytest.raises(
+        WeightsError, match=r"vision_model\.encoder.*not a linear layer that"
+    ):
+        open_pipeline(tmp_path / "base", lora=(f"tone={tmp_path / 'adapter'}",))
