@@ -7,13 +7,19 @@ left to right and from top to bottom, and so do the patches of each (Wang et al.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.nn.config_values import ConfigValues
+from penstock.nn.encoder import EncoderAttention
+from penstock.nn.linear import Linear
+from penstock.nn.loader import Loader
+from penstock.nn.mlp import MLP
 from penstock.nn.rotary import RotaryRows
+from penstock.nn.vision import load_patch_embedding
 
 Grid = tuple[int, int]
 """Patches of an image, vertically and horizontally."""
@@ -58,3 +64,98 @@ def axial_base(config: ConfigValues, head_dim: int) -> float:
             "vision_config.num_heads", f"the size of a head must be a multiple of 4, was {head_dim}"
         )
     return parameters.number("rope_theta", 10000.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridSizes:
+    """Sizes that the encoders of the Qwen families share, read from a ``vision_config``."""
+
+    hidden: int  # E
+    out: int  # the hidden size of the decoder
+    depth: int
+    heads: int
+    channels: int  # C
+    frames: int  # frames of a patch; an image is repeated
+    patch: int  # p
+    merge: int  # patches of a merged patch, in each direction
+    base: float  # of the rotary embedding
+
+    @classmethod
+    def from_huggingface(
+        cls,
+        config: ConfigValues,
+        text_hidden: int,
+        *,
+        hidden: str = "hidden_size",
+        out: str = "out_hidden_size",
+    ) -> GridSizes:
+        """Read a ``vision_config``.
+
+        Args:
+            config: the section of the encoder.
+            text_hidden: the hidden size of the decoder.
+            hidden: the key of E.
+            out: the key of the size of the merged rows.
+
+        Raises:
+            ConfigError: the section contradicts itself or the decoder.
+        """
+        width, heads = config.integer(hidden), config.integer("num_heads")
+        size = config.integer(out)
+        if size != text_hidden:
+            raise ConfigError(
+                f"vision_config.{out}", f"is {size}, but the text model has hidden_size {text_hidden}"
+            )
+        if width % heads:
+            raise ConfigError("vision_config.num_heads", f"{heads} heads do not divide {hidden} {width}")
+        return cls(
+            hidden=width,
+            out=size,
+            depth=config.integer("depth"),
+            heads=heads,
+            channels=config.integer("in_channels", 3),
+            frames=config.integer("temporal_patch_size", 2),
+            patch=config.integer("patch_size"),
+            merge=config.integer("spatial_merge_size", 2),
+            base=axial_base(config, width // heads),
+        )
+
+    @property
+    def wide(self) -> int:
+        """The size of a merged patch, ``merge^2 E``."""
+        return self.hidden * self.merge**2
+
+    def load_patches(self, load: Loader, name: str, *, bias: bool) -> Linear:
+        """Return the patch embedding called ``name``, ``[C f p p] -> [E]``."""
+        shape = (self.hidden, self.channels, self.frames, self.patch, self.patch)
+        return load_patch_embedding(load, name, shape, bias=bias)
+
+    def load_attention(self, load: Loader, name: str) -> EncoderAttention:
+        """Return the attention called ``name``, with one matrix for queries, keys and values."""
+        dim = self.hidden // self.heads
+        return EncoderAttention(
+            load.linear(f"{name}.qkv", 3 * self.hidden, self.hidden, bias=True),
+            load.linear(f"{name}.proj", self.hidden, self.hidden, bias=True),
+            self.heads,
+            self.heads,
+            dim,
+            dim**-0.5,
+            rotary=0,
+        )
+
+    def load_merger(self, load: Loader, first: str, second: str) -> MLP:
+        """Return the feed-forward layer that makes a row of the decoder of a merged patch."""
+        return MLP(
+            load.linear(first, self.wide, self.wide, bias=True),
+            load.linear(second, self.out, self.wide, bias=True),
+            "gelu",
+        )
+
+    def rotary_rows(
+        self, grids: Iterable[Grid], device: torch.device, order: Tensor | None = None
+    ) -> RotaryRows:
+        """Return the rotary rows ``[T, D / 2]`` of the patches of images, in the given order ``[T]``."""
+        coordinates = patch_coordinates(grids, self.merge)
+        coordinates = coordinates if order is None else coordinates[order]
+        cos, sin = axial_rotary_rows(coordinates, self.hidden // self.heads, self.base)
+        return cos.to(device), sin.to(device)

@@ -91,7 +91,5 @@ def test_files_with_older_names(tmp_path: Path) -> None:
 def test_adapters_of_the_encoder_are_refused(tmp_path: Path) -> None:
     model = save_vision_model(record("smolvlm"), tmp_path / "base")
     save_adapter(adapted(model, target_modules=["q_proj"]), tmp_path / "adapter")
-    with pytest.raises(
-        WeightsError, match=r"vision_model\.encoder.*not a linear layer that"
-    ):
+    with pytest.raises(WeightsError, match=r"vision_model\.encoder.*not a linear layer that"):
         open_pipeline(tmp_path / "base", lora=(f"tone={tmp_path / 'adapter'}",))

@@ -194,6 +194,7 @@ PROMPTS: dict[str, Callable[..., VisionPrompt]] = {
     "idefics3": idefics3_prompt,
     "smolvlm": idefics3_prompt,
     "gemma3": gemma3_prompt,
+    "qwen2_vl": qwen_prompt,
     "qwen2_5_vl": qwen_prompt,
     "qwen3_vl": qwen_prompt,
 }

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from penstock.architectures.multimodal_rope import patches_and_grid
-from penstock.errors import ConfigError
 from penstock.host.heartbeat import beat
 from penstock.kernels import Ops
-from penstock.nn import MLP, EncoderAttention, GatedMLP, Linear, Loader, RMSNorm, activation_named
-from penstock.nn.grid_vision import Grid, axial_base, axial_rotary_rows, patch_coordinates
-from penstock.nn.vision import VisionBlock, image_step, load_patch_embedding
+from penstock.nn import MLP, GatedMLP, Linear, Loader, RMSNorm, activation_named
+from penstock.nn.grid_vision import Grid, GridSizes
+from penstock.nn.vision import VisionBlock, image_step
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -66,10 +65,8 @@ class Qwen25Vision:
     """The blocks in which a patch sees its whole image. In the others it sees its window."""
     norm: RMSNorm
     merger: MLP  # [merge^2 E] -> [E of the text model]
-    head_dim: int
-    base: float
-    merge: int
-    window: int
+    sizes: GridSizes
+    window: int  # merged patches of a window, in each direction
     device: torch.device
     dtype: torch.dtype
 
@@ -80,60 +77,27 @@ class Qwen25Vision:
         Raises:
             ConfigError: the configuration contradicts itself.
         """
-        hidden, heads, patch = (
-            config.integer("hidden_size"),
-            config.integer("num_heads"),
-            config.integer("patch_size"),
-        )
-        merge, out = config.integer("spatial_merge_size", 2), config.integer("out_hidden_size")
-        if out != text_hidden:
-            raise ConfigError(
-                "vision_config.out_hidden_size", f"is {out}, but the text model has hidden_size {text_hidden}"
-            )
-        if hidden % heads:
-            raise ConfigError("vision_config.num_heads", f"{heads} heads do not divide hidden_size {hidden}")
-        dim, inner = hidden // heads, config.integer("intermediate_size")
-        shape = (
-            hidden,
-            config.integer("in_channels", 3),
-            config.integer("temporal_patch_size", 2),
-            patch,
-            patch,
-        )
+        sizes = GridSizes.from_huggingface(config, text_hidden)
+        hidden, inner = sizes.hidden, config.integer("intermediate_size")
         activation = activation_named(config.get("hidden_act") or "silu", "vision_config.hidden_act")
 
         def block(index: int) -> VisionBlock:
             path = f"{name}.blocks.{index}"
             return VisionBlock(
                 load.norm(f"{path}.norm1", hidden, _NORM_EPS),
-                EncoderAttention(
-                    load.linear(f"{path}.attn.qkv", 3 * hidden, hidden, bias=True),
-                    load.linear(f"{path}.attn.proj", hidden, hidden, bias=True),
-                    heads,
-                    heads,
-                    dim,
-                    dim**-0.5,
-                    rotary=0,
-                ),
+                sizes.load_attention(load, f"{path}.attn"),
                 load.norm(f"{path}.norm2", hidden, _NORM_EPS),
                 GatedMLP.load(load, f"{path}.mlp", hidden, inner, activation, bias=True),
             )
 
-        wide = hidden * merge * merge
         return cls(
-            load_patch_embedding(load, f"{name}.patch_embed.proj", shape, bias=False),
-            tuple(block(index) for index in range(config.integer("depth"))),
+            sizes.load_patches(load, f"{name}.patch_embed.proj", bias=False),
+            tuple(block(index) for index in range(sizes.depth)),
             frozenset(config.integers("fullatt_block_indexes") or (7, 15, 23, 31)),
             load.norm(f"{name}.merger.ln_q", hidden, _NORM_EPS),
-            MLP(
-                load.linear(f"{name}.merger.mlp.0", wide, wide, bias=True),
-                load.linear(f"{name}.merger.mlp.2", out, wide, bias=True),
-                "gelu",
-            ),
-            dim,
-            axial_base(config, dim),
-            merge,
-            max(1, config.integer("window_size", 112) // merge // patch),
+            sizes.load_merger(load, f"{name}.merger.mlp.0", f"{name}.merger.mlp.2"),
+            sizes,
+            max(1, config.integer("window_size", 112) // sizes.merge // sizes.patch),
             load.device,
             load.dtype,
         )
@@ -151,18 +115,16 @@ class Qwen25Vision:
             ops: the operations.
         """
         device = patches.device
-        layout = WindowLayout.of(grids, self.merge, self.window)
+        layout = WindowLayout.of(grids, self.sizes.merge, self.window)
         order = layout.order.to(device)
         images = image_step(ops, [height * width for height, width in grids], device)
         offsets = layout.row_offsets.to(device)
         windows = replace(images, row_offsets=offsets, blocks=ops.sequence_blocks(offsets))
-        coordinates = patch_coordinates(grids, self.merge)[layout.order]
-        cos, sin = axial_rotary_rows(coordinates, self.head_dim, self.base)
-        rows = ((cos.to(device), sin.to(device)),)
+        rows = (self.sizes.rotary_rows(grids, device, layout.order),)
         x, residual = self.patches(ops.take_rows(patches, order), images), None
         for index, block in enumerate(self.blocks):
             x, residual = block(x, residual, images if index in self.full_blocks else windows, rows)
             beat()
         normed, _ = self.norm.add(x, residual, images)
-        merged = self.merger(normed.view(-1, self.merge**2 * normed.shape[1]), images)
+        merged = self.merger(normed.view(-1, self.sizes.wide), images)
         return ops.take_rows(merged, layout.inverse.to(device))

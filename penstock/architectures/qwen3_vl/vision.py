@@ -14,9 +14,9 @@ from penstock.architectures.multimodal_rope import patches_and_grid
 from penstock.errors import ConfigError
 from penstock.host.heartbeat import beat
 from penstock.kernels import Ops, StepInputs
-from penstock.nn import MLP, EncoderAttention, LayerNorm, Linear, Loader
-from penstock.nn.grid_vision import Grid, axial_base, axial_rotary_rows, merge_order, patch_coordinates
-from penstock.nn.vision import QuickGeluMLP, VisionBlock, image_step, load_mlp, load_patch_embedding
+from penstock.nn import MLP, LayerNorm, Linear, Loader
+from penstock.nn.grid_vision import Grid, GridSizes, merge_order
+from penstock.nn.vision import VisionBlock, image_step, load_mlp
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -30,25 +30,18 @@ class PatchMerger:
     """A norm and a feed-forward layer over the patches of a square."""
 
     norm: LayerNorm
-    mlp: MLP | QuickGeluMLP
+    mlp: MLP
     width: int  # merge^2 E
     merges_first: bool
     """Whether the norm covers the whole square, not each patch."""
 
     @classmethod
-    def load(
-        cls, load: Loader, name: str, hidden: int, merge: int, out: int, *, merges_first: bool
-    ) -> PatchMerger:
+    def load(cls, load: Loader, name: str, sizes: GridSizes, *, merges_first: bool) -> PatchMerger:
         """Read the layer called ``name``."""
-        width = hidden * merge * merge
         return cls(
-            load.layer_norm(f"{name}.norm", width if merges_first else hidden, _NORM_EPS),
-            MLP(
-                load.linear(f"{name}.linear_fc1", width, width, bias=True),
-                load.linear(f"{name}.linear_fc2", out, width, bias=True),
-                "gelu",
-            ),
-            width,
+            load.layer_norm(f"{name}.norm", sizes.wide if merges_first else sizes.hidden, _NORM_EPS),
+            sizes.load_merger(load, f"{name}.linear_fc1", f"{name}.linear_fc2"),
+            sizes.wide,
             merges_first,
         )
 
@@ -68,9 +61,7 @@ class Qwen3Vision:
     merger: PatchMerger
     deepstack: tuple[tuple[int, PatchMerger], ...]
     """Blocks whose outputs are added to the first layers of the text model, in ascending order."""
-    head_dim: int
-    base: float
-    merge: int
+    sizes: GridSizes
     device: torch.device
     dtype: torch.dtype
 
@@ -81,21 +72,11 @@ class Qwen3Vision:
         Raises:
             ConfigError: the configuration contradicts itself.
         """
-        hidden, heads, patch = (
-            config.integer("hidden_size"),
-            config.integer("num_heads"),
-            config.integer("patch_size"),
-        )
-        merge, out = config.integer("spatial_merge_size", 2), config.integer("out_hidden_size")
-        depth, count = config.integer("depth"), config.integer("num_position_embeddings", 2304)
+        sizes = GridSizes.from_huggingface(config, text_hidden)
+        hidden, depth, inner = sizes.hidden, sizes.depth, config.integer("intermediate_size")
+        count = config.integer("num_position_embeddings", 2304)
         side = round(count**0.5)
         stacked = config.integers("deepstack_visual_indexes") or ()
-        if out != text_hidden:
-            raise ConfigError(
-                "vision_config.out_hidden_size", f"is {out}, but the text model has hidden_size {text_hidden}"
-            )
-        if hidden % heads:
-            raise ConfigError("vision_config.num_heads", f"{heads} heads do not divide hidden_size {hidden}")
         if side * side != count:
             raise ConfigError("vision_config.num_position_embeddings", f"must be a square, was {count}")
         if any(not 0 <= index < depth for index in stacked) or len(set(stacked)) < len(stacked):
@@ -103,38 +84,22 @@ class Qwen3Vision:
                 "vision_config.deepstack_visual_indexes",
                 f"must be different blocks from 0 to {depth - 1}, were {', '.join(map(str, stacked))}",
             )
-        dim, inner = hidden // heads, config.integer("intermediate_size")
-        shape = (
-            hidden,
-            config.integer("in_channels", 3),
-            config.integer("temporal_patch_size", 2),
-            patch,
-            patch,
-        )
         activation = config.get("hidden_act") or "gelu_pytorch_tanh"
 
         def block(index: int) -> VisionBlock:
             path = f"{name}.blocks.{index}"
             return VisionBlock(
                 load.layer_norm(f"{path}.norm1", hidden, _NORM_EPS),
-                EncoderAttention(
-                    load.linear(f"{path}.attn.qkv", 3 * hidden, hidden, bias=True),
-                    load.linear(f"{path}.attn.proj", hidden, hidden, bias=True),
-                    heads,
-                    heads,
-                    dim,
-                    dim**-0.5,
-                    rotary=0,
-                ),
+                sizes.load_attention(load, f"{path}.attn"),
                 load.layer_norm(f"{path}.norm2", hidden, _NORM_EPS),
                 load_mlp(load, f"{path}.mlp", hidden, inner, activation, up="linear_fc1", down="linear_fc2"),
             )
 
         def merger(path: str, *, merges_first: bool) -> PatchMerger:
-            return PatchMerger.load(load, f"{name}.{path}", hidden, merge, out, merges_first=merges_first)
+            return PatchMerger.load(load, f"{name}.{path}", sizes, merges_first=merges_first)
 
         return cls(
-            load_patch_embedding(load, f"{name}.patch_embed.proj", shape, bias=True),
+            sizes.load_patches(load, f"{name}.patch_embed.proj", bias=True),
             load.tensor(f"{name}.pos_embed.weight", count, hidden).view(side, side, hidden),
             tuple(block(index) for index in range(depth)),
             merger("merger", merges_first=False),
@@ -142,9 +107,7 @@ class Qwen3Vision:
                 (index, merger(f"deepstack_merger_list.{stacked.index(index)}", merges_first=True))
                 for index in sorted(stacked)
             ),
-            dim,
-            axial_base(config, dim),
-            merge,
+            sizes,
             load.device,
             load.dtype,
         )
@@ -163,8 +126,7 @@ class Qwen3Vision:
         """
         device = patches.device
         step = image_step(ops, [height * width for height, width in grids], device)
-        cos, sin = axial_rotary_rows(patch_coordinates(grids, self.merge), self.head_dim, self.base)
-        rows = ((cos.to(device), sin.to(device)),)
+        rows = (self.sizes.rotary_rows(grids, device),)
         positions = torch.cat([self.interpolate(grid) for grid in grids])
         x, residual = ops.add(self.patches(patches, step), positions), None
         mergers, stacked = dict(self.deepstack), []
@@ -194,7 +156,7 @@ class Qwen3Vision:
             for rows, columns, weight in corners
         )
         assert isinstance(found, Tensor)
-        return merge_order(found, self.merge).to(self.positions.dtype)
+        return merge_order(found, self.sizes.merge).to(self.positions.dtype)
 
 
 def _corners(count: int, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

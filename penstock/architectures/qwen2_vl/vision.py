@@ -1,0 +1,88 @@
+"""The vision encoder of Qwen2-VL (arXiv:2409.12191): a patch sees its whole image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.architectures.multimodal_rope import patches_and_grid
+from penstock.host.heartbeat import beat
+from penstock.kernels import Ops
+from penstock.nn import MLP, LayerNorm, Linear, Loader
+from penstock.nn.grid_vision import Grid, GridSizes
+from penstock.nn.vision import VisionBlock, image_step, load_mlp
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+    from penstock.pipelines.core import ImageMetadata
+
+_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen2Vision:
+    """Patch embedding, blocks, and the layer that merges patches."""
+
+    patches: Linear  # [C 2 p p] -> [E]
+    blocks: tuple[VisionBlock, ...]
+    norm: LayerNorm
+    merger: MLP  # [merge^2 E] -> [E of the text model]
+    sizes: GridSizes
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def load(cls, load: Loader, name: str, config: HuggingFaceConfig, text_hidden: int) -> Qwen2Vision:
+        """Read the encoder called ``name``.
+
+        Raises:
+            ConfigError: the configuration contradicts itself.
+        """
+        sizes = GridSizes.from_huggingface(config, text_hidden, hidden="embed_dim", out="hidden_size")
+        hidden, inner = sizes.hidden, sizes.hidden * config.integer("mlp_ratio")
+        activation = config.get("hidden_act") or "quick_gelu"
+
+        def block(index: int) -> VisionBlock:
+            path = f"{name}.blocks.{index}"
+            return VisionBlock(
+                load.layer_norm(f"{path}.norm1", hidden, _NORM_EPS),
+                sizes.load_attention(load, f"{path}.attn"),
+                load.layer_norm(f"{path}.norm2", hidden, _NORM_EPS),
+                load_mlp(load, f"{path}.mlp", hidden, inner, activation),
+            )
+
+        return cls(
+            sizes.load_patches(load, f"{name}.patch_embed.proj", bias=False),
+            tuple(block(index) for index in range(sizes.depth)),
+            load.layer_norm(f"{name}.merger.ln_q", hidden, _NORM_EPS),
+            sizes.load_merger(load, f"{name}.merger.mlp.0", f"{name}.merger.mlp.2"),
+            sizes,
+            load.device,
+            load.dtype,
+        )
+
+    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+        """Return the embeddings ``[embedding_rows, E]`` of each image."""
+        return [self.encode(*patches_and_grid(image, self.device, self.dtype), ops) for image in images]
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: Ops) -> Tensor:
+        """Return the merged rows ``[T / merge^2, E]`` of images.
+
+        Args:
+            patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
+            grids: the grid of each image.
+            ops: the operations.
+        """
+        device = patches.device
+        step = image_step(ops, [height * width for height, width in grids], device)
+        rows = (self.sizes.rotary_rows(grids, device),)
+        x, residual = self.patches(patches, step), None
+        for block in self.blocks:
+            x, residual = block(x, residual, step, rows)
+            beat()
+        normed, _ = self.norm.add(x, residual, step)
+        return self.merger(normed.view(-1, self.sizes.wide), step)
