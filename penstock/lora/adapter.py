@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from penstock.errors import CheckpointError, UnsupportedFeatureError, WeightsError
@@ -74,9 +75,10 @@ def read_adapter(
     """
     folder = Path(path).expanduser()
     config = AdapterConfig.read(folder)
-    weights = Weights.open(_weights_file(folder))
+    file = _weights_file(folder)
+    weights = Weights.open(file)
     if rename is not None:
-        config = config.of_modules(_modules(weights.names, rename))
+        config = config.of_modules(_modules(_stored_names(file), rename))
         weights = weights.renamed(lambda name: _renamed(name, rename))
     keys, copies = _classify_tensors(weights, config, layers)
     adapted = sorted({layer for layer, _ in keys})
@@ -149,6 +151,12 @@ def _modules(names: Iterable[str], rename: Rename) -> str:
             if rest != layer and match["layer"].endswith(rest):
                 return match["layer"].removesuffix(rest)
     return DECODER
+
+
+def _stored_names(file: Path) -> list[str]:
+    """Return the names of the tensors in a file. `Weights` leaves out prefixes of them."""
+    with safe_open(file, "pt") as stored:
+        return list(stored.keys())
 
 
 def _classify_tensors(

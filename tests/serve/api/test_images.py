@@ -163,7 +163,7 @@ async def check_messages(client: Any, text: str, num_prompt: int) -> None:
         "model": "tiny",
         "messages": [{"role": "user", "content": blocks}],
         "max_tokens": 8,
-        "temperature": 0,
+        "extra_body": {"temperature": 0},
     }
     answer = await client.messages.create(**asked)
     assert answer.content[0].text == text
