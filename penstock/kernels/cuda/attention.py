@@ -10,6 +10,7 @@ from penstock.kernels.cuda.programs import attention as programs
 from penstock.kernels.cuda.programs.encoder_attention import attend_ragged
 from penstock.kernels.inputs import LayerKV, SequenceBlocks
 from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.spans import ImageSpans
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SPLIT = 512
@@ -41,7 +42,7 @@ class CudaAttention(ReferenceOps):
         scale: float,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
-        spans: Tensor | None = None,
+        spans: ImageSpans | None = None,
     ) -> Tensor:
         cache, scales = kv.cache, kv.scales
         if q.dtype not in FLOATS or not has_rows(q, cache) or (cache.dtype not in FLOATS and scales is None):
@@ -58,7 +59,7 @@ class CudaAttention(ReferenceOps):
         grid = (num_rows // rows + num_sequences, cache.shape[2])
         max_keys = kv.block_tables.shape[1] * cache.shape[3]
         is_split = max_keys > _SPLIT and 4 * grid[0] * grid[1] < 3 * num_processors(q.device)
-        none, no_spans = cache if scales is None else scales, row_offsets if spans is None else spans
+        none, no_spans = cache if scales is None else scales, row_offsets if spans is None else spans.bounds
         sizes = {
             "ROWS": rows,
             "GROUP": group,

@@ -30,6 +30,7 @@ from penstock.kernels import (
 from penstock.kernels.cuda import BACKEND
 from penstock.kernels.cuda.ops import CudaOps
 from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.spans import ImageSpans
 
 REFERENCE = ReferenceOps()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -163,7 +164,7 @@ def test_attention(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
         positions = torch.cat([torch.arange(19, 20), torch.arange(23, 40), torch.arange(2, 5)])
         spans = torch.stack([positions, positions + 1], 1)
         spans[4:9] = torch.tensor([26, 31])
-        options["spans"] = spans.int()
+        options["spans"] = ImageSpans(spans.int(), offsets, lengths)
     got, expected = (o.attention(q, kv, offsets, lengths, **options) for o in (ops, REFERENCE))  # type: ignore[arg-type]
     agree(got, expected)
 

@@ -18,6 +18,7 @@ from penstock.kernels import (
     PackedExperts,
     SamplingInputs,
 )
+from penstock.kernels.spans import ImageSpans
 
 triton = pytest.importorskip("triton")
 
@@ -84,7 +85,8 @@ def test_attention(
     q, offsets = torch.zeros(rows, heads, dim, dtype=dtype), torch.arange(sequences + 1).int()
     options: dict[str, Any] = {}
     if dim == 80:
-        options = {"soft_cap": 2.0, "sinks": torch.zeros(heads), "spans": torch.zeros(rows, 2).int()}
+        spans = ImageSpans(torch.zeros(rows, 2).int(), offsets, offsets[1:])
+        options = {"soft_cap": 2.0, "sinks": torch.zeros(heads), "spans": spans}
     for cached in (dtype, torch.int8):
         kv = LayerKV(
             torch.zeros(2, 3, kv_heads, 32, dim, dtype=cached),
