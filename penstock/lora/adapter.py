@@ -11,13 +11,13 @@ from hashlib import blake2b
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from penstock.errors import CheckpointError, UnsupportedFeatureError, WeightsError
 from penstock.kernels import PackedLinear, encoding_named, unpack_linear
 from penstock.lora.adapter_config import DECODER, AdapterConfig
 from penstock.weights import Weights
+from penstock.weights.safetensors import read_header
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
@@ -155,8 +155,7 @@ def _modules(names: Iterable[str], rename: Rename) -> str:
 
 def _stored_names(file: Path) -> list[str]:
     """Return the names of the tensors in a file. `Weights` leaves out prefixes of them."""
-    with safe_open(file, "pt") as stored:
-        return list(stored.keys())
+    return list(read_header(file))
 
 
 def _classify_tensors(
