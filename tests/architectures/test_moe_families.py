@@ -14,13 +14,24 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
+from penstock.architectures.llama4_text.model import Llama4Experts
 from penstock.errors import ConfigError
+from penstock.kernels import ScoreRouting
 from penstock.nn import Experts, SharedExperts
 from penstock.pipelines import TextGenerationPipeline
 
 TINY = {one.name: one.tiny_config for one in DECODERS if one.tiny_config is not None}
 TOKENS = random_tokens(60, 130, seed=5)
 FAMILIES = ("qwen2_moe", "olmoe", "granitemoe", "glm4_moe", "minimax_m2")
+FAMILIES += ("ernie4_5_moe", "phimoe", "llama4_text")
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 5.0, 7.5],
+    "short_mscale": 1.24,
+    "long_mscale": 1.24,
+    "original_max_position_embeddings": 40,
+}
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
@@ -69,6 +80,31 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe, no dense layer": ("glm4_moe", {"first_k_dense_replace": 0, "partial_rotary_factor": 0.25}),
     "minimax_m2, a quarter rotated": ("minimax_m2", {"rotary_dim": 4, "tie_word_embeddings": True}),
     "minimax_m2, all experts": ("minimax_m2", {"num_experts_per_tok": 8, "rotary_dim": 16}),
+    "ernie4_5_moe, every other layer": (
+        "ernie4_5_moe",
+        {"moe_layer_interval": 2, "moe_layer_start_index": 0, "use_bias": False, "num_hidden_layers": 4},
+    ),
+    "ernie4_5_moe, as published": (
+        "ernie4_5_moe",
+        {"moe_num_shared_experts": 1, "moe_layer_end_index": 1, "head_dim": 24, "tie_word_embeddings": True},
+    ),
+    "phimoe as published": (
+        "phimoe",
+        {"router_jitter_noise": 0.01, "sliding_window": 30, "rope_theta": 1e6, "rope_scaling": LONGROPE},
+    ),
+    "phimoe without biases": ("phimoe", {"attention_bias": False, "lm_head_bias": False}),
+    "llama4_text as Maverick": (
+        "llama4_text",
+        {"moe_layers": ..., "interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": False},
+    ),
+    "llama4_text, two experts": (
+        "llama4_text",
+        {"num_experts_per_tok": 2, "no_rope_layers": ..., "no_rope_layer_interval": 2},
+    ),
+    "llama4_text, no tuning": (
+        "llama4_text",
+        {"attn_temperature_tuning": False, "attention_chunk_size": 5, "num_key_value_heads": 6},
+    ),
 }
 
 
@@ -139,12 +175,14 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
     "a group too few": of_routing(top_groups=1),
     "weights not normed": of_routing(is_normed=False),
     "scores of all experts": of_routing(scores="softmax"),
+    "scores of each expert": of_routing(scores="sigmoid"),
+    "no distance": of_routing(eps=100.0),
     "no shared experts": lambda layer: layer.experts if isinstance(layer, SharedExperts) else layer,
     "no gate of the shared experts": without_gate,
     "one expert too many": of_experts(top=lambda top: top + 1),
     "weights of all experts": of_experts(
         routing=lambda routing: (
-            {"chosen": "all", "all": "chosen"}.get(routing, routing) if isinstance(routing, str) else routing
+            routing if isinstance(routing, ScoreRouting) else "all" if routing != "all" else "chosen"
         )
     ),
 }
@@ -156,6 +194,10 @@ APPLICABLE = {
     "granitemoe": {"one expert too many", "weights of all experts"},
     "glm4_moe": _SCORES | {"no scaling factor", "no groups", "a group too few", "no shared experts"},
     "minimax_m2": _SCORES,
+    "ernie4_5_moe": {"no correction bias", "weights not normed", "one expert too many"}
+    | {"no shared experts", "scores of each expert"},
+    "phimoe": {"one expert too many", "weights of all experts", "no distance"},
+    "llama4_text": set(),
 }
 
 
@@ -213,6 +255,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "softmax scores": ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func: must be 'sigmoid'"),
     "norms of each head": ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type: must be 'per_layer'"),
     "shared experts": ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size: must be 0"),
+    "a third expert": ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok: must be 2"),
+    "two factors": (
+        "phimoe",
+        {"rope_scaling": LONGROPE | {"long_mscale": 1.3}},
+        "long_mscale: must be short_mscale, 1.24, was 1.3",
+    ),
+    "another gate": ("ernie4_5_moe", {"moe_gate": "top2_fused"}, "moe_gate: must be 'topk'"),
+    "compressed positions": ("ernie4_5_moe", {"compression_ratio": 2.0}, "compression_ratio: must be 1"),
+    "layers by another name": (
+        "llama4_text",
+        {"layer_types": ["sliding_attention"] * 4},
+        "layer_types: must be 4 of full_attention and chunked_attention",
+    ),
+    "rope for too few layers": (
+        "llama4_text",
+        {"no_rope_layers": [1, 0]},
+        "no_rope_layers: must be a list of 4",
+    ),
     "shared experts of another type": ("granitemoe", {"num_shared_experts": 1}, "num_shared_experts"),
 }
 
@@ -224,3 +284,55 @@ def test_refusals(case: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(family, **changes)))
     with pytest.raises(ConfigError, match=message):
         open_pipeline(tmp_path)
+
+
+# ---- Llama 4 ----
+
+
+def with_attention(network: Any, **parts: Any) -> Any:
+    """Return the network with other parts of its attention."""
+    blocks = [replace(block, attention=replace(block.attention, **parts)) for block in network.blocks]
+    return replace(network, blocks=tuple(blocks))
+
+
+def with_experts(network: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the network with a function applied to its experts."""
+    blocks = [
+        replace(block, mlp=change(block.mlp)) if isinstance(block.mlp, Llama4Experts) else block
+        for block in network.blocks
+    ]
+    return replace(network, blocks=tuple(blocks))
+
+
+def without_scale(experts: Any) -> Any:
+    """Return experts whose outputs are weighed in place of their inputs."""
+    return Experts(experts.router, experts.packed, experts.top, "all", experts.activation)
+
+
+LLAMA4_MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "no norms of queries": lambda n: with_attention(n, q_norm=None),
+    "pairs of halves": lambda n: with_attention(n, is_interleaved=False),
+    "rope in all layers": lambda n: with_attention(n, rotary=0),
+    "queries not scaled": lambda n: replace(n, rotaries=n.rotaries[:1]),
+    "another expert": lambda n: with_experts(n, lambda e: replace(e, top=2)),
+    "no shared expert": lambda n: with_experts(n, without_scale),
+}
+
+
+def test_mistakes_in_llama4_show(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, config_of("llama4_text"))
+    expected = oracle_logits(oracle(tmp_path), TOKENS)
+    pipeline = open_pipeline(tmp_path, kernels="reference", kv_cache_block_size=16)
+    model: Any = pipeline.model
+    network = model.network
+    for name, mistake in LLAMA4_MISTAKES.items():
+        model.network = mistake(network)
+        assert deviation(pipeline, expected) > 10, name
+
+
+@pytest.mark.parametrize("chunk", [23, 25, 256])
+def test_a_chunk_of_another_size_shows(chunk: int, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, config_of("llama4_text"))
+    expected = oracle_logits(oracle(tmp_path), TOKENS)
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama4_text", attention_chunk_size=chunk)))
+    assert deviation(open_pipeline(tmp_path, kv_cache_block_size=16), expected) > 10

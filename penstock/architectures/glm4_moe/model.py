@@ -26,7 +26,6 @@ from penstock.nn import (
     load_router,
     num_experts_per_token,
     num_layers,
-    rope_values,
 )
 
 if TYPE_CHECKING:
@@ -39,11 +38,9 @@ class Glm4MoeModel(TransformerModel):
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
-        fraction = config.number("partial_rotary_factor", 0.5)
         return Blueprint.from_huggingface(
             config,
-            rope_parameters={"partial_rotary_factor": fraction} | rope_values(config),
-            partial_rotary=True,
+            partial_rotary=0.5,
             norm_eps=config.number("rms_norm_eps", 1e-5),
             head_norms="each" if config.flag("use_qk_norm") else None,
             qkv_bias=config.flag("attention_bias"),

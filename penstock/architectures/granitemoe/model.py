@@ -11,6 +11,7 @@ from penstock.nn import (
     Loader,
     LoadFeedForward,
     TensorNames,
+    load_experts,
     load_router,
     load_stacked_experts,
     num_experts_per_token,
@@ -48,9 +49,13 @@ class GraniteMoeModel(TransformerModel):
 
         def read(name: str, layer: int) -> Experts:
             tensors = f"{name}.input_linear.weight", f"{name}.output_linear.weight"
+            if tensors[0] in load.source:
+                packed = load_stacked_experts(load, tensors, experts, hidden, inner)
+            else:  # of a GGUF file
+                packed = load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner)
             return Experts(
                 load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
-                load_stacked_experts(load, tensors, experts, hidden, inner),
+                packed,
                 top,
                 "chosen",
                 blueprint.activation,

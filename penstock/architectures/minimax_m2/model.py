@@ -44,7 +44,7 @@ class MiniMaxM2Model(TransformerModel):
             head_dim=128,
             default_base=5e6,
             rope_parameters=parameters,
-            partial_rotary=True,
+            partial_rotary=1.0,
             head_norms="together",
             names=_NAMES,
         )

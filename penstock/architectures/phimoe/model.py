@@ -1,0 +1,106 @@
+"""Phi 3.5 MoE (Abdin et al. 2024, arXiv:2404.14219): experts of a sparse mixer, layer norms, and biases.
+
+The sparse mixer is `penstock.kernels.SparseMixer`. LongRoPE has the factor ``short_mscale`` of the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.architectures.decoder import Network
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.kernels import SparseMixer
+from penstock.nn import (
+    BlockParts,
+    Blueprint,
+    DecoderNetwork,
+    Experts,
+    Loader,
+    LoadFeedForward,
+    TensorNames,
+    check_head_dim,
+    layer_norms,
+    load_experts,
+    load_router,
+    num_experts_per_token,
+    rope_values,
+    same_windows,
+)
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class PhimoeModel(TransformerModel):
+    """Phi 3.5 MoE as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        check_head_dim(config)
+        bias = config.flag("attention_bias")
+        return Blueprint.from_huggingface(
+            config,
+            default_base=1e6,
+            rope_parameters=_rope(config),
+            norm_eps=config.number("rms_norm_eps", 1e-5),
+            windows=same_windows(config),
+            qkv_bias=bias,
+            output_bias=bias,
+            names=_NAMES,
+        )
+
+    @classmethod
+    def parts(cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig) -> BlockParts:
+        parts = super().parts(load, blueprint, huggingface_config)
+        return replace(parts, norm=layer_norms(load, blueprint))
+
+    @classmethod
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> Network:
+        blueprint = cls.blueprint(huggingface_config)
+        parts = cls.parts(load, blueprint, huggingface_config)
+        bias = huggingface_config.flag("lm_head_bias")
+        return DecoderNetwork.load(load, blueprint, max_length, parts, head_bias=bias)
+
+    @classmethod
+    def feed_forward(
+        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
+    ) -> LoadFeedForward:
+        config, hidden = huggingface_config, blueprint.hidden
+        experts = config.integer("num_local_experts", 16)
+        top = num_experts_per_token(config, experts, default=2)
+        if top != 2:
+            raise ConfigError("num_experts_per_tok", f"must be 2 in this family, was {top}")
+        routing = SparseMixer(config.number("router_jitter_noise", 0.01))
+        parts = ("w1", "w3", "w2")
+
+        def read(name: str, layer: int) -> Experts:
+            return Experts(
+                load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
+                load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, parts),
+                top,
+                routing,
+                blueprint.activation,
+            )
+
+        return read
+
+
+def _rope(config: HuggingFaceConfig) -> dict[str, object]:
+    """Return the rotary parameters, with ``short_mscale`` as the factor on cosines and sines.
+
+    Raises:
+        ConfigError: the factor differs between short and long sequences.
+    """
+    values = rope_values(config)
+    short, long = values.pop("short_mscale", None), values.pop("long_mscale", None)
+    if short != long:
+        raise ConfigError("rope_scaling.long_mscale", f"must be short_mscale, {short!r}, was {long!r}")
+    if short is not None:
+        values["attention_factor"] = short
+    return values
+
+
+_NAMES = TensorNames(feed_forward="block_sparse_moe")
