@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.architectures.decoder import Network
 from penstock.architectures.transformer import TransformerModel
 from penstock.errors import ConfigError
 from penstock.kernels import ScoreRouting
 from penstock.nn import (
     Blueprint,
+    DecoderNetwork,
     Experts,
     FeedForward,
     GatedMLP,
@@ -54,6 +56,12 @@ class Ernie45MoeModel(TransformerModel):
                 names=_NAMES,
             )
         )
+
+    @classmethod
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> Network:
+        blueprint = cls.blueprint(huggingface_config)
+        parts = cls.parts(load, blueprint, huggingface_config)
+        return DecoderNetwork.load(load, blueprint, max_length, parts, head_bias=blueprint.mlp_bias)
 
     @classmethod
     def feed_forward(
