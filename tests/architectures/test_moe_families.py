@@ -30,7 +30,7 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 5.0, 7.5],
     "short_mscale": 1.24,
     "long_mscale": 1.24,
-    "original_max_position_embeddings": 40,
+    "original_max_position_embeddings": 64,
 }
 
 
@@ -284,6 +284,11 @@ def test_refusals(case: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(family, **changes)))
     with pytest.raises(ConfigError, match=message):
         open_pipeline(tmp_path)
+
+
+def test_phimoe_ends_at_the_original_length(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, config_of("phimoe", rope_scaling=LONGROPE))
+    assert open_pipeline(tmp_path).model.max_seq_len == 64
 
 
 # ---- Llama 4 ----

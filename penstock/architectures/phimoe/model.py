@@ -1,6 +1,7 @@
 """Phi 3.5 MoE (Abdin et al. 2024, arXiv:2404.14219): experts of a sparse mixer, layer norms, and biases.
 
-The sparse mixer is `penstock.kernels.SparseMixer`. LongRoPE has the factor ``short_mscale`` of the file.
+The sparse mixer is `penstock.kernels.SparseMixer`. LongRoPE has the factor ``short_mscale`` of the file. Longer
+sequences than its original length are refused.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PhimoeModel(TransformerModel):
         config = huggingface_config
         check_head_dim(config)
         bias = config.flag("attention_bias")
-        return Blueprint.from_huggingface(
+        blueprint = Blueprint.from_huggingface(
             config,
             default_base=1e6,
             rope_parameters=_rope(config),
@@ -51,6 +52,10 @@ class PhimoeModel(TransformerModel):
             output_bias=bias,
             names=_NAMES,
         )
+        (rotary,) = blueprint.rotaries
+        if rotary.kind != "longrope":
+            return blueprint
+        return replace(blueprint, max_length=min(blueprint.max_length, rotary.max_positions))
 
     @classmethod
     def parts(cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig) -> BlockParts:
