@@ -1,7 +1,7 @@
 """Phi 3.5 MoE (Abdin et al. 2024, arXiv:2404.14219): experts of a sparse mixer, layer norms, and biases.
 
-The sparse mixer is `penstock.kernels.SparseMixer`. LongRoPE has the factor ``short_mscale`` of the file. Longer
-sequences than its original length are refused.
+The sparse mixer is `penstock.kernels.SparseMixer`. LongRoPE has the factor ``short_mscale`` of the file.
+Sequences beyond its original length are refused.
 """
 
 from __future__ import annotations
