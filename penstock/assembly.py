@@ -129,6 +129,8 @@ def memory_of_weights(config: PipelineConfig) -> PrefaultedMemory:
     from penstock.memory import estimate_packed_size
 
     size, device = 0, config.model.devices[0]
+    if config.parallel.is_divided:
+        return PrefaultedMemory(0)
     with suppress(PenstockError):  # the load reports a model that cannot be loaded
         backend = BACKENDS.candidates(device.device_type, config.model.kernels)[0]
         if device.is_host and backend.packs_weights and not config.model.packed_key.file.is_file():
@@ -170,7 +172,11 @@ def load_pipeline(
         registry=catalog.registry,
         prefaulted=prefaulted or PrefaultedMemory(),
     )
-    return task.load_factory()(required)
+    if not config.parallel.is_divided:
+        return task.load_factory()(required)
+    from penstock.ranks import load_divided
+
+    return load_divided(required, task, catalog)
 
 
 def check_checkpoint(config: PipelineConfig) -> Any:
@@ -217,6 +223,8 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
     from penstock.weights.packed_weights import write_packed
 
     ops = _load_ops(config)
+    if config.parallel.is_divided:
+        raise ConfigError("tensor_parallel_size", "a file of packed weights has whole layers: leave it out")
     if not ops.packs_weights:
         raise ConfigError("devices", f"nothing is packed for the {ops.name} kernels: leave out --pack")
     layers, _ = load_packed_layers(config, ops)
@@ -379,4 +387,6 @@ def _as_work(
         add_counts=add_counts,
         pack_pending=pipeline.pack_pending,
         discard_cache=pipeline.discard_cache,
+        sentinel=None if pipeline.processes is None else pipeline.processes.sentinel,
+        check=None if pipeline.processes is None else pipeline.processes.check,
     )

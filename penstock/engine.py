@@ -15,6 +15,8 @@ from penstock.host import limits
 from penstock.host.memory import MemoryReservations, PrefaultedMemory
 
 if TYPE_CHECKING:
+    from penstock.distributed import Shard
+    from penstock.distributed.ranks import Ranks
     from penstock.kernels import Backend, GraphCache, Ops
 
 
@@ -29,6 +31,7 @@ class InferenceSession:
         prefaulted: memory for the weights that models of this session pack.
         deterministic: whether the bits of a row must not depend on the other rows of its batch. Some back
             ends then use slower kernels.
+        ranks: the processes that divide the models of this session; None for one process.
 
     Raises:
         ConfigError: more than one device is given.
@@ -49,6 +52,7 @@ class InferenceSession:
         kernels: str | None = None,
         prefaulted: PrefaultedMemory | None = None,
         deterministic: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         if InferenceSession._process is None:
             InferenceSession._process = os.getpid()
@@ -58,6 +62,7 @@ class InferenceSession:
             raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
         self.use_plans = True
         """False runs every step operation by operation, for comparisons."""
+        self.ranks = ranks
         self.prefaulted = prefaulted or PrefaultedMemory()
         self.reservations = MemoryReservations()
         """Memory for weights of this session's models that are packed later."""
@@ -68,7 +73,7 @@ class InferenceSession:
         self._plans: GraphCache | None = None
         self._plans_of: Ops | None = None
         if num_threads is None:
-            num_threads = _threads_of_limit()
+            num_threads = _threads_of_limit() if ranks is None else threads_of_rank(ranks.world)
         if num_threads is not None:
             import torch
 
@@ -93,6 +98,13 @@ class InferenceSession:
         return sum(
             max(device.stats["free_memory"] - (reserved if device.is_host else 0), 0) for device in devices
         )
+
+    @property
+    def shard(self) -> Shard:
+        """The part of this process in models that several processes divide."""
+        from penstock.distributed import Shard
+
+        return Shard() if self.ranks is None else self.ranks.shard
 
     @property
     def kernels(self) -> str:
@@ -153,6 +165,13 @@ class InferenceSession:
         others = [name for name, owner in self.ops.implementations().items() if owner != self.ops.name]
         without = f" without {', '.join(others)}" if others else ""
         return f"of up to {plans.max_rows} rows{without}"
+
+
+def threads_of_rank(world: int) -> int:
+    """Return the number of threads of each rank, if ``world`` ranks divide the cores."""
+    import torch
+
+    return max((_threads_of_limit() or torch.get_num_threads()) // world, 1)
 
 
 def _threads_of_limit() -> int | None:

@@ -10,7 +10,8 @@
     │       └── UnsupportedSchemaError        keyword, where
     ├── RequestFailedError                    an internal error ended one request
     ├── UnavailableError                      retry_after: no request can be served now
-    │   └── OverloadedError                   the queue is full
+    │   ├── OverloadedError                   the queue is full
+    │   └── RankFailedError                   a process of tensor parallelism has ended
     ├── ConfigError (ValueError)              field
     ├── CheckpointError (ValueError)          path
     │   ├── CheckpointNotFoundError
@@ -137,6 +138,13 @@ class UnavailableError(PenstockError):
 
 class OverloadedError(UnavailableError):
     """The queue is full."""
+
+
+class RankFailedError(UnavailableError):
+    """A process of tensor parallelism has ended or does not respond. The loaded model is lost.
+
+    A server restarts all processes of the model. A program opens the model again.
+    """
 
 
 class ConfigError(PenstockError, ValueError):

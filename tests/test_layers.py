@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COMPOSITION_ROOTS = ("__main__", "assembly", "bench", "cli", "engines", "llm", "testing")
+COMPOSITION_ROOTS = ("__main__", "assembly", "bench", "cli", "engines", "llm", "ranks", "testing")
 """These folders and modules may import anything."""
 LAZY_FACES = ("", "codecs", "kernels", "pipelines")
 """Package ``__init__`` modules that resolve public names on first use; they may name any module."""
@@ -46,7 +46,7 @@ class Row:
 
 _STATE = "pipelines.core kernels driver host"
 _MIDDLE = f"{_STATE} config text media grammar weights kv_cache"
-_SHARED = "kernels nn weights kv_cache config pipelines.core driver host"
+_SHARED = "kernels distributed nn weights kv_cache config pipelines.core driver host"
 _MODELS = f"{_MIDDLE} nn codecs distributed memory lora calibration log_probabilities engine"
 
 TABLE: Mapping[str, Row] = {
@@ -57,9 +57,9 @@ TABLE: Mapping[str, Row] = {
     "host": Row("", "rich", "numpy torch"),
     "driver": Row("host", "numpy", "torch"),
     "pipelines.core": Row("", "numpy msgspec", "torch xgrammar"),
-    "distributed": Row("driver", "torch"),
+    "distributed": Row("kernels driver host", "torch numpy"),
     "kernels": Row("host driver", "torch numpy triton"),
-    "engine": Row("kernels driver host", "torch numpy"),
+    "engine": Row("kernels distributed driver host", "torch numpy"),
     "config": Row(f"{_STATE} text weights", "msgspec"),
     "text": Row(f"{_STATE} weights", "numpy tokenizers jinja2", "transformers"),
     "media": Row(f"{_STATE} config text weights", "numpy msgspec", "PIL soundfile transformers tokenizers"),

@@ -40,6 +40,7 @@ SECTIONS = {
     "structured_output": "Structured output: `PipelineConfig.structured_output`",
     "vision": "Images: `PipelineConfig.vision`",
     "speech": "Speech: `PipelineConfig.speech`",
+    "parallel": "Several processes: `PipelineConfig.parallel`",
     "": "Pipeline: `PipelineConfig`",
 }
 

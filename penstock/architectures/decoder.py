@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.architectures.model import ModelInputs, ModelOutputs
 from penstock.architectures.network_model import NetworkModel
+from penstock.architectures.step_messages import pack_inputs
 from penstock.architectures.step_tensors import (
     eager_reason,
     shape_of,
@@ -71,6 +72,8 @@ class DecoderModel(NetworkModel[TextContext]):
     """A decoder-only transformer over the paged KV cache."""
 
     network: Network
+    is_divisible: ClassVar[bool] = False
+    """Whether all its layers declare which part a rank holds, so that several processes can divide it."""
 
     @classmethod
     @abstractmethod
@@ -96,7 +99,7 @@ class DecoderModel(NetworkModel[TextContext]):
         config = self.kv_cache_config
         spec = self.kv_cache_spec
         assert spec is not None
-        return KVCacheManager(
+        manager = KVCacheManager(
             spec,
             self._num_blocks(available_cache_memory),
             wanted_block_size(self.pipeline_config),
@@ -105,6 +108,9 @@ class DecoderModel(NetworkModel[TextContext]):
             and (spec.shares_prefixes or not self.network.length_dependent),
             adapter_digest=self.lora_manager.digest if self.lora_manager else None,
         )
+        if session.ranks is not None:
+            manager.storage.on_copy = lambda *blocks: self.announce("copy_block", *blocks)
+        return manager
 
     def prepare_initial_token_inputs(
         self,
@@ -181,11 +187,14 @@ class DecoderModel(NetworkModel[TextContext]):
         )
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
-        self.begin_step()
-        results = self._run_compiled(model_inputs)
-        if results is None:
-            with torch.inference_mode():
-                results = self._run_eagerly(model_inputs, self.session.ops)
+        ranks = self.session.ranks
+        if ranks is None:
+            results = self._run(model_inputs)
+        else:
+            if ranks.rank == 0:
+                self.announce("execute", pack_inputs(model_inputs))
+            with ranks.step():
+                results = self._run(model_inputs)
         logits, *states = results
         return ModelOutputs(
             next_token_logits=logits if len(logits) == len(model_inputs.row_offsets) - 1 else None,
@@ -193,6 +202,15 @@ class DecoderModel(NetworkModel[TextContext]):
             logit_offsets=model_inputs.logit_offsets,
             hidden_states=self._requested_rows(states[0], model_inputs.row_offsets) if states else None,
         )
+
+    def _run(self, model_inputs: ModelInputs) -> tuple[Tensor, ...]:
+        """Run the network, as a compiled step if there is one."""
+        self.begin_step()
+        results = self._run_compiled(model_inputs)
+        if results is None:
+            with torch.inference_mode():
+                results = self._run_eagerly(model_inputs, self.session.ops)
+        return results
 
     def _run_compiled(self, model_inputs: ModelInputs) -> tuple[Tensor, ...] | None:
         """Return the results of `_run_eagerly` from a compiled step; None if the step must run eagerly."""
@@ -217,7 +235,9 @@ class DecoderModel(NetworkModel[TextContext]):
         ends: Tensor,  # [B, E]
     ) -> Tensor | None:  # [m, B]
         plans = self.session.plans
-        if plans is None or eager_reason(model_inputs, plans.max_rows) is not None:
+        if plans is None or self.session.ranks is not None:
+            return None
+        if eager_reason(model_inputs, plans.max_rows) is not None:
             return None
         return plans.run_loop(
             self._plan_key(model_inputs, plans),

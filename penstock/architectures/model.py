@@ -25,6 +25,7 @@ from penstock.memory import (
     estimate_adapters_size,
     estimate_weights_size,
     plan_memory,
+    shares_of_rank,
 )
 from penstock.nn import LLAMA_NAMES, ReturnHiddenStates, ReturnLogits, TensorNames
 from penstock.pipelines.core import InputContext, LogProbabilities
@@ -154,8 +155,11 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         self.adapter = adapter or type(self).weights_adapter
         self.return_logits = return_logits
         self.return_hidden_states = return_hidden_states
-        self.kv_cache_spec = self.kv_spec(pipeline_config, self.huggingface_config)
+        spec, shard = self.kv_spec(pipeline_config, self.huggingface_config), session.shard
+        # The ranks plan with the largest part of any rank, so that all have the same blocks.
+        self.kv_cache_spec = spec and (spec if shard.is_whole else spec.with_kv_heads(shard.most_kv_heads))
         self.memory_plan = self._plan_memory()
+        self.kv_cache_spec = spec and (spec if shard.is_whole else spec.with_kv_heads(shard.num_kv_heads))
         self.max_seq_len = self.memory_plan.max_length
         self._weights = weights
 
@@ -186,8 +190,12 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     @property
     def signal_buffers(self) -> list[Tensor]:
-        """Buffers for collectives between several devices; empty for one device."""
-        return []
+        """Buffers for collectives between several devices, one for each rank; empty for one device.
+
+        Also empty if torch.distributed exchanges the tensors: it has its own buffers.
+        """
+        ranks = self.session.ranks
+        return [] if ranks is None else ranks.buffers
 
     @classmethod
     @abstractmethod
@@ -343,11 +351,29 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         private = private_memory.free()
         if private is not None and free >= private and self.pipeline_config.model.packed_key.file.is_file():
             free += weights_size  # mapped from the packed file, which the memory limit does not count
-        return free
+        ranks = self.session.ranks
+        if ranks is None:
+            return free
+        # Ranks on CPUs share the memory of the host.
+        own = free // ranks.world if self.devices[0].is_host else free
+        return ranks.minimum([own])[0]
+
+    def _weights_size_of_rank(self) -> int:
+        """Return the bytes of the loaded weights of the rank that has most; without ranks, of all weights."""
+        config, shard = self.pipeline_config, self.session.shard
+        size = self.estimate_weights_size(config)
+        if shard.is_whole:
+            return size
+        spec = self.kv_spec(config, self.huggingface_config)
+        kv_heads = max(group.kv_heads for group in spec.groups) if spec else 1
+        names = self.tensor_names(self.huggingface_config)
+        share = shares_of_rank(names, shard, kv_heads)
+        whole, own = estimate_weights_size(config, names), estimate_weights_size(config, names, share=share)
+        return size - whole + own
 
     def _plan_memory(self) -> MemoryPlan:
         config, huggingface_config = self.pipeline_config, self.huggingface_config
-        weights_size = self.estimate_weights_size(config)
+        weights_size = self._weights_size_of_rank()
         free_memory = self._free_memory(weights_size)
         encoder_size = self.estimate_encoder_memory(config, huggingface_config)
         plan = plan_memory(

@@ -7,6 +7,7 @@ runs forwards. It calls `begin_step` before each forward.
 from __future__ import annotations
 
 import logging
+import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from penstock.architectures.model import BaseContextType, PipelineModel
 from penstock.calibration import CalibrationNetwork, pack_calibrated
+from penstock.errors import ConfigError
 from penstock.host.heartbeat import beat
 from penstock.host.progress import LoadingProgress
 from penstock.kernels import LazyWeight, Ops, PackedLinear, encoding_named
@@ -51,7 +53,10 @@ class NetworkModel(PipelineModel[BaseContextType]):
         """Read, pack and calibrate the network, and load the adapters."""
         model = self.pipeline_config.model
         ops = self.session.ops
-        store = open_packed(model.packed_key, ops.layout) if ops.packs_weights else None
+        shard = self.session.shard
+        # The file has whole layers.
+        has_store = ops.packs_weights and shard.is_whole
+        store = open_packed(model.packed_key, ops.layout) if has_store else None
         if store is not None or not ops.packs_weights:
             self.session.prefaulted.release()  # no weight will be packed into it
         take_packed = None if store is None else store.take
@@ -64,10 +69,13 @@ class NetworkModel(PipelineModel[BaseContextType]):
             take_packed,
             lazy="all",
             keep_stored=model.keeps_stored_layers,
+            shard=shard,
         )
         network: CalibrationNetwork = self.read(
             self.weights, loader, self.huggingface_config, self.max_seq_len
         )
+        if shard.by_expert and not loader.has_experts:
+            raise ConfigError("expert_parallel", f"{model.name} has no experts: leave it out")
         self.calibrate(self.pipeline_config, network, loader.layers, ops)
         self._lora_manager = self._load_adapters(loader)
         self.lazy_packing = LazyPacking(loader.layers, self.session.reservations)
@@ -153,13 +161,20 @@ class NetworkModel(PipelineModel[BaseContextType]):
 
     def pack_pending(self) -> bool:
         self.session.check_process()
+        self.announce("pack_pending")
         return self.lazy_packing.pack_next()
+
+    def announce(self, method: str, *arguments: Any) -> None:
+        """Make the other ranks call a method, see `penstock.architectures.followers`; only rank 0 does."""
+        ranks = self.session.ranks
+        if ranks is not None and ranks.rank == 0:
+            ranks.send(pickle.dumps((method, arguments), protocol=pickle.HIGHEST_PROTOCOL))
 
     def _load_adapters(self, loader: Loader) -> LoRAManager | None:
         config = self.pipeline_config
         if not config.lora.is_enabled:
             return None
-        return LoRAManager(
+        adapters = LoRAManager(
             config.lora,
             self.adapted_layers(loader),
             self.weights,
@@ -167,7 +182,12 @@ class NetworkModel(PipelineModel[BaseContextType]):
             dtype=loader.dtype,
             device=self.torch_device,
             rename=self.adapter_name,
+            parts=loader.parts,
+            is_leader=self.session.shard.rank == 0,
         )
+        if self.session.ranks is not None:
+            adapters.on_put(lambda slot, matrices: self.announce("put_adapter", slot, dict(matrices)))
+        return adapters
 
     def adapted_layers(self, loader: Loader) -> Mapping[str, PackedLinear]:
         """Return the linear layers that LoRA adapters may change, by name."""

@@ -28,6 +28,7 @@ _GROUPS = {
     "structured_output": "Structured output",
     "vision": "Images",
     "speech": "Speech",
+    "parallel": "Several processes",
     "": "Execution",
 }
 """Section of `PipelineConfig` -> the heading of its flags in ``--help``."""

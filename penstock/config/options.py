@@ -70,6 +70,11 @@ class PipelineOptions(TypedDict, total=False):
     speech_format: str | None
     voice: str | tuple[str, ...] | list[str] | None
     audio_chunk_frames: int | None
+    tensor_parallel_size: int | None
+    expert_parallel: bool | None
+    collective_timeout: float | None
+    collective_transport: str | None
+    pin_ranks: bool | None
     max_batch_size: int | None
     max_batch_input_tokens: int | None
     enable_chunked_prefill: bool | None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config.lora import LoRAConfig
 from penstock.config.model import ModelConfig
+from penstock.config.parallel import ParallelConfig
 from penstock.config.settings import (
     COUNT,
     FLAG,
@@ -111,6 +112,7 @@ class PipelineConfig:
     structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
     speech: SpeechConfig = field(default_factory=SpeechConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     max_batch_size: int | None = setting(
         None,
         COUNT,
@@ -252,6 +254,7 @@ _SECTIONS: Mapping[str, type] = {
     "structured_output": StructuredOutputConfig,
     "vision": VisionConfig,
     "speech": SpeechConfig,
+    "parallel": ParallelConfig,
 }
 
 

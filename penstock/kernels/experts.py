@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.collectives import Collectives
 from penstock.kernels.linear import PackedLinear
 
 
@@ -28,6 +29,13 @@ class PackedExperts:
 
     gate_up: tuple[PackedLinear, ...]  # N of [E] -> [2F]: gates, then ups
     down: tuple[PackedLinear, ...]  # N of [F] -> [E]
+    first: int = 0
+    """The id of the first expert, if ranks divide the experts. Other ids are those of other ranks."""
+    is_part: bool = False
+    """Whether there are ids of other ranks. Their outputs count as 0."""
+    ranks: Collectives | None = None
+    """The ranks whose outputs are to be added; None if this rank has all experts. `Ops.experts` does not add
+    them."""
 
     def slice_names(self) -> Iterator[str]:
         """Return the names of their linears in the checkpoint."""
@@ -35,7 +43,7 @@ class PackedExperts:
 
 
 def grouped_by_expert(
-    topk_ids: Tensor, experts: int, at_most: int
+    topk_ids: Tensor, experts: int, at_most: int, *, skips_others: bool = False
 ) -> Iterator[tuple[Tensor, dict[int, int]]]:
     """Yield the slots of ``topk_ids [T, k]``, counted row by row, in the order of their experts.
 
@@ -43,6 +51,7 @@ def grouped_by_expert(
         topk_ids: ids below ``experts``, distinct in each row.
         experts: number of experts.
         at_most: slots per group.
+        skips_others: whether ids outside 0 to ``experts - 1`` are skipped; they are those of other ranks.
 
     Yields:
         Slots ``[P]``, where slot p belongs to row ``p // k``; and expert id -> its number of slots in this
@@ -50,6 +59,10 @@ def grouped_by_expert(
     """
     flat = topk_ids.flatten()
     order = flat.argsort(stable=True)
+    if skips_others:
+        sorted_ids = flat[order]
+        order = order[(sorted_ids >= 0) & (sorted_ids < experts)]
+        flat = flat[(flat >= 0) & (flat < experts)]
     sizes: dict[int, int] = {}
     start = stop = 0
     for expert, count in enumerate(torch.bincount(flat, minlength=experts).tolist()):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.host.memory import PrefaultedMemory
 from penstock.kernels.activations import XIELU, Activation
+from penstock.kernels.collectives import CollectiveOps
 from penstock.kernels.convolution import ConvolutionOps
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs, SequenceBlocks
@@ -49,7 +50,7 @@ def _no_adapters(arguments: Arguments) -> Arguments:
     return {**arguments, "lora": None}
 
 
-class Ops(ConvolutionOps, RoutingOps):
+class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     """The operations of a back end. An instance holds no state of a step and can serve several models."""
 
     name: str
@@ -320,7 +321,7 @@ class Ops(ConvolutionOps, RoutingOps):
     @operation(
         weights=["packed"],
         simplify=_no_adapters,
-        functions={"experts": CFunction("2q P q P q P q 2P 7q 2d", can_be_long=True)},
+        functions={"experts": CFunction("2q P q P q P q 2P 9q 2d", can_be_long=True)},
     )
     @abstractmethod
     def experts(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from penstock.dtype import DType
 from penstock.errors import ConfigError
@@ -105,6 +106,15 @@ class KVCacheSpec:
         """
         regime = self.regime(length)
         return self.key_limits[regime] - length + 1 if regime < len(self.key_limits) else None
+
+    def with_kv_heads(self, kv_heads: Callable[[int], int]) -> KVCacheSpec:
+        """Return the cache of one rank.
+
+        Args:
+            kv_heads: maps the kv heads of a group to those of the rank.
+        """
+        groups = (replace(group, kv_heads=kv_heads(group.kv_heads)) for group in self.groups)
+        return replace(self, groups=tuple(groups))
 
     @property
     def num_layers(self) -> int:

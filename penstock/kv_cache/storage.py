@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class KVCacheStorage:
         """L tensors ``[2, N, K, S, D]``: keys, then values."""
         self.scales = tuple(scales)
         """L tensors ``[2, N, K, S]`` float32, for layers in int8; None for other layers."""
+        self.on_copy: Callable[[int, int, int], None] = lambda group, source, target: None
+        """Called before a block is copied, with the arguments of `copy_block`."""
 
     def discard(self) -> None:
         """Return the memory of all blocks to the system. They are zero again.
@@ -55,6 +57,7 @@ class KVCacheStorage:
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Copy one block of all layers of a group."""
+        self.on_copy(group, source, target)
         for layer in self._spec.groups[group].layers:
             for tensor in (self.caches[layer], self.scales[layer]):
                 if tensor is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from penstock.errors import CheckpointError, UnsupportedFeatureError, WeightsError
 from penstock.kernels import PackedLinear, encoding_named, unpack_linear
 from penstock.lora.adapter_config import DECODER, AdapterConfig
+from penstock.nn.layer_parts import LayerPart, joined
 from penstock.weights import Weights
 from penstock.weights.safetensors import read_header
 
@@ -36,6 +38,8 @@ Rename = Callable[[str], str | None]
 """Maps the name of a tensor in peft's model to its name in the base model."""
 Layers = Mapping[str, PackedLinear]
 """The linear layers of the base model by their names in the checkpoint. A fused layer has several names."""
+Parts = Mapping[str, LayerPart]
+"""The layers of which this process has a part, if several processes divide the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +60,7 @@ def read_adapter(
     dtype: torch.dtype,
     max_rank: int,
     rename: Rename | None = None,
+    parts: Parts = MappingProxyType({}),
 ) -> Adapter:
     """Return the adapter in a PEFT directory. The whole adapter must be applicable to the base model.
 
@@ -67,6 +72,7 @@ def read_adapter(
         max_rank: the maximum rank.
         rename: maps the name of a tensor in peft's model to its name in the base model, see
             `Weights.renamed`.
+        parts: the layers of which this process has a part. The adapter is read whole.
 
     Raises:
         CheckpointError: the directory or a file in it is missing or damaged.
@@ -89,10 +95,10 @@ def read_adapter(
             f"{config.path} sets this rank for {largest}, and the maximum is {max_rank}: "
             "raise --max-lora-rank",
         )
-    _check_copies(folder, weights, copies, layers, base)
+    _check_copies(folder, weights, copies, layers, base, parts)
     matrices = {}
     for layer in adapted:
-        rank, (out_features, in_features) = config.rank_of(layer), layer_shape(layers, layer)
+        rank, (out_features, in_features) = config.rank_of(layer), whole_shape(layers, layer, parts)
         down = weights.tensor(keys.get((layer, "A"), f"{_PREFIX}{layer}.lora_A.weight"), (rank, in_features))
         up = weights.tensor(keys.get((layer, "B"), f"{_PREFIX}{layer}.lora_B.weight"), (out_features, rank))
         scaled = up.float() * config.scale_of(layer)
@@ -223,7 +229,7 @@ def _refuse_unknown(folder: Path, names: Sequence[str], layers: Sequence[str]) -
 
 
 def _check_copies(
-    folder: Path, weights: Weights, names: Sequence[str], layers: Layers, base: Weights
+    folder: Path, weights: Weights, names: Sequence[str], layers: Layers, base: Weights, parts: Parts
 ) -> None:
     """Check that copies of the base model's tensors equal them.
 
@@ -238,13 +244,16 @@ def _check_copies(
             expected = _unpacked(layers, layer)
         else:
             raise WeightsError(folder, f"{name} is neither part of an adapter nor a tensor of the model")
-        if weights.shape(name) != tuple(expected.shape):
+        is_part = base_name not in base and layer in parts
+        shape = whole_shape(layers, layer, parts) if is_part else tuple(expected.shape)
+        if weights.shape(name) != shape:
             raise UnsupportedFeatureError(
                 f"a resized {base_name}",
-                f"its shape is {list(weights.shape(name))} in {folder} and {list(expected.shape)} "
-                "in the model",
+                f"its shape is {list(weights.shape(name))} in {folder} and {list(shape)} in the model",
             )
-        copy = weights.tensor(name, tuple(expected.shape))
+        copy = weights.tensor(name, shape)
+        if is_part:  # the other ranks compare theirs
+            copy = joined(parts[layer].of_weight(copy))
         is_equal = torch.equal(copy.to(expected.dtype), expected) or torch.equal(
             copy, expected.to(copy.dtype)
         )
@@ -261,8 +270,14 @@ def _part(layers: Layers, layer: str) -> slice:
     return slice(part.start, part.stop)
 
 
+def whole_shape(layers: Layers, layer: str, parts: Parts) -> tuple[int, int]:
+    """Return the output and input sizes of a layer of the base model, in all processes together."""
+    part = parts.get(layer)
+    return layer_shape(layers, layer) if part is None else (part.out_features, part.in_features)
+
+
 def layer_shape(layers: Layers, layer: str) -> tuple[int, int]:
-    """Return the output and input sizes of a layer of the base model."""
+    """Return the output and input sizes that this process has of a layer of the base model."""
     part = _part(layers, layer)
     return part.stop - part.start, layers[layer].in_features
 

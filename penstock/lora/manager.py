@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.config import LoRAConfig
 from penstock.errors import InputError, UnknownModelError
 from penstock.kernels import LoRAInputs
-from penstock.lora.adapter import Adapter, Layers, Rename, read_adapter, warn_base_model_mismatch
+from penstock.lora.adapter import Adapter, Layers, Parts, Rename, read_adapter, warn_base_model_mismatch
 from penstock.lora.slots import AdapterSlots
 from penstock.pipelines.core import InputContext
 from penstock.weights import Weights
@@ -49,6 +51,9 @@ class LoRAManager:
         dtype: the type of the activations.
         device: where the matrices of running adapters are stored.
         rename: see `read_adapter`.
+        parts: the layers of which this process has a part, if several processes divide the model.
+        is_leader: whether this process loads adapters and assigns slots. The other processes take the slots
+            that it assigns.
 
     Raises:
         PenstockError: an adapter of ``config.lora`` cannot be loaded; see `load`.
@@ -64,15 +69,18 @@ class LoRAManager:
         dtype: torch.dtype,
         device: torch.device,
         rename: Rename | None = None,
+        parts: Parts = MappingProxyType({}),
+        is_leader: bool = True,
     ) -> None:
+        self._parts = parts
         self._config, self._layers, self._base, self._rename = config, layers, base, rename
         self._model_names = tuple(model_names)
         self._dtype, self._device = dtype, device
         self._loaded: dict[str, Adapter] = {}
-        self._slots = AdapterSlots(config.max_loras, config.max_lora_rank, layers, dtype, device)
+        self._slots = AdapterSlots(config.max_loras, config.max_lora_rank, layers, dtype, device, parts)
         self._uses: dict[str, _Use] = {}  # by request id
         self._running: Counter[bytes] = Counter()  # digest -> admitted requests that use it
-        for name, path in config.adapters:
+        for name, path in config.adapters if is_leader else ():
             self.load(name, path)
 
     # -- Adapters by name -------------------------------------------------------------------------------
@@ -93,7 +101,7 @@ class LoRAManager:
                 "--max-loaded-loras"
             )
         limits = self._dtype, self._config.max_lora_rank
-        adapter = read_adapter(path, self._layers, self._base, *limits, self._rename)
+        adapter = read_adapter(path, self._layers, self._base, *limits, self._rename, self._parts)
         warn_base_model_mismatch(path, self._model_names[0])
         self._loaded[name] = adapter
 
@@ -185,6 +193,20 @@ class LoRAManager:
         slots = self._slots.assign(adapters, keep=self._running)
         indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in used])
         rows = torch.from_numpy(indices.repeat(counts)).to(self._device)
+        return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
+
+    # -- Slots of other processes -------------------------------------------------------------------------
+
+    def on_put(self, call: Callable[[int, Mapping[str, tuple[Tensor, Tensor]]], None]) -> None:
+        """Call a function before an adapter is put into a slot, with the slot and the whole matrices."""
+        self._slots.on_put = lambda slot, adapter: call(slot, adapter.matrices)
+
+    def put(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Put an adapter that the leader has loaded into the slot that the leader has chosen."""
+        self._slots.put(slot, matrices)
+
+    def inputs_of_rows(self, rows: Tensor) -> LoRAInputs:
+        """Return the adapter inputs of a batch whose rows have these slots, ``[T]``."""
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
     def _use(self, context: InputContext) -> _Use:

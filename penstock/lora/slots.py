@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import count
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from penstock.driver import host_zeros
-from penstock.lora.adapter import Adapter, Layers, layer_shape
+from penstock.lora.adapter import Adapter, Layers, Parts, layer_shape
+from penstock.nn.layer_parts import joined
 
 
 class AdapterSlots:
@@ -24,11 +26,21 @@ class AdapterSlots:
         layers: the linear layers of the base model.
         dtype: the type of the activations.
         device: where the matrices are stored.
+        parts: the layers of which this process has a part. Its slots hold this part of the matrices.
     """
 
     def __init__(
-        self, num_slots: int, max_rank: int, layers: Layers, dtype: torch.dtype, device: torch.device
+        self,
+        num_slots: int,
+        max_rank: int,
+        layers: Layers,
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: Parts = MappingProxyType({}),
     ) -> None:
+        self._parts = parts
+        self.on_put: Callable[[int, Adapter], None] = lambda slot, adapter: None
+        """Called before an adapter is put into a slot."""
         self._max_rank, self._layers, self._dtype, self._device = max_rank, layers, dtype, device
         self._held: list[Adapter | None] = [None] * num_slots
         self._last_used = [0] * num_slots
@@ -71,20 +83,34 @@ class AdapterSlots:
         return min((slot for slot in range(len(self._held)) if slot not in taken), key=cost)
 
     def _put(self, slot: int, adapter: Adapter) -> None:
+        self.on_put(slot, adapter)
+        self.put(slot, adapter.matrices)
+        self._held[slot] = adapter
+
+    def put(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Copy the matrices of an adapter, or this process's part of them, into a slot.
+
+        Args:
+            slot: the number of the slot.
+            matrices: layer -> A ``[r, in]`` and B ``[out, r]`` of the whole layer.
+        """
         for ranks in self.ranks.values():
             ranks[slot] = 0
-        new = [layer for layer in adapter.matrices if layer not in self.matrices]
+        new = [layer for layer in matrices if layer not in self.matrices]
         if new:
             self.matrices = {**self.matrices, **{layer: self._allocate(layer) for layer in new}}
             no_ranks = {layer: host_zeros(len(self._held), torch.int64, self._device) for layer in new}
             self.ranks = {**self.ranks, **no_ranks}
-        for layer, (down, up) in adapter.matrices.items():
+        for layer, (down, up) in matrices.items():
+            part = self._parts.get(layer)
+            if part is not None:  # outputs of B, or inputs of A: then all ranks add their products
+                down = down if part.inputs is None else down[:, part.inputs.start : part.inputs.stop]
+                up = joined(part.of_rows(up))
             all_down, all_up = self.matrices[layer]
             rank = down.shape[0]
             all_down[slot, :rank].copy_(down)
             all_up[slot, :, :rank].copy_(up)
             self.ranks[layer][slot] = rank
-        self._held[slot] = adapter
 
     def _allocate(self, layer: str) -> tuple[Tensor, Tensor]:
         num_slots, rank = len(self._held), self._max_rank

@@ -11,6 +11,7 @@ from penstock.memory.estimates import (
     estimate_weights_size,
 )
 from penstock.memory.plan import MemoryPlan, estimate_kv_cache_size, plan_memory
+from penstock.memory.shares import shares_of_rank
 
 __all__ = [
     "MAX_DRAFT_ROWS",
@@ -22,5 +23,6 @@ __all__ = [
     "estimate_packed_size",
     "estimate_weights_size",
     "plan_memory",
+    "shares_of_rank",
     "wanted_block_size",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,12 @@ _SAMPLING_BYTES = 20
 _MAX_ENCODER_CACHE = 256 * 2**20
 
 
-def estimate_weights_size(pipeline_config: PipelineConfig, names: TensorNames | None = None) -> int:
+def estimate_weights_size(
+    pipeline_config: PipelineConfig,
+    names: TensorNames | None = None,
+    *,
+    share: Callable[[str], float] = lambda name: 1.0,
+) -> int:
     """Return the bytes of the loaded weights, in the encoding that each layer will have.
 
     Linear layers and the output head count as packed. Layers that the model fuses count one by one, so the
@@ -33,11 +38,12 @@ def estimate_weights_size(pipeline_config: PipelineConfig, names: TensorNames | 
     Args:
         pipeline_config: names the checkpoint and the encoding.
         names: the tensor names of the family; by default those of Llama.
+        share: the share of a matrix that counts, by its name; by default all of it.
     """
     names = _names_or_default(names)
     model = pipeline_config.model
     floats = _encoding(pipeline_config).compute_dtype.value
-    size = 0
+    size = 0.0
     for name, header in model.tensor_headers.items():
         role = names.role(name)
         shape = _linear_shape(name, header, names)
@@ -53,18 +59,19 @@ def estimate_weights_size(pipeline_config: PipelineConfig, names: TensorNames | 
                 kind = encoding_named(encoding)
                 encoding = kind.for_layer(layer_role, out_features, in_features)
             kind = encoding_named(encoding)
-            size += prod(experts) * kind.num_bytes(out_features, in_features)
+            size += prod(experts) * kind.num_bytes(out_features, in_features) * share(name)
         elif role != "head":
-            size += _plain_size(header, floats)
+            size += _plain_size(header, floats) * (share(name) if role == "table" else 1)
     kind = _encoding(pipeline_config)
     head_shapes = _head_shapes(pipeline_config, names)
+    table = f"{names.embedding_path}.weight"
     if not any(names.is_embedding(name) for name in model.tensor_headers):  # the table is stored as the head
-        size += sum(prod(shape) for shape in head_shapes) * DType(floats).size_in_bytes
+        size += sum(prod(shape) for shape in head_shapes) * DType(floats).size_in_bytes * share(table)
     stored_head = _stored_head(pipeline_config, names)
     for vocabulary, hidden in head_shapes:
         head = encoding_named(stored_head or kind.for_layer("head", vocabulary, hidden))
-        size += head.num_bytes(vocabulary, hidden)
-    return size
+        size += head.num_bytes(vocabulary, hidden) * share(f"{names.head}.weight")
+    return int(size)
 
 
 def estimate_packed_size(pipeline_config: PipelineConfig) -> int:

@@ -41,6 +41,7 @@ from penstock.nn.decoder import (
     DecoderTrunk,
     LoadBlock,
     ParallelBlock,
+    load_embedding,
 )
 from penstock.nn.embedding import Embedding
 from penstock.nn.encoder import EncoderAttention, PostNormBlock
@@ -56,6 +57,7 @@ from penstock.nn.encoder_heads import (
 from penstock.nn.experts import (
     Experts,
     SharedExperts,
+    expert_part,
     load_correction_bias,
     load_experts,
     load_router,
@@ -125,6 +127,7 @@ __all__ = [
     "activation_named",
     "attentions",
     "check_head_dim",
+    "expert_part",
     "gated_mlps",
     "interleaved",
     "layer_norms",
@@ -133,6 +136,7 @@ __all__ = [
     "load_attention",
     "load_classifier",
     "load_correction_bias",
+    "load_embedding",
     "load_experts",
     "load_router",
     "load_stacked_experts",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
+from penstock.distributed import Part
 from penstock.kernels import StepInputs
 from penstock.nn.attention import Attention
 from penstock.nn.blueprint import Blueprint
 from penstock.nn.loader import Loader
 from penstock.nn.mlp import MLP, GatedMLP
-from penstock.nn.norm import LoadNorm, Norm
+from penstock.nn.norm import GatheredNorm, LoadNorm, Norm, selected
 
 
 class FeedForward(Protocol):
@@ -66,9 +67,11 @@ def plain_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
     up, down = blueprint.names.gate_up[-1], blueprint.names.down
 
     def read(name: str, layer: int) -> MLP:
+        own = load.inner_part(f"{name}.{down}", inner)
+        inputs = None if load.shard.is_whole else own
         return MLP(
-            load.linear(f"{name}.{up}", inner, hidden, bias=bias),
-            load.linear(f"{name}.{down}", hidden, inner, bias=bias),
+            load.linear(f"{name}.{up}", inner, hidden, bias=bias, outputs=load.divided([own])),
+            load.linear(f"{name}.{down}", hidden, inner, bias=bias, inputs=inputs),
             blueprint.activation,
         )
 
@@ -126,34 +129,67 @@ def load_attention(
     norm = norm or rms_norms(load, blueprint)
     hidden, heads, kv_heads, dim = blueprint.hidden, blueprint.heads, blueprint.kv_heads, blueprint.head_dim
     names, sizes = blueprint.names, (heads * dim, kv_heads * dim, kv_heads * dim)
+    part = load.shard.attention(heads, kv_heads)
+    own = (part.heads.times(dim), part.kv_heads.times(dim), part.kv_heads.times(dim))
     value_path, values = f"{name}.{names.values}", None
     if names.values is None:
         parts = {names.qkv[0]: sum(sizes)}
+        starts = (0, sizes[0], sizes[0] + sizes[1])
+        outputs = {names.qkv[0]: [one.shifted(start) for one, start in zip(own, starts, strict=True)]}
     else:
         parts = dict(zip(names.qkv, sizes, strict=True))
+        outputs = {key: [one] for key, one in zip(names.qkv, own, strict=True)}
         if load.has_separate_values(value_path, parts[names.values], hidden):
-            values = load.values(value_path, parts.pop(names.values), hidden, bias=blueprint.qkv_bias)
+            rows = load.divided(outputs.pop(names.values))
+            size = parts.pop(names.values)
+            values = load.values(value_path, size, hidden, bias=blueprint.qkv_bias, outputs=rows)
     rotary = blueprint.rotary_of_layer[layer]
+    divided = {key: load.divided(one) for key, one in outputs.items()}
+    inputs = None if load.shard.is_whole else own[0]
+    sinks = load.tensor(f"{name}.{names.sinks}", heads) if blueprint.sinks else None
     return kind(
-        load.fused(name, parts, hidden, bias=blueprint.qkv_bias),
-        load.linear(f"{name}.{names.output}", hidden, heads * dim, bias=blueprint.output_bias),
+        load.fused(name, parts, hidden, bias=blueprint.qkv_bias, outputs=divided),
+        load.linear(f"{name}.{names.output}", hidden, heads * dim, bias=blueprint.output_bias, inputs=inputs),
         layer,
-        heads,
-        kv_heads,
+        part.heads.size,
+        part.kv_heads.size,
         dim,
         blueprint.attention_scale,
         rotary,
         blueprint.attention_soft_cap,
-        _head_norm(norm, blueprint, f"{name}.{names.query_norm}", heads),
-        _head_norm(norm, blueprint, f"{name}.{names.key_norm}", kv_heads),
-        load.tensor(f"{name}.{names.sinks}", heads) if blueprint.sinks else None,
+        _head_norm(load, norm, blueprint, f"{name}.{names.query_norm}", heads, "heads"),
+        _head_norm(load, norm, blueprint, f"{name}.{names.key_norm}", kv_heads, "kv_heads"),
+        None if sinks is None else sinks[part.heads.start : part.heads.stop].contiguous(),
         values,
         window=blueprint.windows[layer],
         is_interleaved=rotary is not None and blueprint.rotaries[rotary].is_interleaved,
     )
 
 
-def _head_norm(norm: LoadNorm, blueprint: Blueprint, name: str, heads: int) -> Norm | None:
+def _head_norm(
+    load: Loader,
+    read: LoadNorm,
+    blueprint: Blueprint,
+    name: str,
+    heads: int,
+    which: Literal["heads", "kv_heads"],
+) -> Norm | None:
+    """Return the norm of this rank's queries (``heads``) or keys (``kv_heads``), before the rotation."""
     if blueprint.head_norms is None:
         return None
-    return norm(name, blueprint.head_dim * (heads if blueprint.head_norms == "together" else 1))
+    dim = blueprint.head_dim
+    norm = read(name, dim * (heads if blueprint.head_norms == "together" else 1))
+    shard = load.shard
+    if shard.collectives is None:
+        return norm
+    ranks = shard.attention_parts(blueprint.heads, blueprint.kv_heads)
+    parts = [one.heads if which == "heads" else one.kv_heads for one in ranks]
+    if norm.weight.dim() == 2:  # [H, D]: weights for each head
+        return selected(norm, parts[shard.rank : shard.rank + 1])
+    if blueprint.head_norms == "each":
+        return norm
+    parts = [one.times(dim) for one in parts]
+    start = sum(one.size for one in parts[: shard.rank])
+    own = Part(start, start + parts[shard.rank].size)
+    widths = tuple(one.size for one in parts)
+    return GatheredNorm(selected(norm, parts), shard.collectives, widths, own)

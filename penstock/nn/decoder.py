@@ -197,7 +197,7 @@ class DecoderTrunk:
         table = load.table(names.embedding_path, vocabulary, hidden, tied_head=tied_head)
         scale = float(torch.tensor(blueprint.embedding_scale, dtype=load.dtype))
         return DecoderTrunk(
-            Embedding(table, scale),
+            load_embedding(load, table, vocabulary, scale),
             tuple(Rotary(rotary, max_length, load.device) for rotary in blueprint.rotaries),
             tuple(block(layer) for layer in range(blueprint.layers)),
             parts.norm(names.norm_path, hidden),
@@ -253,3 +253,15 @@ class DecoderNetwork(DecoderTrunk):
             blueprint.logit_soft_cap,
         )
         return cls(trunk.embedding, trunk.rotaries, trunk.blocks, trunk.norm, head)
+
+
+def load_embedding(load: Loader, table: Tensor, vocabulary: int, scale: float = 1.0) -> Embedding:
+    """Return the embedding of a table that `Loader.table` has read.
+
+    Args:
+        load: has read the table.
+        table: this rank's rows.
+        vocabulary: V, the number of rows of the whole table.
+        scale: see `Embedding`.
+    """
+    return Embedding(table, scale, load.shard.collectives, load.shard.vocabulary(vocabulary).start)

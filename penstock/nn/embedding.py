@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.kernels import StepInputs
+from penstock.kernels.collectives import Collectives
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
     """``tokens [T] -> [T, E]``. Given embeddings (images, audio) replace the rows of their tokens."""
 
-    table: Tensor  # [V, E]
+    table: Tensor  # [V, E]; a part of its rows if several ranks divide it
     scale: float = 1.0  # applied to rows of the table; given embeddings are already scaled
+    ranks: Collectives | None = None
+    """The ranks that divide the table; None for a whole table."""
+    first: int = 0
+    """The token of the first row of the table."""
 
     def __call__(
         self,
@@ -22,7 +27,10 @@ class Embedding:
         step: StepInputs,
         given: tuple[Tensor, Tensor] | None = None,  # rows [P], values [P, E]
     ) -> Tensor:
-        x = step.ops.embedding(tokens, self.table)
+        if self.ranks is None:
+            x = step.ops.embedding(tokens, self.table)
+        else:
+            x = step.ops.all_reduce(step.ops.embedding_part(tokens, self.table, self.first), self.ranks)
         if self.scale != 1:
             x = step.ops.scale(x, self.scale)
         return x if given is None else step.ops.put_rows(x, *given)

@@ -3,14 +3,17 @@ arXiv:1701.06538)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.distributed import Part
 from penstock.errors import ConfigError
-from penstock.kernels import Gating, PackedExperts, PackedLinear, Routing, StepInputs
+from penstock.kernels import Gating, PackedExperts, Routing, StepInputs
+from penstock.kernels.collectives import Collectives
 from penstock.nn.config_values import ConfigValues
+from penstock.nn.layer_parts import LayerPart, joined
 from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
 from penstock.nn.mlp import GatedMLP
@@ -33,7 +36,8 @@ class Experts:
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
         logits = self.router(step.ops.widen(x) if self.is_wide else x, step)
         topk_weights, topk_ids = step.ops.route(logits, self.top, self.routing, self.bias)
-        return step.ops.experts(x, self.packed, topk_weights, topk_ids, self.gating, lora=step.lora)
+        y = step.ops.experts(x, self.packed, topk_weights, topk_ids, self.gating, lora=step.lora)
+        return y if self.packed.ranks is None else step.ops.all_reduce(y, self.packed.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,21 +128,74 @@ def load_experts(
         inner: F.
         parts: the family's names of an expert's gate, up and down matrix.
     """
+    if f"{name}.gate_up_proj" in load.source:
+        tensors = f"{name}.gate_up_proj", f"{name}.down_proj"
+        names = [tuple(f"{name}.{i}.{part}" for part in parts) for i in range(experts)]
+        return load_stacked_experts(load, tensors, experts, hidden, inner, names=names)
+    held = expert_part(load, experts, inner, f"{name}.0.{parts[2]}")
     gate, up, down = parts
-    if f"{name}.gate_up_proj" not in load.source:
-        return PackedExperts(
-            tuple(
-                load.fused(f"{name}.{i}", {gate: inner, up: inner}, hidden, is_expert=True).packed
-                for i in range(experts)
-            ),
-            tuple(
-                load.linear(f"{name}.{i}.{down}", hidden, inner, is_expert=True).packed
-                for i in range(experts)
-            ),
-        )
-    tensors = f"{name}.gate_up_proj", f"{name}.down_proj"
-    names = [tuple(f"{name}.{i}.{part}" for part in parts) for i in range(experts)]
-    return load_stacked_experts(load, tensors, experts, hidden, inner, names=names)
+    outputs = {gate: held.rows, up: held.rows}
+    for i in held.others(experts):  # those of other ranks
+        for part in parts:
+            shape = (hidden, inner) if part == down else (inner, hidden)
+            load.source.expect(f"{name}.{i}.{part}.weight", shape)
+    gate_ups = (
+        load.fused(f"{name}.{i}", {gate: inner, up: inner}, hidden, is_expert=True, outputs=outputs)
+        for i in held.experts
+    )
+    downs = (
+        load.linear(f"{name}.{i}.{down}", hidden, inner, is_expert=True, inputs=held.inputs)
+        for i in held.experts
+    )
+    return held.packed(gate_ups, downs)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """What a rank holds of the experts of a layer: whole experts, or a part of each."""
+
+    experts: range
+    """The ids of the experts."""
+    inputs: Part | None
+    """The part of F; None for all."""
+    is_part: bool
+    """Whether other ranks hold other experts."""
+    ranks: Collectives | None
+    """The ranks that divide the experts; None for one rank."""
+
+    @property
+    def rows(self) -> tuple[Part, ...]:
+        """The outputs of a gate or up matrix, as of `LayerPart.outputs`."""
+        return () if self.inputs is None else (self.inputs,)
+
+    def others(self, experts: int) -> list[int]:
+        """Return the ids of the experts that other ranks hold."""
+        return [i for i in range(experts) if i not in self.experts]
+
+    def packed(self, gate_ups: Iterable[Linear], downs: Iterable[Linear]) -> PackedExperts:
+        """Return the experts, read in this order."""
+        first = tuple(linear.packed for linear in gate_ups)
+        second = tuple(linear.packed for linear in downs)
+        return PackedExperts(first, second, self.experts.start, self.is_part, self.ranks)
+
+
+def expert_part(load: Loader, experts: int, inner: int, down: str) -> ExpertPart:
+    """Return what this rank holds of the experts of a layer.
+
+    Args:
+        load: has the rank.
+        experts: N.
+        inner: F.
+        down: the name of a down matrix, whose groups of inputs are not cut.
+    """
+    load.has_experts = True
+    ranks = load.shard.collectives
+    if load.shard.is_whole:
+        return ExpertPart(range(experts), None, False, ranks)
+    if load.shard.by_expert:
+        own = load.shard.part(experts, "experts")
+        return ExpertPart(range(own.start, own.stop), None, True, ranks)
+    return ExpertPart(range(experts), load.inner_part(down, inner), False, ranks)
 
 
 def load_stacked_experts(
@@ -163,6 +220,7 @@ def load_stacked_experts(
             adapter finds them.
         transposed: whether the tensors are stored ``[N, E, 2F]`` and ``[N, F, E]``.
     """
+    held = expert_part(load, experts, inner, tensors[1])
 
     def read(tensor: str, out_features: int, in_features: int) -> Sequence[Tensor]:
         if transposed:
@@ -170,16 +228,25 @@ def load_stacked_experts(
             return [matrix.T for matrix in matrices]
         return list(load.source.tensor(tensor, (experts, out_features, in_features)))
 
-    def pack(weight: Tensor, parts: Mapping[str, int]) -> PackedLinear:
-        return load.pack(weight, parts, is_expert=True).packed
+    gate_ups, downs = read(tensors[0], 2 * inner, hidden), read(tensors[1], hidden, inner)
 
-    own = names or [()] * experts
-    gate_ups = [dict.fromkeys(one[:2], inner) for one in own]
-    downs = [dict.fromkeys(one[2:], hidden) for one in own]
-    packed = PackedExperts(
-        tuple(map(pack, read(tensors[0], 2 * inner, hidden), gate_ups)),
-        tuple(map(pack, read(tensors[1], hidden, inner), downs)),
-    )
+    def pack(weight: Tensor, keys: Sequence[str], part: LayerPart) -> Linear:
+        divided = None if held.inputs is None else dict.fromkeys(keys, part)
+        return load.pack(weight, dict.fromkeys(keys, part.out_features), is_expert=True, held=divided)
+
+    def gate_up(i: int) -> Linear:
+        weight, part = gate_ups[i], LayerPart(inner, hidden, held.rows)
+        if held.inputs is not None:
+            pair = (held.inputs, held.inputs.shifted(inner))
+            weight = joined(LayerPart(2 * inner, hidden, pair).of_rows(weight))
+        return pack(weight, names[i][:2] if names else (), part)
+
+    def down(i: int) -> Linear:
+        part = LayerPart(hidden, inner, (), held.inputs)
+        (weight,) = part.of_weight(downs[i])
+        return pack(weight, names[i][2:] if names else (), part)
+
+    packed = held.packed((gate_up(i) for i in held.experts), (down(i) for i in held.experts))
     for tensor in tensors:
         load.source.release(tensor)
     return packed

@@ -7,13 +7,27 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.kernels import PackedLinear, StepInputs
+from penstock.kernels.collectives import Collectives
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """``x [T, in] -> [T, out]``."""
+    """``x [T, in] -> [T, out]``.
+
+    A rank of a divided layer holds some of the outputs (column-parallel) or some of the inputs
+    (row-parallel). The products of the latter are parts of a sum.
+    """
 
     packed: PackedLinear
+    sum_over: Collectives | None = None
+    """The ranks whose outputs are added; None if this rank has all inputs."""
+    gather_over: Collectives | None = None
+    """The ranks whose outputs are put side by side; None if this rank's outputs stay here."""
+    widths: tuple[int, ...] = ()
+    """The number of outputs of each rank, to gather them."""
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
-        return step.ops.linear(x, self.packed, lora=step.lora)
+        y = step.ops.linear(x, self.packed, lora=step.lora)
+        if self.sum_over is not None:
+            return step.ops.all_reduce(y, self.sum_over)
+        return y if self.gather_over is None else step.ops.all_gather(y, self.gather_over, self.widths)

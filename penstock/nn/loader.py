@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from penstock.distributed import Part, Shard
+from penstock.distributed.shard import sizes
 from penstock.dtype import DType
 from penstock.kernels import LazyWeight, LinearSlice, Ops, PackedLinear, encoding_named
 from penstock.kernels.reference import ReferenceOps
+from penstock.nn.layer_parts import LayerPart, WeightContent, common_encoding, joined, read_parts
 from penstock.nn.linear import Linear
 from penstock.nn.norm import LayerNorm, RMSNorm
-from penstock.nn.tensor_source import TensorSource
-
-_logger = logging.getLogger(__name__)
-
-
-TakePacked = Callable[[str, tuple[int, int], Tensor | None, Sequence[LinearSlice]], PackedLinear | None]
-"""Given encoding, ``(out, in)``, bias and slices, returns the next layer of the load, or None if it was not
-packed before."""
-
-Deferred = Literal["none", "calibrated", "all"]
-"""Layers whose packing is deferred: none, those that need calibration, or all that can be."""
-
-_Weight = Sequence[Tensor] | Mapping[str, Tensor]
-"""Parts of a weight ``[out, in]`` in floats, or the tensors of `LinearEncoding.pack`."""
+from penstock.nn.tensor_source import Deferred, TakePacked, TensorSource
 
 
 class Loader:
@@ -44,6 +33,7 @@ class Loader:
             floats stay floats. The output head is the exception: `LinearEncoding.for_layer` decides.
         is_uniform: whether all linear layers have the encoding of the model. The output head has the type of
             the activations then.
+        shard: the rank whose parts of divided layers are read; by default the only rank.
     """
 
     def __init__(
@@ -57,8 +47,10 @@ class Loader:
         lazy: Deferred = "none",
         keep_stored: bool = False,
         is_uniform: bool = False,
+        shard: Shard | None = None,
     ) -> None:
         self.source = source
+        self.shard = shard or Shard()
         self.encoding = encoding
         self.device = device
         self._kind = encoding_named(encoding)
@@ -71,6 +63,10 @@ class Loader:
         """The type of activations and of all weights that are not packed."""
         self.layers: list[PackedLinear] = []
         """All linear layers read so far, in order."""
+        self.parts: dict[str, LayerPart] = {}
+        """The parts of the layers that ranks divide, by their names in the checkpoint."""
+        self.has_experts = False
+        """Whether layers of experts were read."""
 
     @property
     def linears(self) -> dict[str, PackedLinear]:
@@ -109,9 +105,23 @@ class Loader:
         bias: bool = False,
         transposed: bool = False,
         is_expert: bool = False,
+        outputs: Sequence[Part] = (),
+        inputs: Part | None = None,
     ) -> Linear:
-        """Return the linear layer called ``name``; ``transposed`` if its weight is stored ``[in, out]``."""
-        return self._read({name: out_features}, in_features, bias, transposed=transposed, is_expert=is_expert)
+        """Return the linear layer called ``name``.
+
+        Args:
+            name: the name of the layer in the checkpoint.
+            out_features: outputs of the whole layer.
+            in_features: inputs of the whole layer.
+            bias: whether it has a bias.
+            transposed: whether its weight is stored ``[in, out]``.
+            is_expert: whether the layer is one expert of many. The caller adds the outputs of all ranks.
+            outputs: the outputs of this rank, if the layer is column-parallel.
+            inputs: the inputs of this rank, if the layer is row-parallel. The outputs of all ranks are added.
+        """
+        part = LayerPart(out_features, in_features, tuple(outputs), inputs)
+        return self._read({name: part}, bias, transposed=transposed, is_expert=is_expert)
 
     def fused(
         self,
@@ -121,10 +131,47 @@ class Loader:
         *,
         bias: bool = False,
         is_expert: bool = False,
+        outputs: Mapping[str, Sequence[Part]] | None = None,
     ) -> Linear:
-        """Return several layers of one input as one layer; ``parts`` maps their names to output sizes."""
-        named = {f"{prefix}.{part}": size for part, size in parts.items()}
-        return self._read(named, in_features, bias, is_expert=is_expert)
+        """Return several layers of one input as one layer.
+
+        Args:
+            prefix: the common start of their names.
+            parts: their names and output sizes.
+            in_features: inputs of all of them.
+            bias: whether they have biases.
+            is_expert: whether they belong to one expert of many.
+            outputs: the outputs of this rank by name, if the layers are column-parallel.
+        """
+        own = outputs or {}
+        named = {
+            f"{prefix}.{part}": LayerPart(size, in_features, tuple(own.get(part, ())))
+            for part, size in parts.items()
+        }
+        return self._read(named, bias, is_expert=is_expert)
+
+    def divided(self, outputs: Sequence[Part]) -> Sequence[Part]:
+        """Return ``outputs``, or nothing, which stands for all, if there is one rank."""
+        return () if self.shard.is_whole else outputs
+
+    def inner_part(self, name: str, size: int) -> Part:
+        """Return this rank's part of the dimension between two layers.
+
+        Groups of inputs of the second layer that share a scale are not cut.
+
+        Args:
+            name: the name of the second layer, which is row-parallel.
+            size: the whole dimension.
+
+        Raises:
+            ConfigError: there are fewer groups than ranks.
+        """
+        stored = self.source.stored_encoding(f"{name}.weight")
+        kind = self._kind if stored is None else encoding_named(stored)
+        unit = kind.group_size or 1
+        if stored is None and size < unit * self.shard.world:
+            unit = 1  # the weight is packed after it is cut
+        return self.shard.part(size, f"inputs of {name}", unit)
 
     def has_separate_values(self, name: str, out_features: int, in_features: int) -> bool:
         """Return whether attention's values cannot be fused with queries and keys.
@@ -138,20 +185,31 @@ class Loader:
             and self.source.stored_encoding(f"{name}.weight") != self.encoding
         )
 
-    def values(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> Linear:
+    def values(
+        self,
+        name: str,
+        out_features: int,
+        in_features: int,
+        *,
+        bias: bool = False,
+        outputs: Sequence[Part] = (),
+    ) -> Linear:
         """Return the layer of attention's values called ``name``, in the encoding of values."""
         encoding = self._kind.for_layer("values", out_features, in_features)
-        return self._read({name: out_features}, in_features, bias, encoding=encoding)
+        part = LayerPart(out_features, in_features, tuple(outputs))
+        return self._read({name: part}, bias, encoding=encoding)
 
     def table(self, name: str, vocabulary: int, hidden: int, *, tied_head: str | None = None) -> Tensor:
-        """Return the embedding table ``[V, E]`` called ``name``.
+        """Return this rank's rows of the embedding table ``[V, E]`` called ``name``.
 
         A checkpoint that ties the table to the head may store both as ``tied_head`` only.
         """
         weight = f"{name}.weight"
         if tied_head is not None and weight not in self.source and f"{tied_head}.weight" in self.source:
             weight = f"{tied_head}.weight"
-        return self.tensor(weight, vocabulary, hidden)
+        own = self.shard.vocabulary(vocabulary)
+        rows = self.source.tensor(weight, (vocabulary, hidden))[own.start : own.stop]
+        return rows.to(self.device, self.dtype)
 
     def head(
         self,
@@ -176,12 +234,18 @@ class Loader:
         encoding = self._kind.for_layer("head", vocabulary, hidden)
         if self._is_uniform:
             encoding = self._kind.compute_dtype.value
-        parts = {name: vocabulary}
-        offset = self.source.tensor(f"{name}.bias", (vocabulary,)) if bias else None
+        own = () if self.shard.is_whole else (self.shard.vocabulary(vocabulary),)
+        parts = {name: LayerPart(vocabulary, hidden, own)}
+        offset = self._bias(parts) if bias else None
         if tied_to is None or f"{name}.weight" in self.source:
             stored = self.source.stored_encoding(f"{name}.weight") if self._keep_stored else None
-            return self._named(parts, hidden, offset, stored or encoding)
-        return self._layer(parts, (vocabulary, hidden), offset, encoding, lambda: [tied_to], is_mapped=True)
+            packed = self._named(parts, offset, stored or encoding)
+        else:
+            packed = self._layer(parts, offset, encoding, lambda: [tied_to], is_mapped=True)
+        if self.shard.is_whole:
+            return Linear(packed)
+        widths = sizes(self.shard.vocabulary_parts(vocabulary))
+        return Linear(packed, gather_over=self.shard.collectives, widths=widths)
 
     def pack(
         self,
@@ -192,6 +256,7 @@ class Loader:
         plain: bool = False,
         is_wide: bool = False,
         is_expert: bool = False,
+        held: Mapping[str, LayerPart] | None = None,
     ) -> Linear:
         """Return the layer of a weight ``[out, in]`` that the caller has read.
 
@@ -202,8 +267,13 @@ class Loader:
             plain: whether to keep the weight in the type of the activations, for every encoding.
             is_wide: whether to keep the weight in float32, for activations in float32.
             is_expert: whether the layer is one expert of many.
+            held: the parts that this rank has of divided layers, by the names in ``parts``.
         """
         out_features, in_features = weight.shape
+        named = {name: LayerPart(size, in_features) for name, size in parts.items()} | dict(held or {})
+        if held:
+            out_features = sum(part.out_features for part in named.values())
+            in_features = max(part.in_features for part in named.values())
         if is_wide:
             encoding = DType.float32.value
         elif plain or self._keep_stored:
@@ -212,142 +282,115 @@ class Loader:
             encoding = self.encoding
         else:
             encoding = self._kind.for_layer("expert" if is_expert else "linear", out_features, in_features)
-        return self._layer(parts, (out_features, in_features), bias, encoding, lambda: [weight])
+        return Linear(self._layer(named, bias, encoding, lambda: [weight], shape=tuple(weight.shape)))
 
     def _read(
         self,
-        parts: Mapping[str, int],
-        in_features: int,
+        parts: Mapping[str, LayerPart],
         bias: bool,
         *,
         transposed: bool = False,
         is_expert: bool = False,
         encoding: str | None = None,
     ) -> Linear:
-        biases = [self.source.tensor(f"{name}.bias", (size,)) for name, size in parts.items()] if bias else []
-        offset: Tensor | None = None
-        if biases and biases[0].is_meta:  # torch.cat of meta tensors imports torch._dynamo
-            offset = torch.empty(sum(parts.values()), dtype=biases[0].dtype, device="meta")
-        elif biases:
-            offset = torch.cat(biases)
+        first = next(iter(parts.values()))
+        offset = self._bias(parts) if bias else None
         encoding = encoding or self.encoding
         if self._keep_stored:
-            encoding = self._common_encoding(parts) or self._kind.compute_dtype.value
+            floats = self._kind.compute_dtype.value
+            encoding = common_encoding(self.source, parts, floats) or floats
         elif not self._is_uniform and not any(
             self.source.stored_encoding(f"{name}.weight") == encoding for name in parts
         ):
             role: Literal["expert", "linear"] = "expert" if is_expert else "linear"
-            encoding = encoding_named(encoding).for_layer(role, sum(parts.values()), in_features)
-        return self._named(parts, in_features, offset, encoding, transposed=transposed)
+            out_features = sum(part.out_features for part in parts.values())
+            encoding = encoding_named(encoding).for_layer(role, out_features, first.in_features)
+        packed = self._named(parts, offset, encoding, transposed=transposed)
+        is_sum = first.inputs is not None and not is_expert
+        return Linear(packed, sum_over=self.shard.collectives if is_sum else None)
 
-    def _common_encoding(self, parts: Iterable[str]) -> str | None:
-        """Return the encoding in which all parts are stored; None if they differ or are floats."""
-        stored = {self.source.stored_encoding(f"{name}.weight") for name in parts}
-        if len(stored) > 1:
-            _logger.warning(
-                "%s are one layer but stored as %s: they are widened to %s",
-                ", ".join(parts),
-                " and ".join(sorted(name or "floats" for name in stored)),
-                self._kind.compute_dtype.value,
-            )
-        return stored.pop() if len(stored) == 1 else None
+    def _bias(self, parts: Mapping[str, LayerPart]) -> Tensor | None:
+        """Return the biases of this rank's outputs. Of a row-parallel layer, rank 0 adds the bias."""
+        biases = []
+        for name, part in parts.items():
+            if part.inputs is not None and self.shard.rank:
+                self.source.expect(f"{name}.bias", (part.out_features,))
+            else:
+                biases += part.of_rows(self.source.tensor(f"{name}.bias", (part.out_features,)))
+        return joined(biases) if biases else None
 
     def _named(
         self,
-        parts: Mapping[str, int],
-        in_features: int,
+        parts: Mapping[str, LayerPart],
         bias: Tensor | None,
         encoding: str,
         *,
         transposed: bool = False,
-    ) -> Linear:
+    ) -> PackedLinear:
         """Return a layer whose weight the source stores under the names of its parts."""
 
-        def read() -> _Weight:
-            return self._read_parts(parts, in_features, encoding, transposed)
+        def read() -> WeightContent:
+            return read_parts(self.source, parts, encoding, transposed=transposed)
 
         def skip() -> None:
-            for name, size in parts.items():
-                shape = (in_features, size) if transposed else (size, in_features)
-                self.source.expect(f"{name}.weight", shape)
+            for name, part in parts.items():
+                shape = (part.out_features, part.in_features)
+                self.source.expect(f"{name}.weight", shape[::-1] if transposed else shape)
 
         def release() -> None:
             for name in parts:
                 self.source.release(f"{name}.weight")
 
-        shape = (sum(parts.values()), in_features)
         is_mapped = all(self.source.is_mapped(f"{name}.weight") for name in parts)
-        linear = self._layer(parts, shape, bias, encoding, read, skip, is_mapped=is_mapped)
-        tensors = linear.packed.tensors
-        if isinstance(tensors, LazyWeight):
-            tensors.release = release
+        packed = self._layer(parts, bias, encoding, read, skip, is_mapped=is_mapped)
+        if isinstance(packed.tensors, LazyWeight):
+            packed.tensors.release = release
         else:
             release()
-        return linear
-
-    def _read_parts(
-        self, parts: Mapping[str, int], in_features: int, encoding: str, transposed: bool
-    ) -> _Weight:
-        """Return the floats of all parts, or their packed rows if the source stores any part in the encoding.
-
-        In the second case the other parts are packed here.
-        """
-        found = [
-            self._read_part(f"{name}.weight", (size, in_features), encoding, transposed)
-            for name, size in parts.items()
-        ]
-        floats = [part for part in found if isinstance(part, Tensor)]
-        if len(floats) == len(found):
-            return floats
-        pack = encoding_named(encoding).pack
-        rows = [pack(part) if isinstance(part, Tensor) else part for part in found]
-        return {key: torch.cat([part[key] for part in rows]) for key in rows[0]}
-
-    def _read_part(
-        self, name: str, shape: tuple[int, int], encoding: str, transposed: bool
-    ) -> Tensor | Mapping[str, Tensor]:
-        """Return the packed rows of a weight if they are stored in the encoding, otherwise its floats."""
-        if self.source.stored_encoding(name) == encoding:
-            stored, tensors = self.source.read_linear(name, shape, transposed=transposed)
-            return tensors if stored == encoding else tensors["weight"]
-        floats = self.source.tensor(name, shape[::-1] if transposed else shape)
-        return floats.T if transposed else floats
+        return packed
 
     def _layer(
         self,
-        parts: Mapping[str, int],
-        shape: tuple[int, int],  # [out, in]
+        parts: Mapping[str, LayerPart],
         bias: Tensor | None,
         encoding: str,
-        read: Callable[[], _Weight],
+        read: Callable[[], WeightContent],
         skip: Callable[[], None] = lambda: None,
         *,
         is_mapped: bool = False,
-    ) -> Linear:
+        shape: tuple[int, ...] | None = None,
+    ) -> PackedLinear:
         """Return the next layer of the load.
 
         Args:
-            parts: names and sizes of the outputs, in order.
-            shape: ``(out, in)``.
+            parts: names and parts of the outputs, in order.
             bias: ``[out]``.
             encoding: the encoding of the layer.
             read: reads the weight. It is not called if the layer was packed before.
             skip: called instead of ``read``, to check the weight without reading it.
             is_mapped: whether the weight stays in memory after the load, so that packing can be deferred.
+            shape: ``(out, in)`` of this rank's part; by default the sum of ``parts``.
         """
         slices, start = [], 0
-        for name, size in parts.items():
-            slices.append(LinearSlice(name, start, start + size))
-            start += size
+        for name, part in parts.items():
+            slices.append(LinearSlice(name, start, start + part.size))
+            start += part.size
+            if part.outputs or part.inputs is not None:
+                self.parts[name] = part
+        out_features, in_features = shape or (start, next(iter(parts.values())).num_inputs)
         if bias is not None:
             bias = bias.to(self.device)
-        packed = self._take_packed(encoding, shape, bias, slices) if self._take_packed else None
+        packed = (
+            self._take_packed(encoding, (out_features, in_features), bias, slices)
+            if self._take_packed
+            else None
+        )
         if packed is not None:
             skip()
         else:
             packed = self._pack(read(), bias, slices, encoding, is_mapped and self._is_deferred(encoding))
         self.layers.append(packed)
-        return Linear(packed)
+        return packed
 
     def _is_deferred(self, encoding: str) -> bool:
         """Return whether mapped weights in this encoding are packed later."""
@@ -360,7 +403,7 @@ class Loader:
 
     def _pack(
         self,
-        weight: _Weight,
+        weight: WeightContent,
         bias: Tensor | None,
         slices: Sequence[LinearSlice],
         encoding: str,

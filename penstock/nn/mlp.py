@@ -57,10 +57,16 @@ class GatedMLP:
             gate_up: the names of gate and up matrix, or one name if the checkpoint stores them as one.
             down: the name of the down matrix.
         """
-        parts = {gate_up[0]: 2 * inner} if len(gate_up) == 1 else dict.fromkeys(gate_up, inner)
+        own = load.inner_part(f"{name}.{down}", inner)
+        if len(gate_up) == 1:
+            parts, outputs = {gate_up[0]: 2 * inner}, {gate_up[0]: [own, own.shifted(inner)]}
+        else:
+            parts, outputs = dict.fromkeys(gate_up, inner), {part: [own] for part in gate_up}
+        divided = {part: load.divided(rows) for part, rows in outputs.items()}
+        inputs = None if load.shard.is_whole else own
         return cls(
-            load.fused(name, parts, hidden, bias=bias),
-            load.linear(f"{name}.{down}", hidden, inner, bias=bias),
+            load.fused(name, parts, hidden, bias=bias, outputs=divided),
+            load.linear(f"{name}.{down}", hidden, inner, bias=bias, inputs=inputs),
             activation,
         )
 

@@ -3,13 +3,17 @@ variance (Ba et al. 2016, arXiv:1607.06450)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
+from penstock.distributed import Part
+from penstock.errors import ConfigError
 from penstock.kernels import StepInputs
+from penstock.kernels.collectives import Collectives
 
 
 class Norm(Protocol):
@@ -66,3 +70,50 @@ class LayerNorm:
         if residual is None:
             return self(x, step), x
         return step.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredNorm:
+    """A norm over rows of which each rank has a part.
+
+    The rows are gathered, because the mean is over all ranks. Heads that several ranks hold are in the
+    gathered rows several times, all equally often, so that the mean is the same.
+    """
+
+    norm: Norm  # of the gathered rows
+    ranks: Collectives
+    widths: tuple[int, ...]  # of each rank
+    part: Part  # of this rank in the gathered rows
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights of all ranks, side by side."""
+        return self.norm.weight
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
+        gathered = self.norm(step.ops.all_gather(x, self.ranks, self.widths), step)
+        return gathered[:, self.part.start : self.part.stop]
+
+    def add(self, x: Tensor, residual: Tensor | None, step: StepInputs) -> tuple[Tensor, Tensor]:
+        """Return ``(norm(x + residual), x + residual)``."""
+        total = x if residual is None else step.ops.add(x, residual)
+        return self(total, step), total
+
+
+def selected(norm: Norm, parts: Sequence[Part]) -> Norm:
+    """Return a norm with these parts of the weights of another, one after the other.
+
+    Raises:
+        ConfigError: the weights of this kind of norm cannot be divided.
+    """
+
+    def of(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor[part.start : part.stop] for part in parts])
+
+    if isinstance(norm, RMSNorm):
+        return RMSNorm(of(norm.weight), norm.eps)
+    if isinstance(norm, LayerNorm):
+        return LayerNorm(of(norm.weight), of(norm.bias), norm.eps)
+    raise ConfigError(
+        "tensor_parallel_size", f"{type(norm).__name__} of heads cannot be divided: leave it out"
+    )

@@ -1,11 +1,20 @@
-"""`TensorSource`: where a `Loader` reads tensors from."""
+"""Where the loader gets tensors from: `TensorSource`, and layers that were packed before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
 
 from torch import Tensor
+
+from penstock.kernels import LinearSlice, PackedLinear
+
+TakePacked = Callable[[str, tuple[int, int], Tensor | None, Sequence[LinearSlice]], PackedLinear | None]
+"""Given encoding, ``(out, in)``, bias and slices, returns the next layer of the load, or None if it was not
+packed before."""
+
+Deferred = Literal["none", "calibrated", "all"]
+"""Layers whose packing is deferred: none, those that need calibration, or all that can be."""
 
 
 class TensorSource(Protocol):

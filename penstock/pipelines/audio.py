@@ -24,8 +24,6 @@ import numpy.typing as npt
 import torch
 
 from penstock.codecs import CODECS, AudioCodec, CodecChunk, CodecRegistry, SupportedCodec, load_codec
-from penstock.driver import load_devices
-from penstock.engine import InferenceSession
 from penstock.errors import ConfigError, InputError, RequestFailedError
 from penstock.kv_cache import ReservedBatch
 from penstock.pipelines.core import (
@@ -79,13 +77,7 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
     config = required.config
-    session = InferenceSession(
-        load_devices(config.model.devices),
-        num_threads=config.num_threads,
-        kernels=config.model.kernels,
-        prefaulted=required.prefaulted,
-        deterministic=config.deterministic,
-    )
+    session = required.open_session()
     form = required.tokenizer.speech_format
     folder = codec_folder(config, form)
     record = codecs.detect(read_json_object(folder / "config.json"), folder)

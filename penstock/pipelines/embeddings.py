@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.architectures.encoder import EncoderModel
-from penstock.driver import load_devices
-from penstock.engine import InferenceSession
 from penstock.errors import UnsupportedFeatureError
 from penstock.kernels import StepInputs
 from penstock.pipelines.core import (
@@ -47,14 +45,7 @@ def create_embeddings(required: PipelineRequirements) -> EmbeddingsPipeline:
         InsufficientMemoryError: the weights do not fit.
     """
     config = required.config
-    session = InferenceSession(
-        load_devices(config.model.devices),
-        num_threads=config.num_threads,
-        kernels=config.model.kernels,
-        prefaulted=required.prefaulted,
-        deterministic=config.deterministic,
-    )
-    model = required.architecture.load_pipeline_model()(config, session)
+    model = required.architecture.load_pipeline_model()(config, required.open_session())
     return EmbeddingsPipeline(model, config.model.embedding_layout, config.model.trained_dimensions)
 
 

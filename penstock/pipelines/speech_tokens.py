@@ -34,8 +34,9 @@ def create_speech_tokens(
     form = required.tokenizer.speech_format
     pipeline = create_text_pipeline(
         required,
-        partial(SpeechTokenGenerationPipeline, codes=form.codes, session=session),
+        partial(SpeechTokenGenerationPipeline, codes=form.codes),
         form.end_token_ids[0],
+        session,
     )
     assert isinstance(pipeline, SpeechTokenGenerationPipeline)
     return pipeline

@@ -12,6 +12,7 @@ from penstock.pipelines.core import InputContext, PipelineTask, VoicePrompt, con
 from penstock.pipelines.core.interfaces import PipelineOutput
 
 if TYPE_CHECKING:
+    from penstock.distributed.processes import RankProcesses
     from penstock.engine import InferenceSession
     from penstock.lora import LoRAManager
     from penstock.memory import MemoryPlan
@@ -50,6 +51,8 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         self.failures: dict[str, PenstockError] = {}
         """The errors of requests that ended in `execute` without an output. The caller of `execute` removes
         an entry when it has answered the request, and releases the context."""
+        self.processes: RankProcesses | None = None
+        """The processes of the other ranks; None for one process. `close` ends them."""
 
     @abstractmethod
     def execute(self, batch: Mapping[str, ContextT], num_steps: int = 1) -> dict[str, OutputT]:
@@ -135,4 +138,6 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         return False
 
     def close(self) -> None:
-        """Stop threads that the pipeline started."""
+        """Stop threads that the pipeline started, and the other ranks of its model."""
+        if self.processes is not None:
+            self.processes.close()

@@ -28,6 +28,8 @@ from penstock.pipelines.core.interfaces import PipelineOutput
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
+    from penstock.distributed.ranks import Ranks
+    from penstock.engine import InferenceSession
     from penstock.pipelines.task_pipeline import TaskPipeline
 
 
@@ -44,6 +46,23 @@ class PipelineRequirements:
     """Where the architecture of another checkpoint is found, such as that of a draft model."""
     prefaulted: PrefaultedMemory = field(default_factory=PrefaultedMemory)
     """Memory for the packed weights of the model; given to its `penstock.engine.InferenceSession`."""
+    ranks: Ranks | None = None
+    """The processes that divide the model; None for one process."""
+
+    def open_session(self) -> InferenceSession:
+        """Return the session of the model: devices, kernels, threads and ranks."""
+        from penstock.driver import load_devices
+        from penstock.engine import InferenceSession
+
+        model = self.config.model
+        return InferenceSession(
+            load_devices(model.devices[:1]) if self.ranks else load_devices(model.devices),
+            num_threads=self.config.num_threads,
+            kernels=model.kernels,
+            prefaulted=self.prefaulted,
+            deterministic=self.config.deterministic,
+            ranks=self.ranks,
+        )
 
 
 PipelineFactory: TypeAlias = "Callable[[PipelineRequirements], TaskPipeline[Any, Any]]"

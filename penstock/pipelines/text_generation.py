@@ -259,9 +259,10 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         return self.grammars is not None and self.grammars.is_available
 
     def close(self) -> None:
-        """Stop the threads that compile grammars."""
+        """Stop the threads that compile grammars, and the other ranks."""
         if self.grammars is not None:
             self.grammars.close()
+        super().close()
 
     def pack_pending(self) -> bool:
         """Pack the next lazily packed weight, see `PipelineModel.pack_pending`."""

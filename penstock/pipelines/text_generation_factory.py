@@ -33,7 +33,10 @@ def create_text_generation(required: PipelineRequirements) -> TextGenerationPipe
 
 
 def create_text_pipeline(
-    required: PipelineRequirements, kind: Callable[..., TextGenerationPipeline], eos: int | None
+    required: PipelineRequirements,
+    kind: Callable[..., TextGenerationPipeline],
+    eos: int | None,
+    session: InferenceSession | None = None,
 ) -> TextGenerationPipeline:
     """Load the model and return a pipeline of a kind, with the configured speculation.
 
@@ -41,11 +44,13 @@ def create_text_pipeline(
         required: what the pipeline is made from.
         kind: the class of the pipeline, or a function with its parameters.
         eos: end-of-sequence id of contexts without such ids.
+        session: devices and kernels; by default a new one.
     """
     model = required.architecture.load_pipeline_model()
+    session = session or required.open_session()
     if required.config.speculative.method is None:
-        return kind(required.config, model, eos, prefaulted=required.prefaulted)
-    return _create_speculating(required, kind, model, eos)
+        return kind(required.config, model, eos, session=session)
+    return _create_speculating(required, kind, model, eos, session)
 
 
 def _create_speculating(
@@ -53,6 +58,7 @@ def _create_speculating(
     kind: Callable[..., TextGenerationPipeline],
     model: type[PipelineModel[TextContext]],
     eos: int | None,
+    session: InferenceSession,
 ) -> TextGenerationPipeline:
     """Return a pipeline whose drafts come from a draft model or from the text itself."""
     config, prefaulted = required.config, required.prefaulted
@@ -61,7 +67,7 @@ def _create_speculating(
     draft_lengths = policy(speculative.num_speculative_tokens)
     if speculative.method == "ngram":
         proposer = NGramProposer(speculative.ngram_min, speculative.ngram_max)
-        return kind(config, model, eos, proposer=proposer, draft_lengths=draft_lengths, prefaulted=prefaulted)
+        return kind(config, model, eos, proposer=proposer, draft_lengths=draft_lengths, session=session)
     draft_model = draft_config(config).model
     draft = required.registry.retrieve_architecture(
         draft_model.huggingface_config, draft_model.checkpoint, encoding=draft_model.encoding
@@ -69,7 +75,7 @@ def _create_speculating(
     free_memory = prefaulted.num_idle  # read first: it grows at the expense of the free memory
     free_memory += InferenceSession.free_memory_of(load_devices(config.model.devices))
     config, drafting = share_memory(config, model, draft, free_memory=free_memory)
-    pipeline = kind(config, model, eos, draft_lengths=draft_lengths, prefaulted=prefaulted)
+    pipeline = kind(config, model, eos, draft_lengths=draft_lengths, session=session)
     vocabulary = config.model.huggingface_config.vocabulary_size
     pipeline.proposer = DraftModelProposer(drafting, draft, pipeline.session, vocabulary)
     return pipeline

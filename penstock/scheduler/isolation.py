@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Generic, TypeVar
 
-from penstock.errors import PenstockError, RequestFailedError
+from penstock.errors import PenstockError, RankFailedError, RequestFailedError
 from penstock.host import private_memory
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
@@ -60,6 +60,7 @@ class Isolation(Generic[ContextT, OutputT]):
             as it is. Any other exception becomes the cause of a `RequestFailedError`.
 
         Raises:
+            RankFailedError: a process of the model has ended.
             Exception: no part of the batch runs, and two or more contexts have failed since a part last ran,
                 in this step or before. Or this process has reached its limit of private memory. Or isolation
                 is not enabled. No context has changed.
@@ -76,6 +77,8 @@ class Isolation(Generic[ContextT, OutputT]):
                 outputs |= self._pipeline.execute(part, num_steps)
             except Exception as error:
                 self._pipeline.failures.clear()
+                if isinstance(error, RankFailedError):
+                    raise  # the model is lost
                 if private_memory.is_exceeded(error):
                     raise  # smaller parts might run, but later steps would have too little memory
                 if len(part) > 1:

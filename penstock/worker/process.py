@@ -83,6 +83,10 @@ class WorkerRuntime:
     """Records what the steps do; None if no folder for profiles is configured."""
     pack_pending: Callable[[], bool] = lambda: False
     """Packs some of the lazily packed weights. Returns False when all are packed."""
+    sentinel: int | None = None
+    """A file descriptor that becomes readable when a process that the model needs has ended."""
+    check: Callable[[], None] | None = None
+    """Raises the error of the process that has ended."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +176,28 @@ class _Loop:
             has_work = self._scheduler.has_work
             while not self._commands.poll(0) and self._work.pack_pending() and not has_work:
                 heartbeat.beat()
-            self._commands.poll(_READY_POLL_MS if has_work else None)
+            self._wait(_READY_POLL_MS if has_work else None)
         while True:
             try:
                 frames = self._commands.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._handle(self._decode(frames))
+
+    def _wait(self, milliseconds: int | None) -> None:
+        """Block until a command arrives or the time has passed.
+
+        Raises:
+            PenstockError: a process that the model needs has ended.
+        """
+        if self._work.sentinel is None or self._work.check is None:
+            self._commands.poll(milliseconds)
+            return
+        poller = zmq.Poller()
+        poller.register(self._commands, zmq.POLLIN)
+        poller.register(self._work.sentinel, zmq.POLLIN)
+        poller.poll(milliseconds)
+        self._work.check()
 
     def _handle(self, command: Command) -> None:
         match command:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,21 @@ from torch import Tensor
 from penstock.architectures.decoder import DecoderModel, kv_dtype
 from penstock.architectures.gpt2.config import NAMES, GPT2Config
 from penstock.config import upper_bounded_default
+from penstock.distributed import Part
 from penstock.host.heartbeat import beat
 from penstock.kernels import StepInputs
 from penstock.kv_cache import KVCacheSpec, KVGroup
-from penstock.nn import MLP, Attention, Embedding, Head, LayerNorm, Linear, Loader, TensorNames
+from penstock.nn import (
+    MLP,
+    Attention,
+    Embedding,
+    Head,
+    LayerNorm,
+    Linear,
+    Loader,
+    TensorNames,
+    load_embedding,
+)
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
@@ -32,24 +44,49 @@ class GPT2Block:
     def load(cls, load: Loader, config: GPT2Config, layer: int) -> GPT2Block:
         """Read block ``layer``. Its linear layers are stored ``[in, out]``."""
         name, hidden, inner = NAMES.block_path(layer), config.hidden, config.inner
+        heads = load.shard.attention(config.heads, config.heads).heads
+        inner_part = load.inner_part(f"{name}.mlp.c_proj", inner)
+        rows = heads.times(config.head_dim)
+        is_whole = load.shard.is_whole
 
-        def linear(part: str, out_features: int, in_features: int) -> Linear:
-            return load.linear(f"{name}.{part}", out_features, in_features, bias=True, transposed=True)
+        def linear(
+            part: str,
+            out_features: int,
+            in_features: int,
+            *,
+            outputs: Sequence[Part] = (),
+            inputs: Part | None = None,
+        ) -> Linear:
+            return load.linear(
+                f"{name}.{part}",
+                out_features,
+                in_features,
+                bias=True,
+                transposed=True,
+                outputs=load.divided(outputs),
+                inputs=None if is_whole else inputs,
+            )
+
+        qkv = [rows.shifted(start) for start in (0, hidden, 2 * hidden)]
 
         return cls(
             load.layer_norm(f"{name}.ln_1", hidden, config.norm_eps),
             Attention(
-                linear(f"{NAMES.attention}.{NAMES.qkv[0]}", 3 * hidden, hidden),
-                linear(f"{NAMES.attention}.{NAMES.output}", hidden, hidden),
+                linear(f"{NAMES.attention}.{NAMES.qkv[0]}", 3 * hidden, hidden, outputs=qkv),
+                linear(f"{NAMES.attention}.{NAMES.output}", hidden, hidden, inputs=rows),
                 layer,
-                config.heads,
-                config.heads,
+                heads.size,
+                heads.size,
                 config.head_dim,
                 config.scales[layer],
                 rotary=None,
             ),
             load.layer_norm(f"{name}.ln_2", hidden, config.norm_eps),
-            MLP(linear("mlp.c_fc", inner, hidden), linear("mlp.c_proj", hidden, inner), config.activation),
+            MLP(
+                linear("mlp.c_fc", inner, hidden, outputs=[inner_part]),
+                linear("mlp.c_proj", hidden, inner, inputs=inner_part),
+                config.activation,
+            ),
         )
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
@@ -76,7 +113,7 @@ class GPT2Network:
         table = load.table(NAMES.embedding_path, vocabulary, hidden, tied_head=tied_head)
         tied_to = table if config.tied_head else None
         return cls(
-            Embedding(table),
+            load_embedding(load, table, vocabulary),
             Embedding(load.tensor(f"{NAMES.prefix}wpe.weight", config.positions, hidden)),
             tuple(GPT2Block.load(load, config, layer) for layer in range(config.layers)),
             load.layer_norm(NAMES.norm_path, hidden, config.norm_eps),
@@ -105,6 +142,7 @@ class GPT2Model(DecoderModel):
 
     ignored_weights = ("*.attn.bias", "*.attn.masked_bias")  # attention masks
     weights_adapter = with_prefix
+    is_divisible = True
 
     @classmethod
     def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:

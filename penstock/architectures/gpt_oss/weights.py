@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from penstock.distributed import Part
 from penstock.kernels import PackedExperts
-from penstock.nn import Loader
+from penstock.nn import Loader, expert_part
 
 
 def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int) -> PackedExperts:
@@ -21,15 +22,35 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
     down = _matrices(load, f"{name}.down_proj", experts, hidden, inner)
     gate_up_bias = load.source.tensor(f"{name}.gate_up_proj_bias", (experts, 2 * inner))
     down_bias = load.source.tensor(f"{name}.down_proj_bias", (experts, hidden))
+    held = expert_part(load, experts, inner, f"{name}.down_proj.0")
+    own = held.inputs or Part(0, inner)
+    pairs = slice(2 * own.start, 2 * own.stop)
+    for tensor, shape in (("gate_up_proj", (2 * inner, hidden)), ("down_proj", (hidden, inner))):
+        for i in held.others(experts):
+            if f"{name}.{tensor}.{i}.weight" in load.source:
+                load.source.expect(f"{name}.{tensor}.{i}.weight", shape)
+    # A bias of a down matrix is added once: by the rank that has the expert, or by rank 0.
+    adds_bias = held.inputs is None or load.shard.rank == 0
     # The parts have no names: checkpoints and adapters have no names for the matrices of one expert.
-    packed = PackedExperts(
-        tuple(
+    packed = held.packed(
+        (
             load.pack(
-                _deinterleave(gate_up(i)), {}, bias=_deinterleave(gate_up_bias[i]), is_expert=True
-            ).packed
-            for i in range(experts)
+                _deinterleave(gate_up(i)[pairs]),
+                {},
+                bias=_deinterleave(gate_up_bias[i][pairs]),
+                is_expert=True,
+            )
+            for i in held.experts
         ),
-        tuple(load.pack(down(i), {}, bias=down_bias[i], is_expert=True).packed for i in range(experts)),
+        (
+            load.pack(
+                down(i)[:, own.start : own.stop],
+                {},
+                bias=down_bias[i] if adds_bias else None,
+                is_expert=True,
+            )
+            for i in held.experts
+        ),
     )
     for tensor in (f"{name}.gate_up_proj", f"{name}.down_proj"):
         load.source.release(tensor)

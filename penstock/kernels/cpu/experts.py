@@ -100,6 +100,8 @@ class CpuExperts(CpuLinear):
             ENCODINGS[down.encoding],
             hidden,
             inner,
+            packed.first,
+            int(packed.is_part),
             alpha,
             limit,
         )

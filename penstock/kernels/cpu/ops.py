@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.kernels.cpu.collectives import CpuCollectives
 from penstock.kernels.cpu.linear import TYPES
 from penstock.kernels.cpu.routing import CpuRouting
 from penstock.kernels.inputs import SamplingInputs
@@ -13,7 +14,7 @@ _LONG_SAMPLE = 1 << 20
 """Logits from which sampling takes long enough to release the GIL."""
 
 
-class CpuOps(CpuRouting):
+class CpuOps(CpuCollectives, CpuRouting):
     """C++ kernels for float32 and bfloat16 activations.
 
     The bits of a row depend on the row only, not on its batch, its position there, or the threads.

@@ -32,6 +32,9 @@ from penstock.kernels.recording import Plan, tensors_of
 _LONG = 1 << 25
 """Multiplications of a step, a millisecond or more of work, above which the GIL is released."""
 
+_WAITING = ("all_reduce", "all_gather")
+"""Kernels that wait for other processes, so that the GIL is released."""
+
 
 class CompiledPlan(Graph):
     """A `Plan` compiled into one call.
@@ -65,7 +68,10 @@ class CompiledPlan(Graph):
             if isinstance(packed, PackedExperts):
                 one = _multiplications(packed.gate_up[0]) + _multiplications(packed.down[0])
                 work += arguments["topk_ids"].numel() * one
-        self._steps = CompiledSteps(ops.isa, lowering.captured, long=work > _LONG, contention=contention)
+        waits = any(one.name in _WAITING for one in lowering.captured)
+        self._steps = CompiledSteps(
+            ops.isa, lowering.captured, long=waits or work > _LONG, contention=contention
+        )
         self._held = (plan, arena)  # the calls hold only addresses of their memory
         self._lowering = lowering
         self._contention = contention

@@ -101,6 +101,38 @@ class LinearEncoding(ABC):
                 None: all inputs count the same. Used only by encodings with `needs_calibration`.
         """
 
+    def select_inputs(
+        self, name: str, tensors: Mapping[str, Tensor], start: int, stop: int
+    ) -> dict[str, Tensor]:
+        """Return the stored form of the inputs ``start`` to ``stop - 1`` of a weight.
+
+        Args:
+            name: the name of the layer, for the error.
+            tensors: the whole weight, as `pack` returns it.
+            start: the first input; a multiple of the group size.
+            stop: the end; a multiple of the group size, or the number of inputs.
+
+        Raises:
+            ConfigError: a group of inputs that share a scale would be cut.
+        """
+        in_features, group = tensors["weight"].shape[1], self.group_size
+        if group is not None and (start % group or (stop % group and stop != in_features)):
+            raise ConfigError(
+                "tensor_parallel_size",
+                f"a rank would hold the inputs {start} to {stop - 1} of {name}, but its {self.name} weights "
+                f"have one scale for each {group} inputs: use another number of ranks",
+            )
+        selected = {}
+        for key, tensor in tensors.items():
+            if tensor.dim() == 1:  # one number for each output
+                selected[key] = tensor
+            elif tensor.shape[1] == in_features:
+                selected[key] = tensor[:, start:stop]
+            else:
+                assert group is not None
+                selected[key] = tensor[:, start // group : -(-stop // group)]
+        return selected
+
     @abstractmethod
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the weight ``[out, in]`` that the stored form represents."""

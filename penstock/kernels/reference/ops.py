@@ -204,7 +204,10 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         lora: LoRAInputs | None = None,
     ) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for slots, sizes in grouped_by_expert(topk_ids, len(packed.down), at_most=ROWS_OF_EXPERTS):
+        ids = topk_ids - packed.first
+        for slots, sizes in grouped_by_expert(
+            ids, len(packed.down), at_most=ROWS_OF_EXPERTS, skips_others=packed.is_part
+        ):
             rows, counts = slots // topk_ids.shape[1], list(sizes.values())
             gate_ups, downs = [packed.gate_up[i] for i in sizes], [packed.down[i] for i in sizes]
             y = self._each(gate_ups, self.take_rows(x, rows), rows, counts, lora)

@@ -15,13 +15,14 @@ struct Experts {  // rows of x, topk_ids and topk_weights strided; out contiguou
   int64_t type, gating;  // gating 0 to 4: the activations; 5: clamped swish
   const void* x;
   int64_t x_stride;
-  const int64_t* topk_ids;  // [rows, top], 0..count - 1
+  const int64_t* topk_ids;  // [rows, top], first..first + count - 1
   int64_t topk_ids_stride;
   const float* topk_weights;  // [rows, top]
   int64_t topk_weights_stride;
   const ExpertWeights* table;  // [count, 2]: gate_up [2F, E], down [E, F]
   void* out;
   int64_t rows, top, count, gate_up_encoding, down_encoding, E, F;
+  int64_t first, is_part;  // id of the first expert; 1: other ranks have the experts of other ids
   double alpha, limit;
 };
 
@@ -78,22 +79,29 @@ struct ExpertsMemory {
   }
 };
 
-// Sorts the places by expert. Fails with the number of a place whose expert does not exist.
+// Sorts the places by expert, without those of other ranks. Fails with the number of a place whose expert does not exist.
 static void sort_places(const Experts& a, const ExpertsMemory& memory, const Team& team) {
   const int64_t places = a.rows * a.top;
   int64_t* ends = memory.ends;
   auto expert_of = [&](int64_t place) __attribute__((always_inline)) {
-    const int64_t expert = a.topk_ids[place / a.top * a.topk_ids_stride + place % a.top];
+    const int64_t expert = a.topk_ids[place / a.top * a.topk_ids_stride + place % a.top] - a.first;
     if (expert >= 0 && expert < a.count) return expert;
+    if (a.is_part) return (int64_t)-1;
     team.fail(place);
     return (int64_t)0;
   };
   __builtin_memset(ends, 0, (a.count + 1) * 8);
   __builtin_memset(memory.filled, 0, a.rows * 8);
-  for (int64_t place = 0; place < places; place++) ends[expert_of(place) + 1]++;
+  for (int64_t place = 0; place < places; place++) {
+    const int64_t expert = expert_of(place);
+    if (expert >= 0) ends[expert + 1]++;
+  }
   for (int64_t expert = 0; expert < a.count; expert++) ends[expert + 1] += ends[expert];
-  for (int64_t place = 0; place < places; place++) memory.order[ends[expert_of(place)]++] = place;
-  for (int64_t i = 0; i < places; i++) {
+  for (int64_t place = 0; place < places; place++) {
+    const int64_t expert = expert_of(place);
+    if (expert >= 0) memory.order[ends[expert]++] = place;
+  }
+  for (int64_t i = 0; i < ends[a.count - 1]; i++) {
     const int64_t row = memory.order[i] / a.top;
     memory.sorted[row * a.top + memory.filled[row]++] = i;
   }
@@ -179,13 +187,13 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
                        memory.y,        a.E,    places,           a.E, a.F};
   multiply_jobs(a, down, 1, memory.most, jobs, count, team);
   team.barrier();
-  const bool last = first + places == a.rows * a.top;
+  const bool last = first + places == memory.ends[a.count - 1];
   over_rows(team, a.rows, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
-      const int64_t* own = memory.sorted + row * a.top;
+      const int64_t *own = memory.sorted + row * a.top, count = memory.filled[row];
       int64_t from = 0, to = 0;
-      while (from < a.top && own[from] < first) from++;
-      for (to = from; to < a.top && own[to] < first + places;) to++;
+      while (from < count && own[from] < first) from++;
+      for (to = from; to < count && own[to] < first + places;) to++;
       const float* topk_weights = a.topk_weights + row * a.topk_weights_stride;
       for_vectors(a.E, EACH_VECTOR {
         vf total = first ? load(memory.totals + row * a.E + i, lanes) : vf{};
@@ -209,6 +217,7 @@ static void run(const Experts& a, const Team& team) {
   }
   const ExpertsMemory memory(a, team.share(shared));
   const int64_t jobs = *memory.num_jobs;
+  if (!jobs && team.rank == 0) __builtin_memset(a.out, 0, a.rows * a.E * (a.type == 0 ? 4 : 2));
   for (int64_t first = 0, next; first < jobs; first = next) {
     int64_t places = 0;
     for (next = first; next < jobs && places + memory.jobs[next].rows <= memory.most; next++)

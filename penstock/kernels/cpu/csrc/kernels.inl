@@ -57,6 +57,7 @@ constexpr int W = PENSTOCK_LANES;
 #include "elementwise.inl"
 #include "rotary.inl"
 #include "routing.inl"
+#include "collectives.inl"
 #include "convolution.inl"
 #include "store_kv.inl"
 #include "product.inl"

@@ -1,0 +1,61 @@
+"""The steps of ranks 1 and above: they run what rank 0 announces.
+
+Rank 0 schedules, prepares inputs and samples. For each forward it sends one message with the tensors of the
+step, a few kilobytes, and then all ranks run the network. The other ranks do not know contexts, text or
+sampling parameters: the tokens that rank 0 has sampled are part of its next message. Block tables and cache
+slots are those of rank 0, because each rank has the same blocks, with its own heads in them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from penstock.architectures.decoder import DecoderModel
+from penstock.architectures.step_messages import unpack_inputs
+from penstock.distributed.ranks import Ranks
+from penstock.kv_cache import KVCacheManager
+
+
+class Follower:
+    """A model on rank 1 or above.
+
+    Args:
+        model: has loaded this rank's part.
+        kv: holds the blocks of this rank's heads. Its tables are not used.
+    """
+
+    def __init__(self, model: DecoderModel, kv: KVCacheManager) -> None:
+        self._model, self._kv = model, kv
+
+    def run(self, ranks: Ranks) -> None:
+        """Run what rank 0 announces, until it ends.
+
+        Raises:
+            EOFError: rank 0 has closed the model.
+            RankFailedError: another rank has ended.
+        """
+        while True:
+            method, arguments = pickle.loads(ranks.receive())
+            getattr(self, method)(*arguments)
+
+    def execute(self, fields: Mapping[str, Any]) -> None:
+        """Run one forward; see `penstock.architectures.step_messages`."""
+        self._model.execute(unpack_inputs(fields, self._kv, self._model.lora_manager))
+
+    def pack_pending(self) -> None:
+        """Pack one lazily packed weight."""
+        self._model.pack_pending()
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """Copy one block of all layers of a group."""
+        self._kv.storage.copy_block(group, source, target)
+
+    def put_adapter(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Put the matrices of an adapter into a slot; they are whole, and this rank takes its part."""
+        adapters = self._model.lora_manager
+        assert adapters is not None
+        adapters.put(slot, matrices)

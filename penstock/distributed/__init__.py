@@ -1,0 +1,11 @@
+"""Tensor and expert parallelism: which part of a model a rank holds, and how the ranks exchange tensors.
+
+`Shard` has the sharding rules. `Ranks` has the collectives, on torch.distributed or in shared memory.
+`RankProcesses` starts and watches the processes of the other ranks.
+"""
+
+from __future__ import annotations
+
+from penstock.distributed.shard import AttentionPart, Part, Shard
+
+__all__ = ["AttentionPart", "Part", "Shard"]

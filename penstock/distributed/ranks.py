@@ -1,0 +1,224 @@
+"""`Ranks`: the ranks of a model as one rank sees them, with collectives on torch.distributed.
+
+Sums are added in float32 in the order of the ranks and rounded once, on every transport. All ranks therefore
+have the same bits, and the shared-memory kernels (`penstock.kernels.cpu`) give the bits of gloo.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store, Work
+
+from penstock.distributed.region import SharedRegion
+from penstock.distributed.shard import Shard
+from penstock.errors import PenstockError, RankFailedError
+
+_BYTES_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Ranks:
+    """The ranks of a model. One thread at a time may call the collectives.
+
+    Args:
+        rank: the number of this rank.
+        world: the number of ranks.
+        store: where the ranks meet; shared by all.
+        timeout: seconds that a collective waits for the other ranks.
+        device: the device of the tensors: gloo for ``cpu``, NCCL for ``cuda``.
+        connections: on rank 0 one to each other rank, for messages; on another rank the one to rank 0.
+        region: memory that all ranks share, for the kernels; None to use torch.distributed only.
+        by_expert: see `Shard`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        store: Store,
+        *,
+        timeout: float,
+        device: torch.device,
+        connections: Sequence[Connection],
+        region: SharedRegion | None = None,
+        by_expert: bool = False,
+    ) -> None:
+        self.rank, self.world, self.device = rank, world, device
+        self._store = store
+        self._connections = tuple(connections)
+        self._region = region
+        self.by_expert = by_expert
+        self._timeout = timeout
+        self._failure: PenstockError | None = None
+        self._lock = threading.Lock()
+        self.diagnose: Callable[[Exception], PenstockError] = _unknown_failure
+        """Returns the error that explains why a collective failed."""
+        self._group = _group_of(store, rank, world, timeout, device)
+
+    @property
+    def shard(self) -> Shard:
+        """The part of this rank."""
+        return Shard(self.rank, self.world, self.by_expert, self)
+
+    @property
+    def region(self) -> int:
+        """Address of the shared memory of the kernels; 0 without it."""
+        return 0 if self._region is None else self._region.address
+
+    @property
+    def transport(self) -> str:
+        """How tensors are exchanged: ``shared memory``, ``gloo`` or ``nccl``."""
+        if self._region is not None:
+            return "shared memory"
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The buffer of each rank for collectives, uint8; empty where torch.distributed has its own."""
+        return [] if self._region is None else self._region.buffers
+
+    # -- Collectives --------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks of ``x``, added in float32 in the order of the ranks."""
+        if self.device.type == "cuda":
+            total = x.contiguous().clone()
+            self._wait(lambda: self._group.allreduce([total]))
+            return total
+        first, *others = self._gather(x.contiguous())
+        total = first.float()
+        for one in others:
+            total += one
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """Return ``[T, sum(widths)]``: the rows ``x [T, widths[r]]`` of all ranks r side by side."""
+        widest = max(widths)
+        padded = (
+            x.contiguous() if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
+        )
+        gathered = self._gather(padded)
+        return torch.cat([one[:, :width] for one, width in zip(gathered, widths, strict=True)], dim=1)
+
+    def minimum(self, values: Sequence[int]) -> list[int]:
+        """Return the smallest of each value over all ranks."""
+        gathered = self._gather(torch.tensor(list(values), dtype=torch.int64))
+        smallest: list[int] = torch.stack(gathered).amin(0).tolist()
+        return smallest
+
+    def check(self) -> None:
+        """Raise the error of a collective that failed in the shared memory, if one did.
+
+        Raises:
+            RankFailedError: a rank has ended, or the time limit is exceeded.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._region is not None and self._region.is_aborted:
+            self._fail(TimeoutError(f"a rank did not answer within {self._timeout:g} s"))
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step that all ranks run. An error in it on one rank is an error of all.
+
+        The other ranks would wait for the collectives that the failed rank does not call any more.
+
+        Raises:
+            RankFailedError: in place of any error in the block.
+        """
+        try:
+            yield
+        except RankFailedError:
+            raise
+        except BaseException as error:
+            self.check()  # a kernel in shared memory reports a failure as another error
+            self._failure = RankFailedError(
+                f"a step failed on rank {self.rank} of {self.world} ({type(error).__name__}: {error}): the "
+                "model must be loaded again"
+            )
+            self.abort()
+            raise self._failure from error
+
+    def abort(self) -> None:
+        """Make the collectives of all ranks fail, those that wait now included. Any thread may call it."""
+        if self._region is not None:
+            self._region.abort()
+
+    # -- Messages -----------------------------------------------------------------------------------------
+
+    def send(self, message: bytes) -> None:
+        """Send a message of rank 0 to all other ranks.
+
+        Raises:
+            RankFailedError: a rank has ended.
+        """
+        self.check()
+        try:
+            for connection in self._connections:
+                connection.send_bytes(message)
+        except OSError as error:
+            self._fail(error)
+
+    def receive(self) -> bytes:
+        """Return the next message of rank 0.
+
+        Raises:
+            EOFError: rank 0 has ended.
+        """
+        (connection,) = self._connections
+        return connection.recv_bytes()
+
+    def mark(self, event: str) -> None:
+        """Tell rank 0 that this rank has done something, see `RankProcesses.wait_for`."""
+        self._store.set(f"{event}/{self.rank}", b"1")
+
+    def close(self) -> None:
+        """Close the connections and release the shared memory."""
+        self._failure = self._failure or RankFailedError("the model is closed")
+        for connection in self._connections:
+            connection.close()
+        self._group.abort()
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        """Return the tensor of each rank; all have one shape and type."""
+        raw = x.view(_BYTES_OF[x.element_size()])
+        outputs = [torch.empty_like(raw) for _ in range(self.world)]
+        self._wait(lambda: self._group.allgather([outputs], [raw]))
+        return [one.view(x.dtype) for one in outputs]
+
+    def _wait(self, start: Callable[[], Work]) -> None:
+        self.check()
+        try:
+            start().wait()
+        except RuntimeError as error:  # torch.distributed has no narrower exception
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self._failure = self._failure or self.diagnose(error)
+        self.abort()
+        raise self._failure from error
+
+
+def _unknown_failure(error: Exception) -> PenstockError:
+    return RankFailedError(f"a process of tensor parallelism has failed: {error}")
+
+
+def _group_of(store: Store, rank: int, world: int, timeout: float, device: torch.device) -> Any:
+    """Return the process group of the ranks. It is not the default group of torch.distributed."""
+    limit, group = timedelta(seconds=timeout), cast(Any, dist)
+    if device.type == "cuda":
+        return group.ProcessGroupNCCL(store, rank, world, limit)
+    options = group.ProcessGroupGloo._Options()
+    options._devices = [group.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = limit
+    options._threads = 1
+    return group.ProcessGroupGloo(store, rank, world, options)

@@ -1,0 +1,154 @@
+"""The sharding rules: which part of each layer a rank holds.
+
+A dimension is divided into units that are not cut: a kv head with its query heads, a group of inputs that
+share a scale, an expert. Each rank gets a contiguous range of units. Ranges differ by at most one unit, and
+later ranks get the larger ones, because rank 0 also schedules and samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from penstock.errors import ConfigError
+from penstock.kernels.collectives import Collectives
+
+VOCABULARY_UNIT = 16
+"""Rows of the vocabulary that stay together: a panel of the C++ kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The indices ``start`` to ``stop - 1`` of a dimension."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of indices."""
+        return self.stop - self.start
+
+    def times(self, factor: int) -> Part:
+        """Return the part of a dimension with ``factor`` entries for each index of this one."""
+        return Part(self.start * factor, self.stop * factor)
+
+    def shifted(self, offset: int) -> Part:
+        """Return the part, moved by ``offset``."""
+        return Part(self.start + offset, self.stop + offset)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPart:
+    """The heads of a rank; query head h of it reads its kv head ``h // (heads.size / kv_heads.size)``."""
+
+    heads: Part
+    kv_heads: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank ``rank`` of ``world``, and its part of each dimension.
+
+    >>> Shard(1, 2).part(88, "mlp", 32)  # 3 units of 32, 32 and 24
+    Part(start=32, stop=88)
+
+    Args:
+        rank: 0 to world - 1.
+        world: number of ranks; 1 holds whole layers.
+        by_expert: whether a rank holds whole experts, in place of a part of each expert.
+        collectives: adds and gathers tensors of all ranks; None for one rank.
+    """
+
+    rank: int = 0
+    world: int = 1
+    by_expert: bool = False
+    collectives: Collectives | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is one rank, which holds whole layers."""
+        return self.world == 1
+
+    def part(self, size: int, name: str, unit: int = 1) -> Part:
+        """Return this rank's part of a dimension.
+
+        Args:
+            size: entries of the dimension.
+            name: what is divided, for the error.
+            unit: entries that stay together; the last unit can be smaller.
+
+        Raises:
+            ConfigError: there are fewer units than ranks.
+        """
+        return self._parts(size, name, unit)[self.rank]
+
+    def parts(self, size: int, name: str, unit: int = 1) -> tuple[Part, ...]:
+        """Return the parts of all ranks; see `part`."""
+        return self._parts(size, name, unit)
+
+    def attention(self, heads: int, kv_heads: int) -> AttentionPart:
+        """Return this rank's query and kv heads.
+
+        With fewer kv heads than ranks, several ranks hold the same kv head and divide its query heads.
+
+        Raises:
+            ConfigError: the heads cannot be divided among the ranks.
+        """
+        return self.attention_parts(heads, kv_heads)[self.rank]
+
+    def attention_parts(self, heads: int, kv_heads: int) -> tuple[AttentionPart, ...]:
+        """Return the heads of all ranks; see `attention`."""
+        group = heads // kv_heads
+        if kv_heads >= self.world:
+            shares = self._parts(kv_heads, "kv heads", 1)
+            return tuple(AttentionPart(part.times(group), part) for part in shares)
+        if self.world % kv_heads or group < self.world // kv_heads:
+            raise ConfigError(
+                "tensor_parallel_size",
+                f"{self.world} ranks cannot divide {heads} attention heads with {kv_heads} kv heads: use a "
+                f"number up to {kv_heads}, or a multiple of {kv_heads} up to {heads}",
+            )
+        copies = self.world // kv_heads
+        own = Shard(0, copies).parts(group, "attention heads")
+        return tuple(
+            AttentionPart(
+                own[rank % copies].shifted(rank // copies * group),
+                Part(rank // copies, rank // copies + 1),
+            )
+            for rank in range(self.world)
+        )
+
+    def num_kv_heads(self, kv_heads: int) -> int:
+        """Return the number of kv heads of this rank."""
+        return self.part(kv_heads, "kv heads").size if kv_heads >= self.world else 1
+
+    def most_kv_heads(self, kv_heads: int) -> int:
+        """Return the largest number of kv heads of any rank."""
+        return max(-(-kv_heads // self.world), 1)
+
+    def vocabulary(self, size: int) -> Part:
+        """Return this rank's tokens of the embedding table and of the output head."""
+        return self.vocabulary_parts(size)[self.rank]
+
+    def vocabulary_parts(self, size: int) -> tuple[Part, ...]:
+        """Return the tokens of all ranks; see `vocabulary`."""
+        unit = VOCABULARY_UNIT if size >= VOCABULARY_UNIT * self.world else 1
+        return self._parts(size, "tokens of the vocabulary", unit)
+
+    def _parts(self, size: int, name: str, unit: int) -> tuple[Part, ...]:
+        units = -(-size // unit)
+        if units < self.world:
+            kind = "" if unit == 1 else f", which is {units} groups of {unit}"
+            raise ConfigError(
+                "tensor_parallel_size",
+                f"{self.world} ranks cannot divide {size} {name}{kind}: use at most {units} ranks",
+            )
+        ends = [min(units * rank // self.world * unit, size) for rank in range(self.world + 1)]
+        return tuple(Part(start, stop) for start, stop in pairwise(ends))
+
+
+def sizes(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Return the sizes of the parts of all ranks."""
+    return tuple(part.size for part in parts)

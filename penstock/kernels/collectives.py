@@ -1,0 +1,90 @@
+"""The operations that combine tensors of all ranks of a model, and what they need: `Collectives`.
+
+`penstock.distributed` implements `Collectives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.operations import Arguments, CFunction, UnrecordableStepError, operation
+
+
+class Collectives(Protocol):
+    """Combines tensors of all ranks. All ranks call the same methods in the same order.
+
+    A call that fails, because a rank has ended or the time limit is exceeded, raises
+    `penstock.errors.RankFailedError`. Later calls fail at once.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        ...
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        ...
+
+    @property
+    def region(self) -> int:
+        """Address of the shared memory of all ranks (`csrc/collectives.inl`); 0 if there is none."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks of ``x``, added in float32 in the order of the ranks."""
+        ...
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """Return ``[T, sum(widths)]``: the rows ``x [T, widths[r]]`` of all ranks r side by side."""
+        ...
+
+    def check(self) -> None:
+        """Raise the error of an operation that failed in shared memory, if one did.
+
+        Raises:
+            RankFailedError: a rank has ended, or the time limit is exceeded.
+        """
+        ...
+
+
+def _in_shared_memory(arguments: Arguments) -> Arguments:
+    """Refuse ranks without shared memory: a recorded step cannot call torch.distributed."""
+    if not arguments["ranks"].region:
+        raise UnrecordableStepError("ranks without shared memory")
+    return arguments
+
+
+class CollectiveOps:
+    """The operations of tensor parallelism: they combine the tensors of all ranks of a model."""
+
+    @operation(
+        simplify=_in_shared_memory, functions={"all_reduce": CFunction("q P q P 2q P q", can_be_long=True)}
+    )
+    def all_reduce(self, x: Tensor, ranks: Collectives) -> Tensor:
+        """Return the sum over all ranks of ``x [T, E]``, added in float32 in rank order and rounded once."""
+        return ranks.all_reduce(x)
+
+    @operation(
+        simplify=_in_shared_memory, functions={"all_gather": CFunction("q P q P q 2P q", can_be_long=True)}
+    )
+    def all_gather(self, x: Tensor, ranks: Collectives, widths: tuple[int, ...]) -> Tensor:
+        """Return ``[T, sum(widths)]``: the rows ``x [T, widths[r]]`` of all ranks r side by side."""
+        return ranks.all_gather(x, widths)
+
+    @operation(weights=["table"], functions={"embedding_part": CFunction("3P 5q")})
+    def embedding_part(self, tokens: Tensor, table: Tensor, first: int) -> Tensor:
+        """Return the rows ``[T, E]`` of ``tokens [T]`` in a part of an embedding table.
+
+        ``table [V', E]`` holds the rows of the tokens ``first`` to ``first + V' - 1``. The rows of other
+        tokens are 0, so that the sum over all ranks is the whole table's.
+        """
+        local = tokens - first
+        is_own = (local >= 0) & (local < len(table))
+        rows: Tensor = table[torch.where(is_own, local, 0)]
+        return rows.masked_fill(~is_own[:, None], 0)

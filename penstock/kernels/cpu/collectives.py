@@ -1,0 +1,63 @@
+"""Collectives in memory that the ranks of one host share, and the lookup in a part of an embedding table."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.collectives import Collectives
+from penstock.kernels.cpu.convolution import CpuConvolution
+from penstock.kernels.cpu.linear import TYPES
+
+
+class CpuCollectives(CpuConvolution):
+    """Collectives with C++ kernels. They release the GIL: another thread reports a rank that has ended."""
+
+    def all_reduce(self, x: Tensor, ranks: Collectives) -> Tensor:
+        kind, region = TYPES.get(x.dtype), ranks.region
+        if kind is None or not region or x.dim() != 2 or x.stride(1) != 1:
+            return ranks.all_reduce(x)
+        out = self._empty(x.shape, x.dtype)
+        rows, width = x.shape
+        pointers = (x.data_ptr(), x.stride(0), out.data_ptr())
+        self._kernels.long_all_reduce(kind, *pointers, rows, width, region, ranks.rank)
+        ranks.check()
+        return out
+
+    def all_gather(self, x: Tensor, ranks: Collectives, widths: tuple[int, ...]) -> Tensor:
+        region, size = ranks.region, x.element_size()
+        if not region or x.stride(1) != 1:
+            return ranks.all_gather(x, widths)
+        assert x.shape[1] == widths[ranks.rank]
+        out = self._empty((x.shape[0], sum(widths)), x.dtype)
+        table = self._kept(torch.tensor(widths, dtype=torch.int64))
+        self._kernels.long_all_gather(
+            size,
+            x.data_ptr(),
+            x.stride(0) * size,
+            out.data_ptr(),
+            x.shape[0],
+            table.data_ptr(),
+            region,
+            ranks.rank,
+        )
+        ranks.check()
+        return out
+
+    def embedding_part(self, tokens: Tensor, table: Tensor, first: int) -> Tensor:
+        if tokens.dtype != torch.int64 or not tokens.is_contiguous() or table.stride(1) != 1:
+            self._fall_back("embedding_part", {"strided tokens or tables": False})
+            return super().embedding_part(tokens, table, first)
+        out = self._empty((len(tokens), table.shape[1]), table.dtype)
+        size = table.element_size()
+        self._kernels.embedding_part(
+            tokens.data_ptr(),
+            table.data_ptr(),
+            out.data_ptr(),
+            len(tokens),
+            first,
+            len(table),
+            table.shape[1] * size,
+            table.stride(0) * size,
+        )
+        return out

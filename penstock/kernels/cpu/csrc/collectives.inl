@@ -1,0 +1,222 @@
+// Collectives of the ranks of one host, in memory that they share: `SharedRegion` in penstock/distributed/region.py.
+//
+// A message is a block of at most `capacity` bytes. Messages are numbered from 1, on all ranks alike. For message n,
+// a rank
+//   1. writes its block into its buffer n & 1,
+//   2. publishes n,
+//   3. waits until the other ranks have published n or more,
+//   4. reads their buffers n & 1.
+// A rank publishes n + 1 only after it has read message n. So a rank that writes message n + 2 into the same buffer, which
+// it does after all have published n + 1, overwrites nothing that is still being read.
+
+constexpr int64_t NAP = 20000000;  // ns that a waiting rank sleeps before it looks again for an abort
+
+struct Region {
+  int64_t aborted;  // not 0: all collectives fail
+  int64_t timeout;  // ns
+  int64_t capacity, world;
+  int64_t padding[4];
+};
+
+struct RankControl {
+  int64_t published;  // number of the last message
+  int32_t sleepers;   // ranks that sleep until it changes
+  int32_t padding[13];
+};
+
+INLINE RankControl& control_of(Region* region, int64_t rank) { return ((RankControl*)(region + 1))[rank]; }
+
+INLINE char* buffer_of(Region* region, int64_t rank, int64_t message) {
+  char* buffers = (char*)&control_of(region, region->world);
+  return buffers + (2 * rank + (message & 1)) * region->capacity;
+}
+
+// Publishes a message of this rank and wakes the ranks that sleep.
+static void publish(Region* region, int64_t rank, int64_t message) {
+  RankControl& own = control_of(region, rank);
+  __atomic_store_n(&own.published, message, __ATOMIC_SEQ_CST);
+#if defined(__linux__)
+  if (__atomic_load_n(&own.sleepers, __ATOMIC_SEQ_CST))
+    syscall(SYS_futex, &own.published, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+#endif
+}
+
+// Waits until a rank has published a message. Returns false after an abort or the time limit, which aborts all ranks.
+static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t rank, int64_t message) {
+  RankControl& other = control_of(region, rank);
+  auto is_there = [&]() __attribute__((always_inline)) {
+    return __atomic_load_n(&other.published, __ATOMIC_ACQUIRE) >= message;
+  };
+  if (is_there()) return !__atomic_load_n(&region->aborted, __ATOMIC_RELAXED);
+  const int64_t begin = nanoseconds();
+  do {
+    for (int i = 0; i < 64; i++) {
+      if (is_there()) return !__atomic_load_n(&region->aborted, __ATOMIC_RELAXED);
+      pause();
+    }
+  } while (nanoseconds() - begin < SPIN);
+  while (!__atomic_load_n(&region->aborted, __ATOMIC_RELAXED)) {
+    if (nanoseconds() - begin > region->timeout) {
+      __atomic_store_n(&region->aborted, 1, __ATOMIC_SEQ_CST);
+      return false;
+    }
+#if defined(__linux__)
+    __atomic_fetch_add(&other.sleepers, 1, __ATOMIC_SEQ_CST);
+    const int64_t seen = __atomic_load_n(&other.published, __ATOMIC_SEQ_CST);
+    const timespec nap = {0, NAP};
+    if (seen < message) syscall(SYS_futex, &other.published, FUTEX_WAIT, (int32_t)seen, &nap, nullptr, 0);
+    __atomic_fetch_sub(&other.sleepers, 1, __ATOMIC_RELAXED);
+#else
+    sched_yield();
+#endif
+    if (is_there()) return !__atomic_load_n(&region->aborted, __ATOMIC_RELAXED);
+  }
+  return false;
+}
+
+// Publishes a message and waits for those of the other ranks. Called by all threads of a team, after their parts are
+// written. Returns false on all threads if it failed.
+static bool exchange(Region* region, int64_t rank, int64_t message, const Team& team) {
+  team.barrier();
+  Region* failed = nullptr;
+  if (team.rank == 0) {
+    publish(region, rank, message);
+    for (int64_t other = 0; other < region->world && !failed; other++)
+      if (other != rank && !wait_for_message(region, other, message)) failed = region;
+  }
+  if (team.share(failed)) {
+    team.fail(0);
+    return false;
+  }
+  return true;
+}
+
+// Calls body(first_row, rows, first_column, columns, message) for the blocks of a matrix `[rows, width]`.
+template <class Body>
+static void over_blocks(Region* region, int64_t rank, int64_t rows, int64_t width, int64_t element, Body body) {
+  const int64_t columns = min(width, region->capacity / element), height = max(region->capacity / (columns * element), 1);
+  int64_t message = control_of(region, rank).published;
+  for (int64_t row = 0; row < rows; row += height)
+    for (int64_t column = 0; column < width; column += columns)
+      if (!body(row, min(height, rows - row), column, min(columns, width - column), ++message)) return;
+}
+
+struct AllReduce {  // x [rows, width], rows strided; out contiguous
+  int64_t type;
+  const void* x;
+  int64_t x_stride;
+  void* out;
+  int64_t rows, width;
+  Region* region;
+  int64_t rank;
+};
+
+template <class T> static void all_reduce(const AllReduce& a, const Team& team) {
+  const int64_t world = a.region->world;
+  over_blocks(a.region, a.rank, a.rows, a.width, sizeof(T), [&](int64_t row, int64_t rows, int64_t column, int64_t columns,
+                                                              int64_t message) {
+    T* own = (T*)buffer_of(a.region, a.rank, message);
+    over_rows(team, rows, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        __builtin_memcpy(own + i * columns, (const T*)a.x + (row + i) * a.x_stride + column, columns * sizeof(T));
+    });
+    if (!exchange(a.region, a.rank, message, team)) return false;
+    over_rows(team, rows, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        T* out = (T*)a.out + (row + i) * a.width + column;
+        const int64_t from = i * columns;
+        for_vectors(columns, EACH_VECTOR {
+          vf total = load((const T*)buffer_of(a.region, 0, message) + from + i, lanes);
+          for (int64_t rank = 1; rank < world; rank++)
+            total += load((const T*)buffer_of(a.region, rank, message) + from + i, lanes);
+          store(out + i, total, lanes);
+        });
+      }
+    });
+    return true;
+  });
+}
+
+static int64_t work(const AllReduce& a) { return ELEMENT * a.rows * a.width; }
+static void run(const AllReduce& a, const Team& team) { WITH_TYPE(a.type, T, all_reduce<T>(a, team)); }
+KERNEL(all_reduce, AllReduce)
+
+struct AllGather {  // x [rows, widths[rank]], rows strided; out [rows, sum of widths] contiguous
+  int64_t element;  // bytes
+  const char* x;
+  int64_t x_stride;  // bytes
+  char* out;
+  int64_t rows;
+  const int64_t* widths;
+  Region* region;
+  int64_t rank;
+};
+
+static int64_t work(const AllGather& a) {
+  int64_t total = 0;
+  for (int64_t rank = 0; rank < a.region->world; rank++) total += a.widths[rank];
+  return ELEMENT * a.rows * total;
+}
+
+static void run(const AllGather& a, const Team& team) {
+  const int64_t world = a.region->world;
+  int64_t widest = 0, total = 0;
+  for (int64_t rank = 0; rank < world; rank++) widest = max(widest, a.widths[rank]), total += a.widths[rank];
+  over_blocks(a.region, a.rank, a.rows, widest, a.element, [&](int64_t row, int64_t rows, int64_t column, int64_t columns,
+                                                             int64_t message) {
+    const auto bytes_of = [&](int64_t rank) __attribute__((always_inline)) {
+      return max(min(columns, a.widths[rank] - column), (int64_t)0) * a.element;
+    };
+    char* own = buffer_of(a.region, a.rank, message);
+    over_rows(team, rows, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        __builtin_memcpy(own + i * columns * a.element, a.x + (row + i) * a.x_stride + column * a.element, bytes_of(a.rank));
+    });
+    if (!exchange(a.region, a.rank, message, team)) return false;
+    over_rows(team, rows, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        char* out = a.out + (row + i) * total * a.element + column * a.element;
+        for (int64_t rank = 0; rank < world; out += a.widths[rank++] * a.element)
+          __builtin_memcpy(out, buffer_of(a.region, rank, message) + i * columns * a.element, bytes_of(rank));
+      }
+    });
+    return true;
+  });
+}
+KERNEL(all_gather, AllGather)
+
+struct FromRank0 {  // replaces the rows by those of rank 0
+  char* data;
+  int64_t bytes;  // at most the capacity
+  Region* region;
+  int64_t rank;
+};
+
+static int64_t work(const FromRank0& a) { return a.bytes; }
+static void run(const FromRank0& a, const Team& team) {
+  const int64_t message = control_of(a.region, a.rank).published + 1;
+  if (team.rank == 0 && a.rank == 0) __builtin_memcpy(buffer_of(a.region, 0, message), a.data, a.bytes);
+  if (!exchange(a.region, a.rank, message, team)) return;
+  if (team.rank == 0 && a.rank) __builtin_memcpy(a.data, buffer_of(a.region, 0, message), a.bytes);
+}
+KERNEL(from_rank_0, FromRank0)
+
+struct EmbeddingPart {  // out [rows, bytes]: rows of table [count, stride bytes] of the tokens first to first + count - 1
+  const int64_t* tokens;
+  const char* table;
+  char* out;
+  int64_t rows, first, count, bytes, stride;
+};
+
+static int64_t work(const EmbeddingPart& a) { return ELEMENT * a.rows * a.bytes / 4; }
+static void run(const EmbeddingPart& a, const Team& team) {
+  over_rows(team, a.rows, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const int64_t local = a.tokens[row] - a.first;
+      char* out = a.out + row * a.bytes;
+      if (local >= 0 && local < a.count) __builtin_memcpy(out, a.table + local * a.stride, a.bytes);
+      else __builtin_memset(out, 0, a.bytes);
+    }
+  });
+}
+KERNEL(embedding_part, EmbeddingPart)

@@ -1,0 +1,131 @@
+"""`LayerPart`: what a rank holds of one linear layer of a checkpoint, and how it is cut from the tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.distributed import Part
+from penstock.kernels import encoding_named
+from penstock.nn.tensor_source import TensorSource
+
+WeightContent = Sequence[Tensor] | Mapping[str, Tensor]
+"""Parts of a weight ``[out, in]`` in floats, or the tensors of `LinearEncoding.pack`."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """The outputs or the inputs of a linear layer that a rank holds."""
+
+    out_features: int
+    """Outputs of the whole layer."""
+    in_features: int
+    """Inputs of the whole layer."""
+    outputs: tuple[Part, ...] = ()
+    """The outputs of this rank, in order; empty for all."""
+    inputs: Part | None = None
+    """The inputs of this rank; None for all."""
+
+    @property
+    def size(self) -> int:
+        """Number of outputs of this rank."""
+        return sum(part.size for part in self.outputs) if self.outputs else self.out_features
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of inputs of this rank."""
+        return self.in_features if self.inputs is None else self.inputs.size
+
+    def of_weight(self, weight: Tensor) -> list[Tensor]:
+        """Return the parts of ``weight [out, in]``, as views."""
+        if self.inputs is not None:
+            weight = weight[:, self.inputs.start : self.inputs.stop]
+        return self.of_rows(weight)
+
+    def of_rows(self, rows: Tensor) -> list[Tensor]:
+        """Return the parts of a tensor with one row for each output, as views."""
+        return [rows[part.start : part.stop] for part in self.outputs] if self.outputs else [rows]
+
+    def of_encoded(self, name: str, encoding: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the part of a weight in an encoding, from the tensors of `LinearEncoding.pack`.
+
+        Args:
+            name: the name of the layer, for the error.
+            encoding: the encoding.
+            tensors: the whole weight.
+
+        Raises:
+            ConfigError: the part would cut a group of inputs that share a scale.
+        """
+        if not self.outputs and self.inputs is None:
+            return tensors
+        if self.inputs is not None:
+            kind = encoding_named(encoding)
+            tensors = kind.select_inputs(name, tensors, self.inputs.start, self.inputs.stop)
+        return {key: joined(self.of_rows(tensor)) for key, tensor in tensors.items()}
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors one below the other; a single one as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].is_meta:  # torch.cat of meta tensors imports torch._dynamo
+        rows = sum(len(part) for part in parts)
+        return torch.empty((rows, *parts[0].shape[1:]), dtype=parts[0].dtype, device="meta")
+    return torch.cat(tuple(parts))
+
+
+def common_encoding(source: TensorSource, names: Iterable[str], floats: str) -> str | None:
+    """Return the encoding in which all layers are stored; None if they differ or are floats.
+
+    Args:
+        source: where the layers are stored.
+        names: their names.
+        floats: the type to which layers that differ are widened, for the log.
+    """
+    names = list(names)
+    stored = {source.stored_encoding(f"{name}.weight") for name in names}
+    if len(stored) > 1:
+        _logger.warning(
+            "%s are one layer but stored as %s: they are widened to %s",
+            ", ".join(names),
+            " and ".join(sorted(name or "floats" for name in stored)),
+            floats,
+        )
+    return stored.pop() if len(stored) == 1 else None
+
+
+def read_parts(
+    source: TensorSource, parts: Mapping[str, LayerPart], encoding: str, *, transposed: bool
+) -> WeightContent:
+    """Return the floats of all parts, or their packed rows if the source stores any part in the encoding.
+
+    In the second case the other parts are packed here.
+    """
+    found = [_read_part(source, name, part, encoding, transposed) for name, part in parts.items()]
+    floats = [piece for one in found if not isinstance(one, Mapping) for piece in one]
+    if not any(isinstance(one, Mapping) for one in found):
+        return floats
+    pack = encoding_named(encoding).pack
+    rows = [one if isinstance(one, Mapping) else pack(joined(one)) for one in found]
+    return {key: torch.cat([part[key] for part in rows]) for key in rows[0]}
+
+
+def _read_part(
+    source: TensorSource, name: str, part: LayerPart, encoding: str, transposed: bool
+) -> WeightContent:
+    """Return the packed rows of a weight if they are stored in the encoding, otherwise its floats."""
+    weight, shape = f"{name}.weight", (part.out_features, part.in_features)
+    if source.stored_encoding(weight) == encoding:
+        stored, tensors = source.read_linear(weight, shape, transposed=transposed)
+        if stored == encoding:
+            return part.of_encoded(name, encoding, tensors)
+        return part.of_weight(tensors["weight"])
+    floats = source.tensor(weight, shape[::-1] if transposed else shape)
+    return part.of_weight(floats.T if transposed else floats)

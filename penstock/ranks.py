@@ -1,0 +1,117 @@
+"""Loads a model that several processes divide: rank 0 in this process, the others in new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.architectures.decoder import DecoderModel
+from penstock.architectures.followers import Follower
+from penstock.config import PipelineConfig
+from penstock.distributed.placement import cores_of_ranks
+from penstock.distributed.processes import RankProcesses, RankSettings, bind
+from penstock.distributed.ranks import Ranks
+from penstock.driver import Device, load_devices
+from penstock.engine import InferenceSession
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.architectures.registry import SupportedArchitecture
+    from penstock.assembly import Catalog
+    from penstock.pipelines.task_pipeline import TaskPipeline
+    from penstock.pipelines.tasks import PipelineRequirements, TaskRecord
+
+
+def load_divided(
+    required: PipelineRequirements, task: TaskRecord, catalog: Catalog
+) -> TaskPipeline[Any, Any]:
+    """Start the other ranks, load the model on all of them, and return the pipeline of rank 0.
+
+    Raises:
+        ConfigError: the model or its settings do not allow several processes.
+        PenstockError: the model cannot be loaded on a rank.
+    """
+    config = required.config
+    check_divisible(config, required.architecture)
+    devices = devices_of_ranks(config)
+    settings = RankSettings(
+        world=config.parallel.tensor_parallel_size,
+        devices=tuple(device.torch_device for device in devices),
+        timeout=config.parallel.collective_timeout,
+        by_expert=config.parallel.expert_parallel,
+        shares_memory=config.parallel.collective_transport != "torch",
+        cores=cores_of_ranks(len(devices)) if config.parallel.pin_ranks and devices[0].is_host else (),
+    )
+    others = replace(catalog, tasks=dict(catalog.tasks))  # a mapping that can be pickled
+    processes = RankProcesses(settings, partial(run_rank, config, others))
+    try:
+        if settings.cores:
+            bind(settings.cores[0])
+        pipeline = task.load_factory()(replace(required, ranks=processes.join()))
+        processes.wait_for("loaded")
+    except BaseException:
+        processes.close()
+        raise
+    pipeline.processes = processes
+    return pipeline
+
+
+def run_rank(config: PipelineConfig, catalog: Catalog, ranks: Ranks) -> None:
+    """Load the part of a rank above 0, and run its steps until rank 0 ends.
+
+    Raises:
+        PenstockError: the part cannot be loaded.
+        EOFError: rank 0 has closed the model.
+    """
+    architecture, _ = catalog.resolve(config)
+    session = InferenceSession(
+        [devices_of_ranks(config)[ranks.rank]],
+        num_threads=config.num_threads,
+        kernels=config.model.kernels,
+        ranks=ranks,
+    )
+    model = architecture.load_pipeline_model()(config, session)
+    kv = model.load_kv_manager(session, model.memory_plan.kv_cache_size)
+    ranks.mark("loaded")
+    Follower(model, kv).run(ranks)
+
+
+def devices_of_ranks(config: PipelineConfig) -> Sequence[Device]:
+    """Return the device of each rank.
+
+    Raises:
+        ConfigError: there is not one GPU for each rank.
+    """
+    world, devices = config.parallel.tensor_parallel_size, load_devices(config.model.devices)
+    if devices[0].is_host:
+        return devices * world
+    if len(devices) != world:
+        raise ConfigError(
+            "tensor_parallel_size",
+            f"{world} processes need {world} GPUs, devices names {len(devices)}: use --devices "
+            f"gpu:{','.join(map(str, range(world)))}",
+        )
+    return devices
+
+
+def check_divisible(config: PipelineConfig, architecture: SupportedArchitecture) -> None:
+    """Check that several processes can divide the configured model.
+
+    Raises:
+        ConfigError: names the model or the setting that does not allow it.
+    """
+    model = architecture.load_pipeline_model()
+    if not (issubclass(model, DecoderModel) and model.is_divisible):
+        raise ConfigError(
+            "tensor_parallel_size",
+            f"{model.__name__} ({architecture.name}, {architecture.task.option}) cannot be divided among "
+            "processes: leave it out",
+        )
+    if config.speculative.method == "draft_model":
+        raise ConfigError(
+            "tensor_parallel_size",
+            "a draft model cannot draft for a model that several processes divide: use "
+            "--speculative-method ngram",
+        )

@@ -1,0 +1,24 @@
+"""Two ranks for the tests of this folder; they load one model after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.rank_pair import RankPair
+from support.tiny_llm import write_tiny_llm
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[RankPair]:
+    """Two ranks with the default transport."""
+    pair = RankPair()
+    yield pair
+    pair.close()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer."""
+    return write_tiny_llm(tmp_path_factory.mktemp("tiny"))
