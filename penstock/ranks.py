@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 from penstock.architectures.decoder import DecoderModel
 from penstock.architectures.followers import Follower
 from penstock.config import PipelineConfig
-from penstock.distributed.placement import cores_of_ranks
-from penstock.distributed.processes import RankProcesses, RankSettings, bind
+from penstock.distributed.placement import shares_of_ranks
+from penstock.distributed.processes import RankProcesses, RankSettings
 from penstock.distributed.ranks import Ranks
 from penstock.driver import Device, load_devices
 from penstock.engine import InferenceSession
 from penstock.errors import ConfigError
+from penstock.host.processors import pin
 
 if TYPE_CHECKING:
     from penstock.architectures.registry import SupportedArchitecture
@@ -36,25 +38,28 @@ def load_divided(
     config = required.config
     check_divisible(config, required.architecture)
     devices = devices_of_ranks(config)
+    pins = config.parallel.pin_ranks and devices[0].is_host
+    shares = shares_of_ranks(len(devices)) if pins else ()
     settings = RankSettings(
         world=config.parallel.tensor_parallel_size,
         devices=tuple(device.torch_device for device in devices),
         timeout=config.parallel.collective_timeout,
         by_expert=config.parallel.expert_parallel,
         shares_memory=config.parallel.collective_transport != "torch",
-        cores=cores_of_ranks(len(devices)) if config.parallel.pin_ranks and devices[0].is_host else (),
+        cores=tuple(one.processors for one in shares),
     )
     others = replace(catalog, tasks=dict(catalog.tasks))  # a mapping that can be pickled
     processes = RankProcesses(settings, partial(run_rank, config, others))
     try:
         if settings.cores:
-            bind(settings.cores[0])
+            pin(settings.cores[0])
         pipeline = task.load_factory()(replace(required, ranks=processes.join()))
         processes.wait_for("loaded")
     except BaseException:
         processes.close()
         raise
     pipeline.processes = processes
+    finalize(pipeline, processes.close)  # of a program that does not close the model
     return pipeline
 
 
@@ -68,7 +73,7 @@ def run_rank(config: PipelineConfig, catalog: Catalog, ranks: Ranks) -> None:
     architecture, _ = catalog.resolve(config)
     session = InferenceSession(
         [devices_of_ranks(config)[ranks.rank]],
-        num_threads=config.num_threads,
+        num_threads=threads_of(config),
         kernels=config.model.kernels,
         ranks=ranks,
     )
@@ -76,6 +81,13 @@ def run_rank(config: PipelineConfig, catalog: Catalog, ranks: Ranks) -> None:
     kv = model.load_kv_manager(session, model.memory_plan.kv_cache_size)
     ranks.mark("loaded")
     Follower(model, kv).run(ranks)
+
+
+def threads_of(config: PipelineConfig) -> int | None:
+    """Return the threads of each rank if the configuration names those of all ranks together."""
+    if config.num_threads is None:
+        return None
+    return max(config.num_threads // config.parallel.tensor_parallel_size, 1)
 
 
 def devices_of_ranks(config: PipelineConfig) -> Sequence[Device]:

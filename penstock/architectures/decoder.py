@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -191,9 +192,9 @@ class DecoderModel(NetworkModel[TextContext]):
         if ranks is None:
             results = self._run(model_inputs)
         else:
-            if ranks.rank == 0:
-                self.announce("execute", pack_inputs(model_inputs))
             with ranks.step():
+                if ranks.rank == 0:
+                    self.announce("execute", pack_inputs(model_inputs))
                 results = self._run(model_inputs)
         logits, *states = results
         return ModelOutputs(
@@ -234,19 +235,24 @@ class DecoderModel(NetworkModel[TextContext]):
         uniforms: Tensor,  # [n, B]
         ends: Tensor,  # [B, E]
     ) -> Tensor | None:  # [m, B]
-        plans = self.session.plans
-        if plans is None or self.session.ranks is not None:
+        plans, ranks = self.session.plans, self.session.ranks
+        if plans is None or eager_reason(model_inputs, plans.max_rows) is not None:
             return None
-        if eager_reason(model_inputs, plans.max_rows) is not None:
+        key = self._plan_key(model_inputs, plans)
+        if ranks is not None and ranks.rank == 0 and not plans.has(key):
             return None
-        return plans.run_loop(
-            self._plan_key(model_inputs, plans),
-            tensors_of_step(model_inputs),
-            tensors_of_later_steps(model_inputs, len(uniforms)),
-            sampling,
-            uniforms,
-            ends,
-        )
+        with nullcontext() if ranks is None else ranks.step():
+            if ranks is not None and ranks.rank == 0:
+                self.announce("execute_steps", pack_inputs(model_inputs), len(uniforms), ends.numpy())
+            return plans.run_loop(
+                key,
+                tensors_of_step(model_inputs),
+                tensors_of_later_steps(model_inputs, len(uniforms)),
+                sampling,
+                uniforms,
+                ends,
+                ranks,
+            )
 
     def _plan_key(self, model_inputs: ModelInputs, plans: GraphCache) -> Hashable:
         return (id(self.network), self.return_hidden_states, shape_of(model_inputs, plans.columns))

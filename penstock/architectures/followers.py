@@ -12,11 +12,14 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from penstock.architectures.decoder import DecoderModel
 from penstock.architectures.step_messages import unpack_inputs
 from penstock.distributed.ranks import Ranks
+from penstock.kernels import SamplingInputs
 from penstock.kv_cache import KVCacheManager
 
 
@@ -45,6 +48,21 @@ class Follower:
     def execute(self, fields: Mapping[str, Any]) -> None:
         """Run one forward; see `penstock.architectures.step_messages`."""
         self._model.execute(unpack_inputs(fields, self._kv, self._model.lora_manager))
+
+    def execute_steps(self, fields: Mapping[str, Any], num_steps: int, ends: np.ndarray) -> None:
+        """Run several decode steps in one call. Rank 0 samples, so the sampling parameters have no effect."""
+        inputs = unpack_inputs(fields, self._kv, self._model.lora_manager)
+        rows = len(inputs.tokens)
+        unused = SamplingInputs(
+            torch.zeros(rows),
+            torch.zeros(rows, dtype=torch.int64),
+            torch.ones(rows),
+            torch.zeros(rows),
+            torch.zeros(rows, dtype=torch.float64),
+        )
+        uniforms = torch.zeros(num_steps, rows, dtype=torch.float64)
+        sampled = self._model.execute_steps(inputs, unused, uniforms, torch.from_numpy(ends))
+        assert sampled is not None, "rank 0 runs steps that this rank has not captured"
 
     def pack_pending(self) -> None:
         """Pack one lazily packed weight."""

@@ -164,6 +164,11 @@ class _ShapeRecorder:
         weight = self.tensor(name, shape[::-1] if transposed else shape)
         return None, {"weight": weight.T if transposed else weight}
 
+    def rows(
+        self, name: str, shape: tuple[int, int], start: int, stop: int
+    ) -> tuple[None, dict[str, Tensor]]:
+        return None, {"weight": self.tensor(name, shape)[start:stop]}
+
     def is_mapped(self, name: str) -> bool:
         return False
 

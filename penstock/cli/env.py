@@ -21,11 +21,19 @@ if TYPE_CHECKING:
     metavar="N",
     help="Also show how N workers divide the processors.",
 )
-def command(as_json: bool, num_workers: int) -> None:
+@click.option(
+    "--tensor-parallel-size",
+    "num_ranks",
+    type=click.IntRange(1, 64),
+    default=1,
+    metavar="N",
+    help="Also show threads and processors of N ranks that divide a model.",
+)
+def command(as_json: bool, num_workers: int, num_ranks: int) -> None:
     """Show versions, processor, devices, kernels, OpenMP and threads."""
     from penstock.cli.environment import describe_environment  # loads torch
 
-    found = describe_environment(num_workers)
+    found = describe_environment(num_workers, num_ranks)
     if as_json:
         click.echo(json.dumps(found.as_dict()))
     else:
@@ -50,6 +58,8 @@ def _print(found: Environment) -> None:
     )
     if found.workers:
         _section("workers", {f"worker {index}": text for index, text in enumerate(found.workers)})
+    if found.ranks:
+        _section("ranks", {f"rank {index}": text for index, text in enumerate(found.ranks)})
     _section(
         "kernels",
         {

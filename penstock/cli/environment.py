@@ -10,8 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 from penstock import __version__
+from penstock.distributed.placement import shares_of_ranks
 from penstock.driver import CPU, load_devices, scan_available_devices
-from penstock.engine import InferenceSession
+from penstock.engine import InferenceSession, threads_of_rank
 from penstock.host.processors import divide_processors, format_processors, numa_nodes
 
 PACKAGES = (
@@ -75,6 +76,8 @@ class Environment:
     """NUMA node -> its processors."""
     workers: list[str]
     """The processors and the threads of each worker of a server with several."""
+    ranks: list[str]
+    """The processors and the threads of each rank of a divided model."""
     openmp: list[str]
     """OpenMP libraries in this process. With more than one, their threads compete for the cores."""
 
@@ -83,11 +86,12 @@ class Environment:
         return asdict(self)
 
 
-def describe_environment(num_workers: int = 1) -> Environment:
+def describe_environment(num_workers: int = 1, num_ranks: int = 1) -> Environment:
     """Return the report; loads torch and the kernels.
 
     Args:
         num_workers: ``--data-parallel-size``: the number of workers that divide the processors.
+        num_ranks: ``--tensor-parallel-size``: the number of ranks that divide a model.
     """
     import torch
 
@@ -116,6 +120,7 @@ def describe_environment(num_workers: int = 1) -> Environment:
         threads=torch.get_num_threads(),
         numa_nodes={str(node): format_processors(numbers) for node, numbers in numa_nodes().items()},
         workers=[str(share) for share in divide_processors(num_workers)] if num_workers > 1 else [],
+        ranks=_ranks(num_ranks) if num_ranks > 1 else [],
         openmp=_openmp_runtimes(),
     )
 
@@ -146,3 +151,11 @@ def _openmp_runtimes() -> list[str]:
         return []
     paths = {line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) == 6}
     return sorted(path for path in paths if _OPENMP.search(path))
+
+
+def _ranks(world: int) -> list[str]:
+    """Return the processors and the threads of each rank."""
+    shares, threads = shares_of_ranks(world), threads_of_rank(world)
+    if shares:
+        return [f"{threads} threads on the processors {format_processors(one.processors)}" for one in shares]
+    return [f"{threads} threads on any processor"] * world

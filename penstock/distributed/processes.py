@@ -8,6 +8,7 @@ fail.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import os
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
@@ -31,6 +32,7 @@ from penstock.distributed.ranks import Ranks
 from penstock.distributed.region import SharedRegion
 from penstock.errors import PenstockError, RankFailedError
 from penstock.host.heartbeat import beat
+from penstock.host.processors import pin
 
 _LOG = logging.getLogger("penstock.distributed")
 
@@ -112,7 +114,7 @@ class RankProcesses:
         """
         settings = self._settings
         self.wait_for("started")
-        self._store.set("started/0", b"1")
+        self._store.set("started/0", "1")
         self._ranks = Ranks(
             0,
             settings.world,
@@ -217,7 +219,7 @@ class RankProcesses:
         while not self._ended and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._store.check(["error"]):
-            reported = pickle.loads(self._store.get("error"))
+            reported = pickle.loads(base64.b64decode(self._store.get("error")))
             assert isinstance(reported, PenstockError)
             return reported
         if self._ended:
@@ -242,8 +244,8 @@ def main() -> None:
     store = _store(launch.folder, settings.world)
     try:
         if settings.cores:
-            bind(settings.cores[rank])
-        store.set(f"started/{rank}", b"1")
+            pin(settings.cores[rank])
+        store.set(f"started/{rank}", "1")
         store.wait(["started/0"], timedelta(seconds=START_TIMEOUT))
         ranks = Ranks(
             rank,
@@ -268,22 +270,17 @@ def main() -> None:
     os._exit(status)  # does not wait for threads of libraries
 
 
-def bind(cores: Sequence[int]) -> None:
-    """Bind this process to processors, where the system can."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
-
-
 def _report(store: Store, rank: int, error: BaseException) -> None:
     """Store the error of a rank, for rank 0."""
     if not isinstance(error, PenstockError):
         _LOG.critical("rank %d failed", rank, exc_info=error)
         error = RankFailedError(f"rank {rank} failed: {type(error).__name__}: {error}")
     try:
-        content = pickle.dumps(error)
-        pickle.loads(content)
+        content = base64.b64encode(pickle.dumps(error)).decode()
+        pickle.loads(base64.b64decode(content))
     except Exception:  # an error whose constructor takes other arguments
-        content = pickle.dumps(RankFailedError(f"rank {rank} failed: {type(error).__name__}: {error}"))
+        error = RankFailedError(f"rank {rank} failed: {type(error).__name__}: {error}")
+        content = base64.b64encode(pickle.dumps(error)).decode()
     with contextlib.suppress(Exception):
         store.set("error", content)
 

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store, Work
 from penstock.distributed.region import SharedRegion
 from penstock.distributed.shard import Shard
 from penstock.errors import PenstockError, RankFailedError
+from penstock.host.interrupts import deferred_interrupts
 
 _BYTES_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -129,14 +130,16 @@ class Ranks:
     def step(self) -> Iterator[None]:
         """Run a step that all ranks run. An error in it on one rank is an error of all.
 
-        The other ranks would wait for the collectives that the failed rank does not call any more.
+        The other ranks would wait for the collectives that the failed rank does not call any more. A Ctrl-C
+        is therefore deferred to the end of the step.
 
         Raises:
             RankFailedError: in place of any error in the block.
         """
         try:
-            yield
-        except RankFailedError:
+            with deferred_interrupts():
+                yield
+        except (RankFailedError, KeyboardInterrupt):
             raise
         except BaseException as error:
             self.check()  # a kernel in shared memory reports a failure as another error
@@ -178,7 +181,7 @@ class Ranks:
 
     def mark(self, event: str) -> None:
         """Tell rank 0 that this rank has done something, see `RankProcesses.wait_for`."""
-        self._store.set(f"{event}/{self.rank}", b"1")
+        self._store.set(f"{event}/{self.rank}", "1")
 
     def close(self) -> None:
         """Close the connections and release the shared memory."""

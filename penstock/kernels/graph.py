@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.kernels.collectives import Collectives
 from penstock.kernels.inputs import SamplingInputs
 from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.ops import Ops
@@ -60,6 +61,7 @@ class Graph(ABC):
         sampling: SamplingInputs,
         uniforms: Tensor,  # [n, R] float64
         ends: Tensor,  # [R, E] int64
+        ranks: Collectives | None = None,
     ) -> Tensor | None:  # [m, R] int64
         """Run several decode steps in one call: each step reads the token that the step before has sampled.
 
@@ -69,6 +71,7 @@ class Graph(ABC):
             sampling: parameters for the rows of the first result, ``[R]``; its own uniforms are not read.
             uniforms: one draw per step and row.
             ends: tokens that end a row; -1 pads.
+            ranks: the ranks that run these steps together. Rank 0 samples, the others take its tokens.
 
         Returns:
             The tokens of each step; m < n if every row has ended. A row of non-finite logits gives -1, and
@@ -169,6 +172,10 @@ class GraphCache:
             return None
         return self._capture(key, inputs, step)
 
+    def has(self, key: Hashable) -> bool:
+        """Return whether steps with this key are captured, so that `run_loop` runs them."""
+        return key in self._graphs
+
     def run_loop(
         self,
         key: Hashable,
@@ -177,6 +184,7 @@ class GraphCache:
         sampling: SamplingInputs,
         uniforms: Tensor,
         ends: Tensor,
+        ranks: Collectives | None = None,
     ) -> Tensor | None:
         """Run several steps in one call, see `Graph.replay_steps`; return None if there is no graph yet."""
         graph = self._graphs.get(key)
@@ -184,7 +192,7 @@ class GraphCache:
             return None
         self._graphs.move_to_end(key)
         self._last = graph
-        return graph.replay_steps(list(inputs.values()), varied, sampling, uniforms, ends)
+        return graph.replay_steps(list(inputs.values()), varied, sampling, uniforms, ends, ranks)
 
     def skip(self, reason: str) -> None:
         """Record that a step ran eagerly without a call of `run`, and why."""

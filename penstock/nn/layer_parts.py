@@ -122,6 +122,8 @@ def _read_part(
 ) -> WeightContent:
     """Return the packed rows of a weight if they are stored in the encoding, otherwise its floats."""
     weight, shape = f"{name}.weight", (part.out_features, part.in_features)
+    if part.outputs and not transposed and not source.is_mapped(weight):
+        return _read_rows(source, name, part, encoding)
     if source.stored_encoding(weight) == encoding:
         stored, tensors = source.read_linear(weight, shape, transposed=transposed)
         if stored == encoding:
@@ -129,3 +131,15 @@ def _read_part(
         return part.of_weight(tensors["weight"])
     floats = source.tensor(weight, shape[::-1] if transposed else shape)
     return part.of_weight(floats.T if transposed else floats)
+
+
+def _read_rows(source: TensorSource, name: str, part: LayerPart, encoding: str) -> WeightContent:
+    """As `_read_part`, for some outputs of a weight that is not mapped; others are not read."""
+    shape = (part.out_features, part.in_features)
+    found = [source.rows(f"{name}.weight", shape, one.start, one.stop) for one in part.outputs]
+    stored = found[0][0]
+    if stored is not None and stored == encoding:
+        return {key: joined([rows[key] for _, rows in found]) for key in found[0][1]}
+    if stored is not None:
+        return [encoding_named(stored).unpack(rows) for _, rows in found]
+    return [rows["weight"] for _, rows in found]

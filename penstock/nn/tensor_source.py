@@ -45,6 +45,12 @@ class TensorSource(Protocol):
         """
         ...
 
+    def rows(
+        self, name: str, shape: tuple[int, int], start: int, stop: int
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        """Return the rows ``start`` to ``stop - 1`` of a weight ``shape``, in the form of `read_linear`."""
+        ...
+
     def is_mapped(self, name: str) -> bool:
         """Return whether `tensor` returns a view of the mapped file instead of a copy."""
         ...

@@ -54,10 +54,12 @@ class PipelineRequirements:
         from penstock.driver import load_devices
         from penstock.engine import InferenceSession
 
-        model = self.config.model
+        model, num_threads = self.config.model, self.config.num_threads
+        if self.ranks is not None and num_threads is not None:
+            num_threads = max(num_threads // self.ranks.world, 1)
         return InferenceSession(
             load_devices(model.devices[:1]) if self.ranks else load_devices(model.devices),
-            num_threads=self.config.num_threads,
+            num_threads=num_threads,
             kernels=model.kernels,
             prefaulted=self.prefaulted,
             deterministic=self.config.deterministic,

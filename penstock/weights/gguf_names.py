@@ -56,6 +56,22 @@ class GGUFTensor(TensorHeader):
         is_block = self.type_name in READABLE_BLOCKS or self.type_name in PACKAGE_BLOCKS
         return DType.float32 if is_block else _FLOATS.get(self.type_name)
 
+    def rows(self, start: int, stop: int) -> GGUFTensor | None:
+        """Return the rows ``start`` to ``stop - 1`` of a matrix; None if they do not lie together."""
+        if len(self.shape) != 2 or self.is_transposed:
+            return None
+        size = self.num_bytes // self.shape[0]
+        head = self.shape[0] // self.heads if self.heads else 1
+        if start % head or stop % head:
+            return None  # rows of a head are interleaved
+        return replace(
+            self,
+            shape=(stop - start, self.shape[1]),
+            num_bytes=size * (stop - start),
+            offset=self.offset + size * start,
+            heads=(stop - start) // head if self.heads else 0,
+        )
+
 
 _GEMMA = LLAMA | POST_NORMS | {"blk.N.ffn_norm": "model.layers.N.pre_feedforward_layernorm"}
 _MIXTRAL = LLAMA | {

@@ -149,6 +149,22 @@ class Weights:
         self._asked_for(name)
         return self._files.linear(self._names[name])
 
+    def rows(
+        self, name: str, shape: tuple[int, int], start: int, stop: int
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        """Return the rows ``start`` to ``stop - 1`` of a weight ``shape``, in the form of `read_linear`.
+
+        Other rows are not read, if the format stores each row by itself.
+        """
+        header = self._found(name)
+        if header is not None and header.shape == shape and not self._files.shapes_only:
+            found = self._files.rows(self._names[name], start, stop)
+            if found is not None:
+                self._asked_for(name)
+                return found
+        encoding, tensors = self.read_linear(name, shape)
+        return encoding, {key: one[start:stop] for key, one in tensors.items()}
+
     def is_mapped(self, name: str) -> bool:
         """Return whether `tensor` returns a view of the mapped file instead of a copy."""
         header = self._found(name)
@@ -274,6 +290,12 @@ class _Files:
 
     def linear(self, name: str) -> tuple[str | None, Mapping[str, Tensor]]:
         return self._format.read_linear(self._reader(name), self.headers[name])
+
+    def rows(self, name: str, start: int, stop: int) -> tuple[str | None, Mapping[str, Tensor]] | None:
+        """Return rows of a weight as `linear` does; None if they cannot be read by themselves."""
+        header = self.headers[name]
+        part = header.rows(start, stop) if isinstance(header, GGUFTensor) else None
+        return None if part is None else self._format.read_linear(self._reader(name), part)
 
     def may_stay_unread(self, name: str, stored: str) -> bool:
         """Return whether the format allows that a model does not read this tensor."""

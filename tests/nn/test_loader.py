@@ -50,6 +50,14 @@ class Source:
         rows = ENCODINGS[encoding].pack(self.tensors[name])
         return encoding, rows | {"scales": 2 * rows["scales"]}  # differs from what packing gives
 
+    def rows(
+        self, name: str, shape: tuple[int, int], start: int, stop: int
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        if name not in self.quantized:
+            return None, {"weight": self.tensor(name, shape)[start:stop]}
+        encoding, tensors = self.read_linear(name, shape)
+        return encoding, {key: one[start:stop] for key, one in tensors.items()}
+
     def is_mapped(self, name: str) -> bool:
         return name in self.mapped
 

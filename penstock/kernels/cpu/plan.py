@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from penstock.kernels.collectives import Collectives
 from penstock.kernels.cpu.library import (
     Capture,
     CompiledLoop,
@@ -100,11 +101,12 @@ class CompiledPlan(Graph):
         sampling: SamplingInputs,
         uniforms: Tensor,
         ends: Tensor,
+        ranks: Collectives | None = None,
     ) -> Tensor:
         self._take(inputs)
         if self._loop is None:
             self._loop = _SamplingLoop(
-                self._lowering, self._results[0], self._own["tokens"], self._contention
+                self._lowering, self._results[0], self._own["tokens"], self._contention, ranks
             )
         copied = [(self._own[name].data_ptr(), values) for name, values in varied.items()]
         return self._loop.run(copied, sampling, uniforms, ends)
@@ -132,10 +134,16 @@ class _SamplingLoop:
         logits: result of the plan, ``[R, V]``.
         tokens: input of the plan, ``[R]``.
         contention: as for the plan.
+        ranks: the ranks that run the steps together; the tokens of rank 0 replace those of the others.
     """
 
     def __init__(
-        self, lowering: _CapturingOps, logits: Tensor, tokens: Tensor, contention: CoreContention
+        self,
+        lowering: _CapturingOps,
+        logits: Tensor,
+        tokens: Tensor,
+        contention: CoreContention,
+        ranks: Collectives | None,
     ) -> None:
         rows = len(logits)
         self._own = SamplingInputs(
@@ -145,7 +153,10 @@ class _SamplingLoop:
             min_p=torch.empty(rows, dtype=torch.float32),
             uniforms=torch.empty(rows, dtype=torch.float64),
         )
-        lowering.lower("sample", {"logits": logits, "sampling": self._own}, [tokens])
+        if ranks is None or ranks.rank == 0:
+            lowering.lower("sample", {"logits": logits, "sampling": self._own}, [tokens])
+        if ranks is not None:
+            lowering.take_from_rank_0(tokens, ranks)
         self._rows = rows
         self._run = CompiledLoop(
             lowering.isa, lowering.captured, tokens=tokens.data_ptr(), rows=rows, contention=contention
@@ -211,6 +222,10 @@ class _CapturingOps(CpuOps):
         are_written = [one.data_ptr() for one in returned] == [one.data_ptr() for one in results]
         if self._destinations or not are_written or len(self.captured) == before:
             raise UnrecordableStepError(f"{operation} needs more than C++ kernels")
+
+    def take_from_rank_0(self, tensor: Tensor, ranks: Collectives) -> None:
+        """Capture the kernel that replaces a small contiguous tensor by that of rank 0."""
+        self._kernels.from_rank_0(tensor.data_ptr(), tensor.nbytes, ranks.region, ranks.rank)
 
     def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
         """Refuse what only the reference kernels can run: it cannot be compiled."""

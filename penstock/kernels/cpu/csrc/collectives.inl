@@ -94,7 +94,7 @@ static bool exchange(Region* region, int64_t rank, int64_t message, const Team& 
 // Calls body(first_row, rows, first_column, columns, message) for the blocks of a matrix `[rows, width]`.
 template <class Body>
 static void over_blocks(Region* region, int64_t rank, int64_t rows, int64_t width, int64_t element, Body body) {
-  const int64_t columns = min(width, region->capacity / element), height = max(region->capacity / (columns * element), 1);
+  const int64_t columns = min(width, region->capacity / element), height = max<int64_t>(region->capacity / (columns * element), 1);
   int64_t message = control_of(region, rank).published;
   for (int64_t row = 0; row < rows; row += height)
     for (int64_t column = 0; column < width; column += columns)

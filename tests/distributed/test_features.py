@@ -1,0 +1,137 @@
+"""What combines with tensor parallelism: encodings, adapters, choices, drafts, images, log probabilities."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.adapters import write_adapter
+from support.checkpoints import write_checkpoint
+from support.rank_pair import RankPair
+from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+from support.tiny_llm import write_tiny_llm
+
+from penstock.architectures.llama import tiny_config
+from penstock.llm.beam_search import BeamOptions, search
+from penstock.pipelines.core import SamplingParams
+from penstock.pipelines.core.choices import choice_contexts
+
+PROMPT = random_tokens(20, 250, seed=1)
+
+
+def logits_of(pipeline: Any, **fields: Any) -> torch.Tensor:
+    context = context_of(PROMPT, **fields)
+    (logits,) = step_logits(pipeline, [context])
+    pipeline.release(context)
+    return logits
+
+
+def assert_close(pair: RankPair, checkpoint: Path, tolerance: float, **flat: Any) -> None:
+    """Check that the root mean square of the difference is at most this share of the logits' spread."""
+    pipeline = open_pipeline(checkpoint, **flat)
+    expected = logits_of(pipeline)
+    del pipeline
+    gc.collect()
+    with pair.open(checkpoint, **flat) as divided:
+        error = logits_of(divided) - expected
+    assert float(error.square().mean().sqrt() / expected.std()) <= tolerance
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with layers of several groups of 32 inputs."""
+    return write_tiny_llm(
+        tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=224, num_attention_heads=4
+    )
+
+
+@pytest.mark.parametrize(
+    ("encoding", "tolerance"), [("bfloat16", 0.02), ("int8", 0.05), ("int4", 0.25), ("int5", 0.15)]
+)
+def test_encodings(pair: RankPair, wide: Path, encoding: str, tolerance: float) -> None:
+    assert_close(pair, wide, tolerance, quantization_encoding=encoding)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"num_key_value_heads": 1}, id="fewer kv heads than ranks"),
+        pytest.param(
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 41},
+            id="parts of unlike sizes",
+        ),
+        pytest.param({"tie_word_embeddings": True, "vocab_size": 267}, id="tied head"),
+    ],
+)
+def test_shapes(pair: RankPair, tmp_path: Path, config: dict[str, Any]) -> None:
+    assert_close(pair, write_tiny_llm(tmp_path, **config), 1e-5)
+
+
+def test_the_reference_kernels_and_an_int8_cache(pair: RankPair, wide: Path) -> None:
+    assert_close(pair, wide, 0.02, kernels="reference", kv_cache_dtype="int8")
+
+
+def test_samples_choices_and_drafts(pair: RankPair, tiny: Path) -> None:
+    """Sampled text of several choices, with drafts of n-grams, equals that of one process."""
+
+    def run(pipeline: Any) -> list[list[int]]:
+        params = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.1)
+        context = context_of([5, 6, 7, 8] * 5, 12, sampling_params=params)
+        return generate(pipeline, choice_contexts(context, 3))
+
+    flat = {"speculative_method": "ngram"}
+    pipeline = open_pipeline(tiny, **flat)
+    expected = run(pipeline)
+    with pair.open(tiny, **flat) as divided:
+        assert run(divided) == expected
+        assert divided.speculation_stats is not None
+
+
+def test_beams(pair: RankPair, tiny: Path) -> None:
+    """Beams fork contexts within a block, which every rank copies."""
+
+    def run(pipeline: Any) -> list[list[int]]:
+        options = BeamOptions(num_beams=3, num_return_sequences=2)
+        ((_, beams),) = search(pipeline, [context_of(PROMPT, 10)], options, 8, 512)
+        return [list(beam.token_ids) for beam in beams]
+
+    expected = run(open_pipeline(tiny))
+    with pair.open(tiny) as divided:
+        assert run(divided) == expected
+
+
+def test_adapters_are_divided_with_their_layers(pair: RankPair, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "base", tiny_config())
+    adapters = [
+        f"{name}={write_adapter(checkpoint, tmp_path / name, seed, r=3)}"
+        for seed, name in ((1, "a"), (2, "b"))
+    ]
+    flat: dict[str, Any] = {"lora": tuple(adapters), "max_loras": 1}
+
+    def run(pipeline: Any) -> list[torch.Tensor]:
+        return [logits_of(pipeline, adapter=name) for name in ("a", "b", None, "a")]
+
+    expected = run(open_pipeline(checkpoint, **flat))
+    assert not torch.allclose(expected[0], expected[1], atol=0.1)
+    with pair.open(checkpoint, **flat) as divided:
+        for ours, theirs in zip(run(divided), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+
+
+def test_a_rank_holds_its_part(pair: RankPair, tiny: Path) -> None:
+    whole = open_pipeline(tiny).model
+    with pair.open(tiny) as divided:
+        model: Any = divided.model
+        block = model.network.blocks[1]
+        layers = (block.attention.qkv, block.attention.output, block.mlp.gate_up, block.mlp.down)
+        shapes = [(one.packed.out_features, one.packed.in_features) for one in layers]
+        assert shapes == [(32, 32), (32, 16), (48, 32), (32, 24)]
+        assert model.network.embedding.table.shape == (128, 32)
+        assert model.network.head.linear.packed.out_features == 128
+        assert model.kv_cache_spec.groups[0].kv_heads == 1
+        assert model.memory_plan.weights_size < 0.6 * whole.memory_plan.weights_size
+        assert [buffer.numel() for buffer in model.signal_buffers] == [2 << 20] * 2
+    assert whole.signal_buffers == []

@@ -1,0 +1,38 @@
+"""Where ranks run: NUMA nodes, processors and threads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli import cli
+from penstock.distributed import placement
+from penstock.host import processors
+
+
+@pytest.mark.parametrize(
+    ("world", "expected"), [(2, [(0, 1, 2, 3), (4, 5, 6, 7)]), (4, [(0, 1), (2, 3), (4, 5), (6, 7)])]
+)
+def test_ranks_are_bound_to_nodes(
+    monkeypatch: pytest.MonkeyPatch, world: int, expected: list[tuple[int, ...]]
+) -> None:
+    for module in (placement, processors):
+        monkeypatch.setattr(module, "numa_nodes", lambda: {0: (0, 1, 2, 3, 12), 1: (4, 5, 6, 7)})
+    monkeypatch.setattr(processors, "_core_of", lambda number: (0, number))
+    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert [share.processors for share in placement.shares_of_ranks(world)] == expected
+
+
+def test_one_node_binds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "numa_nodes", lambda: {0: (0, 1)})
+    assert placement.shares_of_ranks(2) == ()
+
+
+def test_env_shows_threads_and_processors_of_ranks() -> None:
+    arguments = ["env", "--tensor-parallel-size", "2"]
+    report = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
+    assert len(report["ranks"]) == 2
+    assert "threads on" in report["ranks"][1]
+    assert "rank 1" in CliRunner().invoke(cli, arguments).output
