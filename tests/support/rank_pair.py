@@ -71,6 +71,86 @@ class RankPair:
         self.ranks = self.processes.join()
         self.world = world
 
+    def load(self, checkpoint: Path, patch: Any = None, **flat: Any) -> TextGenerationPipeline:
+        """Load a checkpoint on all ranks, in float32 by default; `unload` ends it on the other ranks.
+
+        Args:
+            checkpoint: the folder of the checkpoint.
+            patch: called on the other ranks before they load; picklable.
+            flat: settings of the pipeline under flat names.
+        """
+        given = {
+            "model_path": str(checkpoint),
+            "quantization_encoding": "float32",
+            "max_batch_size": 8,
+            "tensor_parallel_size": self.world,
+        }
+        config = PipelineConfig.from_flat({**given, **flat})
+        self.ranks.send(pickle.dumps((config, patch)))
+        model = config.model
+        architecture = PIPELINE_REGISTRY.retrieve_architecture(model.huggingface_config, model.checkpoint)
+        self.ranks.by_expert = config.parallel.expert_parallel
+        session = InferenceSession(num_threads=1, kernels=model.kernels, ranks=self.ranks)
+        return TextGenerationPipeline(config, architecture.load_pipeline_model(), -1, session=session)
+
+    def unload(self) -> None:
+        """End the current model on the other ranks."""
+        self.ranks.send(pickle.dumps(("close", ())))
+
+    @contextmanager
+    def open(self, checkpoint: Path, patch: Any = None, **flat: Any) -> Iterator[TextGenerationPipeline]:
+        """Load a checkpoint for the time of a block; see `load`."""
+        pipeline = self.load(checkpoint, patch, **flat)
+        try:
+            yield pipeline
+        finally:
+            self.unload()
+
+    def close(self) -> None:
+        raise _Closed
+
+
+def follow_models(ranks: Ranks) -> None:
+    """Load and run the models that rank 0 opens, one after the other."""
+    while True:
+        config, patch = pickle.loads(ranks.receive())
+        if patch is not None:
+            patch()
+        model, session = _open(config, ranks)
+        try:
+            _Follower(model, model.load_kv_manager(session, model.memory_plan.kv_cache_size)).run(ranks)
+        except _Closed:
+            continue
+
+
+def _open(config: PipelineConfig, ranks: Ranks) -> tuple[Any, InferenceSession]:
+    ranks.by_expert = config.parallel.expert_parallel
+    session = InferenceSession(
+        [devices_of_ranks(config)[ranks.rank]],
+        num_threads=1,
+        kernels=config.model.kernels,
+        ranks=ranks,
+    )
+    model = config.model
+    architecture = PIPELINE_REGISTRY.retrieve_architecture(model.huggingface_config, model.checkpoint)
+    return architecture.load_pipeline_model()(config, session), session
+
+
+class RankPair:
+    """Ranks that run pipelines, rank 0 in this process.
+
+    Args:
+        world: number of ranks.
+        settings: fields of `RankSettings`.
+    """
+
+    def __init__(self, world: int = 2, **settings: Any) -> None:
+        devices = (torch.device("cpu"),) * world
+        fields: dict[str, Any] = {"timeout": TIMEOUT, **settings}
+        self.processes = RankProcesses(RankSettings(world, devices, **fields), follow_models)
+        self.ranks = self.processes.join()
+        self.world = world
+
     @contextmanager
     def open(self, checkpoint: Path, patch: Any = None, **flat: Any) -> Iterator[TextGenerationPipeline]:
         """Load a checkpoint on all ranks, in float32 by default, and close it at the end of the block.

@@ -6,8 +6,8 @@
 //   2. publishes n,
 //   3. waits until the other ranks have published n or more,
 //   4. reads their buffers n & 1.
-// A rank publishes n + 1 only after it has read message n. So a rank that writes message n + 2 into the same buffer, which
-// it does after all have published n + 1, overwrites nothing that is still being read.
+// A rank publishes n + 1 only after it has read message n. A rank writes message n + 2 into the same buffer after all
+// have published n + 1, so that it overwrites nothing that is still being read.
 
 constexpr int64_t NAP = 20000000;  // ns that a waiting rank sleeps before it looks again for an abort
 
@@ -94,7 +94,8 @@ static bool exchange(Region* region, int64_t rank, int64_t message, const Team& 
 // Calls body(first_row, rows, first_column, columns, message) for the blocks of a matrix `[rows, width]`.
 template <class Body>
 static void over_blocks(Region* region, int64_t rank, int64_t rows, int64_t width, int64_t element, Body body) {
-  const int64_t columns = min(width, region->capacity / element), height = max<int64_t>(region->capacity / (columns * element), 1);
+  const int64_t columns = min(width, region->capacity / element);
+  const int64_t height = max<int64_t>(region->capacity / (columns * element), 1);
   int64_t message = control_of(region, rank).published;
   for (int64_t row = 0; row < rows; row += height)
     for (int64_t column = 0; column < width; column += columns)
@@ -113,8 +114,7 @@ struct AllReduce {  // x [rows, width], rows strided; out contiguous
 
 template <class T> static void all_reduce(const AllReduce& a, const Team& team) {
   const int64_t world = a.region->world;
-  over_blocks(a.region, a.rank, a.rows, a.width, sizeof(T), [&](int64_t row, int64_t rows, int64_t column, int64_t columns,
-                                                              int64_t message) {
+  const auto exchange_block = [&](int64_t row, int64_t rows, int64_t column, int64_t columns, int64_t message) {
     T* own = (T*)buffer_of(a.region, a.rank, message);
     over_rows(team, rows, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++)
@@ -134,7 +134,8 @@ template <class T> static void all_reduce(const AllReduce& a, const Team& team) 
       }
     });
     return true;
-  });
+  };
+  over_blocks(a.region, a.rank, a.rows, a.width, sizeof(T), exchange_block);
 }
 
 static int64_t work(const AllReduce& a) { return ELEMENT * a.rows * a.width; }
@@ -162,15 +163,15 @@ static void run(const AllGather& a, const Team& team) {
   const int64_t world = a.region->world;
   int64_t widest = 0, total = 0;
   for (int64_t rank = 0; rank < world; rank++) widest = max(widest, a.widths[rank]), total += a.widths[rank];
-  over_blocks(a.region, a.rank, a.rows, widest, a.element, [&](int64_t row, int64_t rows, int64_t column, int64_t columns,
-                                                             int64_t message) {
+  const auto exchange_block = [&](int64_t row, int64_t rows, int64_t column, int64_t columns, int64_t message) {
     const auto bytes_of = [&](int64_t rank) __attribute__((always_inline)) {
       return max(min(columns, a.widths[rank] - column), (int64_t)0) * a.element;
     };
     char* own = buffer_of(a.region, a.rank, message);
     over_rows(team, rows, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++)
-        __builtin_memcpy(own + i * columns * a.element, a.x + (row + i) * a.x_stride + column * a.element, bytes_of(a.rank));
+        __builtin_memcpy(own + i * columns * a.element, a.x + (row + i) * a.x_stride + column * a.element,
+                         bytes_of(a.rank));
     });
     if (!exchange(a.region, a.rank, message, team)) return false;
     over_rows(team, rows, [&](int64_t begin, int64_t end) {
@@ -181,7 +182,8 @@ static void run(const AllGather& a, const Team& team) {
       }
     });
     return true;
-  });
+  };
+  over_blocks(a.region, a.rank, a.rows, widest, a.element, exchange_block);
 }
 KERNEL(all_gather, AllGather)
 
@@ -201,7 +203,8 @@ static void run(const FromRank0& a, const Team& team) {
 }
 KERNEL(from_rank_0, FromRank0)
 
-struct EmbeddingPart {  // out [rows, bytes]: rows of table [count, stride bytes] of the tokens first to first + count - 1
+// out [rows, bytes]: rows of table [count, stride bytes], which has those of the tokens first to first + count - 1
+struct EmbeddingPart {
   const int64_t* tokens;
   const char* table;
   char* out;

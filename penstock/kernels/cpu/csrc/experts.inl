@@ -79,7 +79,7 @@ struct ExpertsMemory {
   }
 };
 
-// Sorts the places by expert, without those of other ranks. Fails with the number of a place whose expert does not exist.
+// Sorts the places by expert, without those of other ranks. Fails with the number of a place whose expert is missing.
 static void sort_places(const Experts& a, const ExpertsMemory& memory, const Team& team) {
   const int64_t places = a.rows * a.top;
   int64_t* ends = memory.ends;
