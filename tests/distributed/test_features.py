@@ -12,9 +12,12 @@ from support.adapters import write_adapter
 from support.checkpoints import write_checkpoint
 from support.rank_pair import RankPair
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+from support.tiny_embedder import write_tiny_embedder
 from support.tiny_llm import write_tiny_llm
 
 from penstock.architectures.llama import tiny_config
+from penstock.errors import ConfigError
+from penstock.llm import LLM
 from penstock.llm.beam_search import BeamOptions, search
 from penstock.pipelines.core import SamplingParams
 from penstock.pipelines.core.choices import choice_contexts
@@ -135,3 +138,16 @@ def test_a_rank_holds_its_part(pair: RankPair, tiny: Path) -> None:
         assert model.memory_plan.weights_size < 0.6 * whole.memory_plan.weights_size
         assert [buffer.numel() for buffer in model.signal_buffers] == [2 << 20] * 2
     assert whole.signal_buffers == []
+
+
+def test_a_model_that_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
+    checkpoint = write_tiny_llm(tmp_path)
+    with pytest.raises(ConfigError, match="a draft model cannot draft for a model that several processes"):
+        LLM(checkpoint, tensor_parallel_size=2, draft_model_path=str(checkpoint))
+    with pytest.raises(ConfigError, match="expert_parallel: needs tensor_parallel_size to be 2 or more"):
+        LLM(checkpoint, expert_parallel=True)
+    with pytest.raises(ConfigError, match="collective_transport: needs tensor_parallel_size"):
+        LLM(checkpoint, collective_transport="torch")
+    embedder = write_tiny_embedder(tmp_path / "embedder")
+    with pytest.raises(ConfigError, match="cannot be divided among processes"):
+        LLM(embedder, tensor_parallel_size=2)
