@@ -26,7 +26,8 @@ PROMPT = random_tokens(20, 250, seed=1)
 
 
 def logits_of(pipeline: Any, **fields: Any) -> torch.Tensor:
-    context = context_of(PROMPT, **fields)
+    vocabulary = int(pipeline.model.huggingface_config.vocabulary_size)
+    context = context_of([token % vocabulary for token in PROMPT], **fields)
     (logits,) = step_logits(pipeline, [context])
     pipeline.release(context)
     return logits
