@@ -72,6 +72,10 @@ class Follower:
         """Copy one block of all layers of a group."""
         self._kv.storage.copy_block(group, source, target)
 
+    def discard_cache(self) -> None:
+        """Return the memory of the KV cache to the system."""
+        self._kv.discard_storage()
+
     def put_adapter(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Put the matrices of an adapter into a slot; they are whole, and this rank takes its part."""
         adapters = self._model.lora_manager

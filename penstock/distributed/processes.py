@@ -103,8 +103,12 @@ class RankProcesses:
         self._region = _create_region(settings)
         for rank in range(1, settings.world):
             self._start(rank, target)
-        for rank, process in enumerate(self._processes, 1):
-            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(rank, process), daemon=True)
+            for rank, process in enumerate(self._processes, 1)
+        ]
+        for watcher in self._watchers:
+            watcher.start()
 
     def join(self) -> Ranks:
         """Connect this process, as rank 0, with the other ranks.
@@ -179,8 +183,11 @@ class RankProcesses:
             with contextlib.suppress(BrokenPipeError):
                 assert process.stdin is not None
                 process.stdin.close()
-        if self._region is not None:
-            os.close(self._region)
+        for watcher in self._watchers:
+            watcher.join(_END_TIMEOUT)
+        for descriptor in (self._region, self.sentinel, self._write_end):
+            if descriptor is not None:
+                os.close(descriptor)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, rank: int, target: Callable[[Ranks], None]) -> None:
@@ -239,7 +246,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole process group; rank 0 handles them
     launch: RankLaunch = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_exit_with_rank_0, daemon=True).start()
+    threading.Thread(target=_exit_with_rank_0, args=(launch.folder,), daemon=True).start()
     settings, rank = launch.settings, launch.rank
     store = _store(launch.folder, settings.world)
     try:
@@ -285,8 +292,10 @@ def _report(store: Store, rank: int, error: BaseException) -> None:
         store.set("error", content)
 
 
-def _exit_with_rank_0() -> None:
+def _exit_with_rank_0(folder: str) -> None:
+    """End this process when rank 0 ends, which closes the standard input."""
     os.read(0, 1)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

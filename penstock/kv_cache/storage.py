@@ -39,6 +39,8 @@ class KVCacheStorage:
         """L tensors ``[2, N, K, S]`` float32, for layers in int8; None for other layers."""
         self.on_copy: Callable[[int, int, int], None] = lambda group, source, target: None
         """Called before a block is copied, with the arguments of `copy_block`."""
+        self.on_discard: Callable[[], None] = lambda: None
+        """Called before the memory is returned by `discard`."""
 
     def discard(self) -> None:
         """Return the memory of all blocks to the system. They are zero again.
@@ -48,6 +50,7 @@ class KVCacheStorage:
         Raises:
             UnsupportedFeatureError: the tensors are not in host memory.
         """
+        self.on_discard()
         for tensor in (*self.caches, *(scale for scale in self.scales if scale is not None)):
             if tensor.device.type != "cpu":
                 raise UnsupportedFeatureError(
