@@ -1,0 +1,81 @@
+"""Quantized checkpoints on two ranks: each rank keeps its part, in the encoding of the file."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from support.gguf_files import write_gguf
+from support.packed_checkpoints import gptq, write_packed_checkpoint
+from support.rank_pair import RankPair
+from support.running import context_of, open_pipeline, random_tokens, step_logits
+from support.tiny_llm import write_tiny_llm
+
+from penstock.errors import ConfigError
+from penstock.kernels import ENCODINGS
+from penstock.weights import Weights
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with layers of several groups of 32 inputs."""
+    return write_tiny_llm(
+        tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=224, num_attention_heads=4
+    )
+
+
+def compare(pair: RankPair, checkpoint: Path) -> None:
+    """Check the logits of two ranks against those of one process, in the encodings of the file."""
+
+    def logits_of(pipeline: Any) -> torch.Tensor:
+        context = context_of(random_tokens(20, 250, seed=1))
+        (logits,) = step_logits(pipeline, [context])
+        pipeline.release(context)
+        return logits
+
+    flat = {"quantization_encoding": None}
+    expected = logits_of(open_pipeline(checkpoint, **flat))
+    gc.collect()
+    with pair.open(checkpoint, **flat) as divided:
+        error = logits_of(divided) - expected
+    assert float(error.square().mean().sqrt() / expected.std()) < 0.03
+
+
+def test_gptq(pair: RankPair, wide: Path, tmp_path: Path) -> None:
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
+    compare(pair, write_packed_checkpoint(wide, tmp_path, gptq(4, 32), section))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", pytest.param("Q5_1", marks=pytest.mark.slow)])
+def test_gguf(pair: RankPair, wide: Path, tmp_path: Path, kind: str) -> None:
+    compare(pair, write_gguf(wide, tmp_path / "m.gguf", GGMLQuantizationType[kind]))
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q5_1"])
+def test_rows_of_a_gguf_file_are_read_alone(wide: Path, tmp_path: Path, kind: str) -> None:
+    weights = Weights.open(write_gguf(wide, tmp_path / "m.gguf", GGMLQuantizationType[kind]))
+    for name, shape, start, stop in (
+        ("model.layers.0.self_attn.q_proj.weight", (128, 128), 32, 96),  # rows of heads are interleaved
+        ("model.layers.1.mlp.up_proj.weight", (224, 128), 96, 224),
+    ):
+        encoding, whole = weights.read_linear(name, shape)
+        own_encoding, rows = weights.rows(name, shape, start, stop)
+        assert own_encoding == encoding
+        assert all(torch.equal(rows[key], whole[key][start:stop]) for key in whole)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS.names)
+def test_inputs_are_cut_between_groups(encoding: str) -> None:
+    kind = ENCODINGS[encoding]
+    weight = torch.randn(6, 320)
+    tensors = kind.pack(weight)
+    cut = kind.select_inputs("down_proj", tensors, 128, 320)
+    assert torch.equal(kind.unpack(cut), kind.unpack(tensors)[:, 128:])
+    if kind.group_size is not None:
+        message = f"inputs 0 to 47 of down_proj, but its {encoding} weights have one scale for each"
+        with pytest.raises(ConfigError, match=message):
+            kind.select_inputs("down_proj", tensors, 0, 48)
