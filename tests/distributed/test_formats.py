@@ -68,7 +68,7 @@ def test_rows_of_a_gguf_file_are_read_alone(wide: Path, tmp_path: Path, kind: st
         assert all(torch.equal(rows[key], whole[key][start:stop]) for key in whole)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS.names)
+@pytest.mark.parametrize("encoding", list(ENCODINGS))
 def test_inputs_are_cut_between_groups(encoding: str) -> None:
     kind = ENCODINGS[encoding]
     weight = torch.randn(6, 320)
