@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.distributed import Part
-from penstock.kernels import encoding_named
+from penstock.distributed import Part, Shard
+from penstock.kernels import LinearEncoding, encoding_named
 from penstock.nn.tensor_source import TensorSource
 
 WeightContent = Sequence[Tensor] | Mapping[str, Tensor]
@@ -69,6 +69,28 @@ class LayerPart:
             kind = encoding_named(encoding)
             tensors = kind.select_inputs(name, tensors, self.inputs.start, self.inputs.stop)
         return {key: joined(self.of_rows(tensor)) for key, tensor in tensors.items()}
+
+
+def inner_part_of(shard: Shard, source: TensorSource, encoding: LinearEncoding, name: str, size: int) -> Part:
+    """Return a rank's part of the dimension between two layers.
+
+    Groups of inputs of the second layer that share a scale are not cut.
+
+    Args:
+        shard: the rank.
+        source: where the second layer is stored.
+        encoding: the encoding of the model.
+        name: the name of the second layer, which is row-parallel.
+        size: the whole dimension.
+
+    Raises:
+        ConfigError: there are fewer groups than ranks.
+    """
+    stored = source.stored_encoding(f"{name}.weight")
+    unit = (encoding if stored is None else encoding_named(stored)).group_size or 1
+    if stored is None and size < unit * shard.world:
+        unit = 1  # the weight is packed after it is cut
+    return shard.part(size, f"inputs of {name}", unit)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

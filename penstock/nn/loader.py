@@ -13,7 +13,14 @@ from penstock.distributed.shard import sizes
 from penstock.dtype import DType
 from penstock.kernels import LazyWeight, LinearSlice, Ops, PackedLinear, encoding_named
 from penstock.kernels.reference import ReferenceOps
-from penstock.nn.layer_parts import LayerPart, WeightContent, common_encoding, joined, read_parts
+from penstock.nn.layer_parts import (
+    LayerPart,
+    WeightContent,
+    common_encoding,
+    inner_part_of,
+    joined,
+    read_parts,
+)
 from penstock.nn.linear import Linear
 from penstock.nn.norm import LayerNorm, RMSNorm
 from penstock.nn.tensor_source import Deferred, TakePacked, TensorSource
@@ -155,23 +162,8 @@ class Loader:
         return () if self.shard.is_whole else outputs
 
     def inner_part(self, name: str, size: int) -> Part:
-        """Return this rank's part of the dimension between two layers.
-
-        Groups of inputs of the second layer that share a scale are not cut.
-
-        Args:
-            name: the name of the second layer, which is row-parallel.
-            size: the whole dimension.
-
-        Raises:
-            ConfigError: there are fewer groups than ranks.
-        """
-        stored = self.source.stored_encoding(f"{name}.weight")
-        kind = self._kind if stored is None else encoding_named(stored)
-        unit = kind.group_size or 1
-        if stored is None and size < unit * self.shard.world:
-            unit = 1  # the weight is packed after it is cut
-        return self.shard.part(size, f"inputs of {name}", unit)
+        """Return this rank's part of the dimension between two layers; see `inner_part_of`."""
+        return inner_part_of(self.shard, self.source, self._kind, name, size)
 
     def has_separate_values(self, name: str, out_features: int, in_features: int) -> bool:
         """Return whether attention's values cannot be fused with queries and keys.
