@@ -38,9 +38,8 @@ class Loader:
         lazy: layers to pack later, if their weights are mapped; see `penstock.kernels.LazyWeight`.
         keep_stored: whether layers keep the encoding in which the checkpoint stores them, and layers of
             floats stay floats. The output head is the exception: `LinearEncoding.for_layer` decides.
-        is_uniform: whether all linear layers have the encoding of the model. The output head has the type of
-            the activations then.
-        shard: the rank whose parts of divided layers are read; by default the only rank.
+        is_uniform: whether all linear layers have the encoding of the model, and the head that of activations.
+        shard: the rank whose parts are read; by default the only rank.
     """
 
     def __init__(
@@ -119,13 +118,11 @@ class Loader:
 
         Args:
             name: the name of the layer in the checkpoint.
-            out_features: outputs of the whole layer.
-            in_features: inputs of the whole layer.
+            out_features, in_features: outputs and inputs of the whole layer.
             bias: whether it has a bias.
             transposed: whether its weight is stored ``[in, out]``.
             is_expert: whether the layer is one expert of many. The caller adds the outputs of all ranks.
-            outputs: the outputs of this rank, if the layer is column-parallel.
-            inputs: the inputs of this rank, if the layer is row-parallel. The outputs of all ranks are added.
+            outputs, inputs: those of this rank, if the layer is column- or row-parallel.
         """
         part = LayerPart(out_features, in_features, tuple(outputs), inputs)
         return self._read({name: part}, bias, transposed=transposed, is_expert=is_expert)
@@ -140,15 +137,9 @@ class Loader:
         is_expert: bool = False,
         outputs: Mapping[str, Sequence[Part]] | None = None,
     ) -> Linear:
-        """Return several layers of one input as one layer.
+        """Return several layers of one input as one layer; ``parts`` maps their names to output sizes.
 
-        Args:
-            prefix: the common start of their names.
-            parts: their names and output sizes.
-            in_features: inputs of all of them.
-            bias: whether they have biases.
-            is_expert: whether they belong to one expert of many.
-            outputs: the outputs of this rank by name, if the layers are column-parallel.
+        ``outputs`` maps names to the outputs of this rank, if the layers are column-parallel.
         """
         own = outputs or {}
         named = {
