@@ -38,7 +38,7 @@ class Loader:
         lazy: layers to pack later, if their weights are mapped; see `penstock.kernels.LazyWeight`.
         keep_stored: whether layers keep the encoding in which the checkpoint stores them, and layers of
             floats stay floats. The output head is the exception: `LinearEncoding.for_layer` decides.
-        is_uniform: whether all linear layers have the encoding of the model, and the head that of activations.
+        is_uniform: whether all linear layers have the encoding of the model, the head that of activations.
         shard: the rank whose parts are read; by default the only rank.
     """
 
