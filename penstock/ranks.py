@@ -75,6 +75,7 @@ def run_rank(config: PipelineConfig, catalog: Catalog, ranks: Ranks) -> None:
         [devices_of_ranks(config)[ranks.rank]],
         num_threads=threads_of(config),
         kernels=config.model.kernels,
+        deterministic=config.deterministic,
         ranks=ranks,
     )
     model = architecture.load_pipeline_model()(config, session)

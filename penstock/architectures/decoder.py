@@ -214,9 +214,15 @@ class DecoderModel(NetworkModel[TextContext]):
                 results = self._run_eagerly(model_inputs, self.session.ops)
         return results
 
+    @property
+    def _plans(self) -> GraphCache | None:
+        """The compiled steps; None if ranks exchange tensors in a way that they cannot contain."""
+        ranks = self.session.ranks
+        return self.session.plans if ranks is None or ranks.region else None
+
     def _run_compiled(self, model_inputs: ModelInputs) -> tuple[Tensor, ...] | None:
         """Return the results of `_run_eagerly` from a compiled step; None if the step must run eagerly."""
-        plans = self.session.plans
+        plans = self._plans
         if plans is None:
             return None
         reason = eager_reason(model_inputs, plans.max_rows)
@@ -236,7 +242,7 @@ class DecoderModel(NetworkModel[TextContext]):
         uniforms: Tensor,  # [n, B]
         ends: Tensor,  # [B, E]
     ) -> Tensor | None:  # [m, B]
-        plans, ranks = self.session.plans, self.session.ranks
+        plans, ranks = self._plans, self.session.ranks
         if plans is None or eager_reason(model_inputs, plans.max_rows) is not None:
             return None
         key = self._plan_key(model_inputs, plans)
@@ -244,7 +250,7 @@ class DecoderModel(NetworkModel[TextContext]):
             return None
         with nullcontext() if ranks is None else ranks.step():
             if ranks is not None and ranks.rank == 0:
-                self.announce("execute_steps", pack_inputs(model_inputs), len(uniforms), ends.numpy())
+                self.announce("execute_steps", pack_inputs(model_inputs), len(uniforms), ends.cpu().numpy())
             return plans.run_loop(
                 key,
                 tensors_of_step(model_inputs),
