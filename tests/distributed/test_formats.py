@@ -42,7 +42,7 @@ def compare(pair: RankPair, checkpoint: Path) -> None:
     gc.collect()
     with pair.open(checkpoint, **flat) as divided:
         error = logits_of(divided) - expected
-    assert float(error.square().mean().sqrt() / expected.std()) < 0.03
+    assert float(error.square().mean().sqrt() / expected.std()) < 0.06
 
 
 def test_gptq(pair: RankPair, wide: Path, tmp_path: Path) -> None:
