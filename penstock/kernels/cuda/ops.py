@@ -47,7 +47,8 @@ class CudaOps(CudaLinear):
         if lora is not None and lora.on(packed.slice_names()) is None:
             lora = None
         weights = self._weights_of(packed)
-        if weights is None or lora is not None or x.dtype not in FLOATS or not has_rows(x) or not len(x):
+        fits = x.dtype in FLOATS and has_rows(x) and len(x) > 0 and not packed.is_part
+        if weights is None or lora is not None or not fits:
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         num_rows, top = topk_ids.shape
         slots = Groups.of(topk_ids.flatten(), len(packed.down))  # slot t * k + j is row t
