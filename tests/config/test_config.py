@@ -79,11 +79,6 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "encoder_cache_memory": st.none() | st.integers(1, 2**40),
     "max_images_per_request": st.integers(1, 2**20),
     "max_image_pixels": st.integers(1, 2**40),
-    "tensor_parallel_size": st.integers(1, 64),
-    "expert_parallel": st.just(False),  # needs several processes
-    "collective_timeout": st.floats(0.01, 1000),
-    "collective_transport": st.none(),  # needs several processes
-    "pin_ranks": st.booleans(),
     "max_image_bytes": st.integers(1, 2**40),
     "image_processes": st.integers(1, 64),
     "image_timeout": st.floats(0.001, 1e6),
@@ -92,6 +87,11 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "speech_format": st.sampled_from([None, "neutts"]),
     "voice": st.sampled_from([(), ("anna=anna.wav", "ben=1,2,3")]),
     "audio_chunk_frames": st.none() | st.integers(1, 1000),
+    "tensor_parallel_size": st.integers(1, 64),
+    "expert_parallel": st.just(False),  # needs several processes
+    "collective_timeout": st.floats(0.01, 1000),
+    "collective_transport": st.none(),  # needs several processes
+    "pin_ranks": st.booleans(),
     "max_batch_size": st.none() | st.integers(1, 2**20),
     "max_batch_input_tokens": st.integers(1, 2**20),
     "enable_chunked_prefill": st.booleans(),

@@ -105,7 +105,7 @@ def test_a_weight_that_the_signature_does_not_name() -> None:
 
 def test_the_c_declarations_follow() -> None:
     declared = {name: one for row in OPERATIONS.values() for name, one in row.functions.items()}
-    assert {"pack", "pack_codes", *declared} == set(FUNCTIONS)
+    assert {"pack", "pack_codes", "from_rank_0", *declared} == set(FUNCTIONS)
     assert sum(len(row.functions) for row in OPERATIONS.values()) == len(declared), "declared twice"
 
 
