@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -19,11 +19,11 @@ class Linear:
     """
 
     packed: PackedLinear
-    sum_over: Collectives | None = None
+    sum_over: Collectives | None = field(default=None, kw_only=True)
     """The ranks whose outputs are added; None if this rank has all inputs."""
-    gather_over: Collectives | None = None
+    gather_over: Collectives | None = field(default=None, kw_only=True)
     """The ranks whose outputs are put side by side; None if this rank's outputs stay here."""
-    widths: tuple[int, ...] = ()
+    widths: tuple[int, ...] = field(default=(), kw_only=True)
     """The number of outputs of each rank, to gather them."""
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
