@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -176,7 +176,8 @@ def load_pipeline(
         return task.load_factory()(required)
     from penstock.ranks import load_divided
 
-    return load_divided(required, task, catalog)
+    picklable = replace(catalog, tasks=dict(catalog.tasks))
+    return load_divided(required, task, picklable.resolve)
 
 
 def check_checkpoint(config: PipelineConfig) -> Any:

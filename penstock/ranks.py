@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import finalize
 
 from penstock.architectures.decoder import DecoderModel
@@ -21,13 +21,16 @@ from penstock.host.processors import pin
 
 if TYPE_CHECKING:
     from penstock.architectures.registry import SupportedArchitecture
-    from penstock.assembly import Catalog
     from penstock.pipelines.task_pipeline import TaskPipeline
     from penstock.pipelines.tasks import PipelineRequirements, TaskRecord
 
 
+Resolve: TypeAlias = "Callable[[PipelineConfig], tuple[SupportedArchitecture, TaskRecord]]"
+"""Returns the architecture and the task of a configuration; picklable."""
+
+
 def load_divided(
-    required: PipelineRequirements, task: TaskRecord, catalog: Catalog
+    required: PipelineRequirements, task: TaskRecord, resolve: Resolve
 ) -> TaskPipeline[Any, Any]:
     """Start the other ranks, load the model on all of them, and return the pipeline of rank 0.
 
@@ -48,8 +51,7 @@ def load_divided(
         shares_memory=config.parallel.collective_transport != "torch",
         cores=tuple(one.processors for one in shares),
     )
-    others = replace(catalog, tasks=dict(catalog.tasks))  # a mapping that can be pickled
-    processes = RankProcesses(settings, partial(run_rank, config, others))
+    processes = RankProcesses(settings, partial(run_rank, config, resolve))
     try:
         if settings.cores:
             pin(settings.cores[0])
@@ -63,14 +65,14 @@ def load_divided(
     return pipeline
 
 
-def run_rank(config: PipelineConfig, catalog: Catalog, ranks: Ranks) -> None:
+def run_rank(config: PipelineConfig, resolve: Resolve, ranks: Ranks) -> None:
     """Load the part of a rank above 0, and run its steps until rank 0 ends.
 
     Raises:
         PenstockError: the part cannot be loaded.
         EOFError: rank 0 has closed the model.
     """
-    architecture, _ = catalog.resolve(config)
+    architecture, _ = resolve(config)
     session = InferenceSession(
         [devices_of_ranks(config)[ranks.rank]],
         num_threads=threads_of(config),
