@@ -1,7 +1,7 @@
 """Images in a chat with the OpenAI client.
 
-penstock serve --model llava-hf/llava-1.5-7b-hf &
-python examples/images.py --url http://127.0.0.1:8000 photo.png "What is this?"
+penstock serve --model demo-vision &
+python examples/images.py --url http://127.0.0.1:8000 examples/shapes.png "What is in the picture?"
 """
 
 from __future__ import annotations

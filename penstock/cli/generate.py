@@ -38,8 +38,8 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
     multiple=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="An image for a model that reads images; may be repeated. With --chat images come before the text; "
-    "otherwise the prompt has the model's placeholder, such as <image>, for each.",
+    help="An image for a model that reads images; may be repeated. Images come before the text of a message, "
+    "unless the prompt has the model's placeholder, such as <image>, for each.",
 )
 @click.option("--system", metavar="TEXT", help="A system message before the prompt; needs --chat.")
 @click.option(
@@ -155,6 +155,8 @@ def command(
             search = partial(beams, [text], num_beams=num_beams, num_return_sequences=n)
             _print_several(*_timed(search), loaded, as_json=as_json)
             return  # beam search uses no drafts, so there are no counts to print
+        if image and not chat:
+            chat = not llm.tokenizer.reads_images or llm.tokenizer.image_placeholder not in text
         messages = _messages(text, system, image) if chat else None
         given = list(image) or None
         if n > 1:

@@ -105,8 +105,8 @@ class ModelConfig:
     model_path: str = setting(
         "demo",
         TEXT,
-        "A checkpoint's folder, a GGUF file, an id on the Hugging Face hub, or demo or demo-voice for an "
-        "embedded model.",
+        "A checkpoint's folder, a GGUF file, an id on the Hugging Face hub, or demo, demo-voice or "
+        "demo-vision for an embedded model.",
     )
     revision: str = setting("main", TEXT, "Branch, tag or commit of a model from the hub.")
     gguf_file: str | None = setting(

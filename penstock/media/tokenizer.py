@@ -67,6 +67,11 @@ class TextAndVisionTokenizer(TextTokenizer):
         """The values of ``detail`` that the model supports, besides ``auto``."""
         return self._family.details
 
+    @property
+    def image_placeholder(self) -> str:
+        """The text of an image in a prompt."""
+        return self._family.placeholder
+
     def use_processes(self) -> None:
         """Prepare images in processes of their own from now on, and start these."""
         self._processor = ProcessorPool(self._checkpoint, self._vision.processes, self._vision.timeout)

@@ -16,12 +16,14 @@ DEMO = "demo"
 """The name of the embedded text model."""
 DEMO_VOICE = "demo-voice"
 """The name of the embedded speech model."""
+DEMO_VISION = "demo-vision"
+"""The name of the embedded model that reads images."""
 
 PICKLED_FILE = "pytorch_model.bin"
 """The weights of codecs that are not published as safetensors files."""
 
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo"
-_EMBEDDED = {DEMO: _DEMO_FOLDER, DEMO_VOICE: _DEMO_FOLDER / "voice"}
+_EMBEDDED = {DEMO: _DEMO_FOLDER, DEMO_VOICE: _DEMO_FOLDER / "voice", DEMO_VISION: _DEMO_FOLDER / "vision"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _DOWNLOADED_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
 _CONVERT = "convert the model with transformers, from_pretrained(...).save_pretrained(folder)"
@@ -33,9 +35,9 @@ def resolve_checkpoint(model_path: str, revision: str = "main", gguf_file: str |
     """Return the folder or the GGUF file of a checkpoint; download it if necessary.
 
     Args:
-        model_path: ``demo``, ``demo-voice``, a folder, a GGUF file, or a model id on the Hugging Face hub. A
-            path (starts with ``.``, ``/`` or ``~``, has more than one separator, or exists) is never searched
-            on the hub.
+        model_path: the name of an embedded model (``demo``, ``demo-voice``, ``demo-vision``), a folder, a
+            GGUF file, or a model id on the Hugging Face hub. A path (starts with ``.``, ``/`` or ``~``, has
+            more than one separator, or exists) is never searched on the hub.
         revision: branch, tag or commit of a hub model.
         gguf_file: name of a GGUF file in the folder or the hub model, or a unique part of the name. Without
             it, safetensors files are preferred, and a single GGUF file is used.

@@ -58,6 +58,7 @@ class TestLocal:
         assert resolve_checkpoint("demo") == folder
         assert resolve_checkpoint("./demo") == tmp_path / "demo"
         assert resolve_checkpoint("demo-voice") == hub._DEMO_FOLDER / "voice"
+        assert resolve_checkpoint("demo-vision") == hub._DEMO_FOLDER / "vision"
 
     @pytest.mark.parametrize(
         "path", ["/no/such", "./gone", "~/gone", "~nobody/gone", "a/b/c", "../gone", "/" + "x" * 500]
