@@ -16,6 +16,7 @@ from penstock.weights.gguf import GGUFFile
 from penstock.weights.gguf_decoder import FULL, SLIDING, decoder_config, layer_types
 from penstock.weights.gguf_dense_config import DENSE_CONFIGS
 from penstock.weights.gguf_keys import GGUFKeys
+from penstock.weights.gguf_moe_config import MOE_CONFIGS
 from penstock.weights.gguf_names import architecture_of
 
 _log = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ def gguf_config(path: Path) -> dict[str, object]:
     file = GGUFFile(path)
     name = architecture_of(file)
     keys = GGUFKeys(file, name)
-    keys.check_supported()
     config = _FAMILIES[name](keys)
+    keys.check_supported()
     unread = keys.unread()
     if unread:
         _log.warning("%s: these metadata keys are ignored: %s", path, ", ".join(unread))
@@ -201,6 +202,7 @@ _FAMILIES: Mapping[str, Callable[[GGUFKeys], dict[str, object]]] = {
     "gemma3": _gemma3,
     "gpt2": _gpt2,
     **DENSE_CONFIGS,
+    **MOE_CONFIGS,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class GGUFFamily:
     """Constant that the file adds to the weights of norms."""
     has_fused_heads: bool = False
     """Whether the fused matrix of a checkpoint holds query, key and value of each head."""
+    vectors: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """File name without suffix -> full hub name, and its dimensions; with two it is a matrix of one row."""
 
 
 LLAMA = {

@@ -71,13 +71,14 @@ class GGUFKeys:
         return sorted(key for key in keys if key.removeprefix(self._prefix) not in known)
 
     def check_supported(self) -> None:
-        """Check the keys that no supported family may set.
+        """Check the keys that a family may set only if it reads them.
 
         Raises:
             WeightsError: the file sets one of them.
         """
         for key in _UNSUPPORTED:
-            if self.get(key) and key not in _SUPPORTED_BY.get(self._prefix, ()):
+            is_read = key in self._read or key in _SUPPORTED_BY.get(self._prefix, ())
+            if not is_read and self.get(key):
                 raise self.fail(key, "is not supported")
         if self.get("attention.causal") is False:
             raise self.fail("attention.causal", "must be true: text generation needs causal attention")

@@ -20,6 +20,7 @@ from penstock.errors import UnknownArchitectureError, WeightsError
 from penstock.weights.gguf import GGUFFile, StoredTensor
 from penstock.weights.gguf_dense_names import DENSE_FAMILIES
 from penstock.weights.gguf_family import LLAMA, POST_NORMS, GGUFFamily
+from penstock.weights.gguf_moe_names import MOE_FAMILIES
 from penstock.weights.safetensors import TensorHeader
 
 READABLE_BLOCKS = (
@@ -116,6 +117,7 @@ _FAMILIES = {
     "gemma3": GGUFFamily(_GEMMA, norm_excess=1.0),
     "gpt2": GGUFFamily(_GPT2, is_transposed=True),
     **DENSE_FAMILIES,
+    **MOE_FAMILIES,
 }
 
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd.*")
@@ -187,7 +189,7 @@ def _headers(
         offset=tensor.offset,
     )
     if name is None:
-        yield tensor.name, header
+        yield _vector(header, family)
         return
     part = stem.rpartition(".")[2]
     if family.is_interleaved and part in heads:
@@ -200,6 +202,18 @@ def _headers(
         header = replace(header, excess=family.norm_excess)
     for expert, one in _experts(header) if "X" in name else [("X", header)]:
         yield f"{name}.{kind}".replace(".N.", f".{layer}.").replace(".X.", f".{expert}."), one
+
+
+def _vector(header: GGUFTensor, family: GGUFFamily) -> tuple[str, GGUFTensor]:
+    """Return a tensor of `GGUFFamily.vectors`, or one that keeps the file's name."""
+    stem = header.stored_name.rpartition(".")[0]
+    block = re.match(r"blk\.(\d+)\.", stem)
+    found = family.vectors.get(re.sub(r"^blk\.\d+\.", "blk.N.", stem))
+    if found is None or block is None or len(header.shape) > 2:
+        return header.stored_name, header
+    name, dimensions = found
+    shape = (1,) * (dimensions - 1) + header.shape[-1:]
+    return name.replace(".N.", f".{block[1]}."), replace(header, shape=shape)
 
 
 def _experts(header: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:

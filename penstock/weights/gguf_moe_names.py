@@ -1,0 +1,62 @@
+"""GGUF names of families with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.weights.gguf_family import LLAMA, GGUFFamily
+
+_BLOCK = "model.layers.N"
+
+
+def _experts(path: str, router: str, parts: tuple[str, str, str]) -> dict[str, str]:
+    """Return the names of router and experts; ``path`` is that of the experts within a block."""
+    gate, up, down = (f"{_BLOCK}.{path}.X.{part}" for part in parts)
+    return {
+        "blk.N.ffn_gate_inp": f"{_BLOCK}.{router}",
+        "blk.N.ffn_gate_exps": gate,
+        "blk.N.ffn_up_exps": up,
+        "blk.N.ffn_down_exps": down,
+    }
+
+
+def _shared(path: str) -> dict[str, str]:
+    """Return the names of the shared experts."""
+    return {f"blk.N.ffn_{short}_shexp": f"{_BLOCK}.{path}.{short}_proj" for short in ("gate", "up", "down")}
+
+
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+_QWEN = LLAMA | _experts("mlp.experts", "mlp.gate", _PARTS)
+_MIXTRAL = LLAMA | _experts("block_sparse_moe.experts", "block_sparse_moe.gate", ("w1", "w3", "w2"))
+_GRANITE = LLAMA | _experts("block_sparse_moe.experts", "block_sparse_moe.router.layer", _PARTS)
+_LLAMA4 = LLAMA | _experts("feed_forward.experts", "feed_forward.router", _PARTS)
+_LLAMA4 |= {f"blk.N.ffn_{part}": f"{_BLOCK}.feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+_GLM_NORM = {"blk.N.post_attention_norm": f"{_BLOCK}.post_attention_layernorm"}
+_DRAFTS = {
+    f"blk.N.nextn.{part}": f"{_BLOCK}.nextn.{part}"
+    for part in ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
+}
+_BIAS = "e_score_correction_bias"
+
+MOE_FAMILIES: Mapping[str, GGUFFamily] = {
+    "qwen2moe": GGUFFamily(
+        _QWEN | _shared("mlp.shared_expert"),
+        vectors={"blk.N.ffn_gate_inp_shexp": (f"{_BLOCK}.mlp.shared_expert_gate.weight", 2)},
+    ),
+    "olmoe": GGUFFamily(_QWEN),
+    "granitemoe": GGUFFamily(_GRANITE, is_interleaved=True),
+    "glm4moe": GGUFFamily(
+        _QWEN | _shared("mlp.shared_experts") | _GLM_NORM | _DRAFTS,
+        vectors={"blk.N.exp_probs_b": (f"{_BLOCK}.mlp.gate.{_BIAS}", 1)},
+    ),
+    "minimax-m2": GGUFFamily(
+        _MIXTRAL, vectors={"blk.N.exp_probs_b": (f"{_BLOCK}.block_sparse_moe.{_BIAS}", 1)}
+    ),
+    "ernie4_5-moe": GGUFFamily(
+        _QWEN | _shared("mlp.shared_experts"),
+        vectors={"blk.N.exp_probs_b": (f"{_BLOCK}.mlp.moe_statics.{_BIAS}", 2)},
+    ),
+    "phimoe": GGUFFamily(_MIXTRAL),
+    "llama4": GGUFFamily(_LLAMA4 | _shared("feed_forward.shared_expert")),
+}
+"""``general.architecture`` -> names."""
