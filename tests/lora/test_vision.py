@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.adapters import save_adapter
 from support.checkpoints import VISION_DECODERS
 from support.running import open_pipeline
@@ -22,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rank_pattern": {r"text_model\.layers\.2\.self_attn\.q_proj": 7},
         "alpha_pattern": {"text_model.layers.0.mlp.down_proj": 3},
     },
+    "gemma3": {"target_modules": r".*language_model\..*(q|k|v|o)_proj", "use_rslora": True},
     "qwen3_vl": {"target_modules": ["gate_proj", "o_proj"]},
 }
 
@@ -64,6 +66,26 @@ def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
     bare = prompt.context()
     torch.testing.assert_close(forward_logits(pipeline, [bare]), plain, atol=1e-4, rtol=1e-5)
     pipeline.release(bare)
+
+
+def test_files_with_older_names(tmp_path: Path) -> None:
+    """Earlier versions of transformers named the modules of Gemma 3 ``language_model.model``."""
+    model = save_vision_model(record("gemma3"), tmp_path / "base")
+    tiny = record("gemma3").tiny_config
+    assert tiny is not None
+    prompt = PROMPTS["gemma3"](tiny())
+    peft = adapted(model, target_modules=r".*language_model\..*q_proj")
+    file = save_adapter(peft, tmp_path / "adapter") / "adapter_model.safetensors"
+    tensors = load_file(file)
+    renamed = {
+        name.replace("model.language_model.layers", "language_model.model.layers"): tensor
+        for name, tensor in tensors.items()
+    }
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, file)
+    pipeline = open_pipeline(tmp_path / "base", lora=(f"tone={tmp_path / 'adapter'}",))
+    context = prompt.context(adapter="tone")
+    torch.testing.assert_close(forward_logits(pipeline, [context]), prompt.logits(peft), atol=1e-4, rtol=1e-5)
 
 
 def test_adapters_of_the_encoder_are_refused(tmp_path: Path) -> None:

@@ -106,8 +106,10 @@ async def check_refusals(server: Chatting, client: AsyncOpenAI) -> None:
             await client.chat.completions.create(model="tiny", messages=[one])  # type: ignore[list-item]
 
 
-async def test_responses(folder: Path) -> None:
-    """The official client of the Responses API gets what chat completions answer."""
+async def test_responses_and_messages(folder: Path) -> None:
+    """The official clients of the Responses and the Messages API get what chat completions answer."""
+    anthropic: Any = pytest.importorskip("anthropic", reason="needs the package anthropic")
+    httpx2: Any = pytest.importorskip("httpx2", reason="anthropic's own HTTP package")
     async with vision_server(folder) as server:
         openai = AsyncOpenAI(
             base_url="http://localhost/v1", api_key="none", http_client=server.http, max_retries=0
@@ -146,3 +148,35 @@ async def test_responses(folder: Path) -> None:
         with pytest.raises(BadRequestError, match="does not fetch") as refused:
             await openai.responses.create(**asked)
         assert refused.value.param == "input"
+        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=server.http._transport.app))
+        async with anthropic.AsyncAnthropic(
+            base_url="http://localhost", api_key="none", http_client=http, max_retries=0
+        ) as client:
+            await check_messages(client, text, expected.usage.prompt_tokens)
+
+
+async def check_messages(client: Any, text: str, num_prompt: int) -> None:
+    """The Messages API reads blocks of type image, by data and by URL."""
+    source = {"type": "base64", "media_type": "image/png", "data": url_of(1).partition(",")[2]}
+    blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+    asked: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": blocks}],
+        "max_tokens": 8,
+        "extra_body": {"temperature": 0},
+    }
+    answer = await client.messages.create(**asked)
+    assert answer.content[0].text == text
+    usage = answer.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == num_prompt
+    counted = await client.messages.count_tokens(model="tiny", messages=asked["messages"])
+    assert counted.input_tokens == num_prompt
+    async with client.messages.stream(**asked) as stream:
+        assert await stream.get_final_text() == text
+    source["data"] = source["data"][:200]
+    with pytest.raises(Exception, match="the image cannot be decoded") as refused:
+        await client.messages.create(**asked)
+    assert refused.value.status_code == 400
+    blocks[0]["source"] = {"type": "url", "url": "https://example.org/a.png"}
+    with pytest.raises(Exception, match="does not fetch"):
+        await client.messages.create(**asked)
