@@ -127,6 +127,7 @@ class Training:
             "phonemes": False,
             "numbers": "en",
             "max_characters": 120,
+            "splits_sentences": True,
             "sampling": {"temperature": 0.0},
         }
         write_json(out / "speech_config.json", speech)

@@ -11,13 +11,17 @@ _CLAUSE = re.compile(r".+?(?:[,;:、，；](?=\s|$)|$)", re.DOTALL)
 _WORD = re.compile(r"\S+\s*")
 
 
-def split_text(text: str, max_characters: int) -> list[str]:
+def split_text(text: str, max_characters: int, *, at_each_sentence: bool = False) -> list[str]:
     """Return parts of a text, each with whole sentences and at most ``max_characters`` characters.
 
     A sentence that is longer is split at commas, then between words, and a longer word anywhere. A text that
-    fits is one part. The parts joined by spaces are the text, apart from white space.
+    fits is one part. The parts joined by spaces are the text, apart from white space. With
+    ``at_each_sentence`` no part has more than one sentence.
     """
     text = text.strip()
+    if at_each_sentence:
+        sentences = _found(_SENTENCE, text)
+        return [part for sentence in sentences for part in split_text(sentence, max_characters)]
     if len(text) <= max_characters:
         return [text] if text else []
     parts: list[str] = []

@@ -48,6 +48,8 @@ class SpeechDescription:
     """The language in which numbers are written as words before the model reads them; None leaves digits."""
     max_characters: int | None = None
     """Longer texts are split at sentences."""
+    splits_sentences: bool = False
+    """Whether each sentence is a separate request, for models that were trained on single sentences."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """Defaults of sampling parameters, which replace those of the format."""
     voices: tuple[str, ...] | None = None
@@ -88,6 +90,7 @@ _KINDS: Mapping[str, type] = {
     "language": str,
     "numbers": str,
     "max_characters": int,
+    "splits_sentences": bool,
     "sampling": dict,
     "voices": list,
 }

@@ -97,7 +97,10 @@ class SpeechTokenizer(TextTokenizer):
         Raises:
             InputError: the text has no characters to speak.
         """
-        parts = split_text(self._readable(text), self.speech_format.text_limit)
+        form = self.speech_format
+        parts = split_text(
+            self._readable(text), form.text_limit, at_each_sentence=form.description.splits_sentences
+        )
         if not parts:
             raise InputError("the input is empty: it needs at least one character to speak")
         return parts

@@ -176,6 +176,14 @@ def test_long_texts_are_split(text: str, limit: int, parts: list[str]) -> None:
     assert split_text(text, limit) == parts
 
 
+def test_texts_are_split_at_each_sentence_if_the_model_asks_for_it(tmp_path: Path) -> None:
+    text = "One. Two, or two! A third sentence?"
+    expected = ["One.", "Two, or two!", "A third", "sentence?"]
+    assert split_text(text, 12, at_each_sentence=True) == expected
+    folder = write_tiny_speech(tmp_path / "m", splits_sentences=True, phonemes=False)
+    assert SpeechTokenizer(folder).split(text) == ["One.", "Two, or two!", "A third sentence?"]
+
+
 def test_phonemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UnsupportedFeatureError, match="espeak-ng is not installed"):
