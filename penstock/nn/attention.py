@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,9 @@ class Attention:
     With a KV cache it is causal, and the layer's group of the cache holds the window. Without a cache the
     step has whole sequences, and `window` and `is_causal` apply.
     """
+
+    is_by_head: ClassVar[bool] = False
+    """Whether the fused matrix holds query, key and value of the first head, then those of the next."""
 
     qkv: Linear  # [E] -> [(H + 2K) D]; [(H + K) D] where values have a layer of their own
     output: Linear  # [H D] -> [E]

@@ -136,6 +136,8 @@ def load_attention(
         parts = {names.qkv[0]: sum(sizes)}
         starts = (0, sizes[0], sizes[0] + sizes[1])
         outputs = {names.qkv[0]: [one.shifted(start) for one, start in zip(own, starts, strict=True)]}
+        if kind.is_by_head:
+            outputs = {names.qkv[0]: [part.heads.times(3 * dim)]}
     else:
         parts = dict(zip(names.qkv, sizes, strict=True))
         outputs = {key: [one] for key, one in zip(names.qkv, own, strict=True)}

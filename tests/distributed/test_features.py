@@ -97,10 +97,10 @@ def test_samples_choices_and_drafts(pair: RankPair, tiny: Path) -> None:
 def test_beams(pair: RankPair, tiny: Path) -> None:
     """Beams fork contexts within a block, which every rank copies."""
 
-    def run(pipeline: Any) -> list[list[int]]:
-        options = BeamOptions(num_beams=3, num_return_sequences=2)
-        ((_, beams),) = search(pipeline, [context_of(PROMPT, 10)], options, 8, 512)
-        return [list(beam.token_ids) for beam in beams]
+    def run(pipeline: Any) -> list[tuple[list[int], float]]:
+        options = BeamOptions(num_beams=4, num_return_sequences=4)
+        ((_, beams),) = search(pipeline, [context_of(PROMPT[:9], 6)], options, 8, 512)
+        return [(list(beam.token_ids), round(float(beam.score), 3)) for beam in beams]
 
     expected = run(open_pipeline(tiny))
     with pair.open(tiny) as divided:

@@ -44,6 +44,8 @@ _NAMES = TensorNames(
 class GPTNeoXAttention(Attention):
     """Attention whose fused matrix holds query, key and value of the first head, then those of the next."""
 
+    is_by_head = True
+
     def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.qkv(x, step).view(-1, self.heads, 3, self.head_dim)  # [T, H, 3, D]
         return heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]

@@ -94,6 +94,8 @@ class Llama4Experts:
             one = slice(which, which + 1)
             scaled = ops.scale_rows(x, scores[:, one])
             routed = ops.experts(scaled, self.packed, ones, ids[:, one], self.activation, lora=step.lora)
+            if self.packed.ranks is not None:
+                routed = ops.all_reduce(routed, self.packed.ranks)
             total = ops.add(total, routed)
         return total
 
