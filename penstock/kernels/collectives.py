@@ -63,6 +63,8 @@ def _in_shared_memory(arguments: Arguments) -> Arguments:
 class CollectiveOps:
     """The operations of tensor parallelism: they combine the tensors of all ranks of a model."""
 
+    name = "reference"  # of these definitions; each back end has its own
+
     @operation(
         simplify=_in_shared_memory, functions={"all_reduce": CFunction("q P q P 2q P q", can_be_long=True)}
     )

@@ -15,7 +15,7 @@ from support.running import context_of, open_pipeline, random_tokens, step_logit
 from penstock.architectures.registry import SupportedArchitecture
 
 TOKENS = random_tokens(20, 130, seed=1)
-HEAD = "lm_head.weight"
+HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 @pytest.fixture(params=DECODERS, ids=lambda architecture: architecture.name)
@@ -37,18 +37,24 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
     file = folder / "model.safetensors"
     stored: dict[str, Any] = load_file(file)
     for name in list(stored):
-        for key in tensors.keys() & {"head" if name == HEAD else "table" if is_table(name) else ""}:
+        for key in tensors.keys() & {"head" if name in HEADS else "table" if is_table(name) else ""}:
             stored[name] = tensors[key]
     save_file({name: one.clone() for name, one in stored.items() if one is not None}, file)
 
 
 def is_table(name: str) -> bool:
-    return name.endswith(("embed_tokens.weight", "wte.weight"))
+    return name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))
 
 
 def table_of(folder: Path) -> torch.Tensor:
     (table,) = (one for name, one in load_file(folder / "model.safetensors").items() if is_table(name))
     return table
+
+
+def head_of(folder: Path) -> tuple[str, torch.Tensor]:
+    """Return the name and the tensor of the head."""
+    (head,) = ((name, one) for name, one in load_file(folder / "model.safetensors").items() if name in HEADS)
+    return head
 
 
 def assert_is_that_of_transformers(folder: Path) -> torch.Tensor:
@@ -66,20 +72,22 @@ def test_an_untied_head_is_used(checkpoint: Path) -> None:
 
 
 def test_a_head_that_repeats_the_table(checkpoint: Path) -> None:
+    name, _ = head_of(checkpoint)
     change(checkpoint, head=None)
     once = step_logits(open_pipeline(checkpoint), [context_of(TOKENS)])[0]
     file = checkpoint / "model.safetensors"
-    save_file(load_file(file) | {HEAD: table_of(checkpoint).clone()}, file)
+    save_file(load_file(file) | {name: table_of(checkpoint).clone()}, file)
     assert torch.equal(assert_is_that_of_transformers(checkpoint), once)
 
 
 def test_a_head_without_a_table_is_both(checkpoint: Path) -> None:
-    head = load_file(checkpoint / "model.safetensors")[HEAD]
+    _, head = head_of(checkpoint)
     change(checkpoint, table=None)
     ours = assert_is_that_of_transformers(checkpoint)
     change(checkpoint, head=None)
     file = checkpoint / "model.safetensors"
+    names = {"gpt2": "transformer.wte.weight", "gpt_neox": "gpt_neox.embed_in.weight"}
     config = json.loads((checkpoint / "config.json").read_text())
-    name = "transformer.wte.weight" if config["model_type"] == "gpt2" else "model.embed_tokens.weight"
+    name = names.get(config["model_type"], "model.embed_tokens.weight")
     save_file(load_file(file) | {name: head}, file)
     assert torch.equal(step_logits(open_pipeline(checkpoint), [context_of(TOKENS)])[0], ours)

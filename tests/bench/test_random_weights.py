@@ -29,7 +29,9 @@ def depth_of(config: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", TINY)
 def test_narrow_models_of_other_depths_run(name: str, tmp_path: Path) -> None:
     depth = depth_of(TINY[name])
-    config = {key: value for key, value in TINY[name].items() if key != "layer_types"} | {depth: 5}
+    count = TINY[name][depth]
+    of_layers = {key for key, value in TINY[name].items() if isinstance(value, list) and len(value) == count}
+    config = {key: value for key, value in TINY[name].items() if key not in of_layers} | {depth: 5}
     narrow = narrow_config(config, max_length=300)
     assert narrow[depth] == 5
     write_random_checkpoint(tmp_path, narrow)
@@ -45,8 +47,10 @@ def test_tensors_are_those_that_transformers_writes(name: str, tmp_path: Path) -
     ours = tensor_shapes(TINY[name])
     same = {key: tuple(one.shape) for key, one in written.items() if key in ours}
     assert same == {key: shape for key, shape in ours.items() if key in written}
+    # Some families store all experts of a layer in one tensor, which ours are read from.
+    stacked = {key for key, one in written.items() if one.dim() == 3 and key not in ours}
     if name != "gpt2":  # whose names have a prefix there
-        assert len(same) >= len(written) - 1
+        assert len(same) >= len(written) - 1 - len(stacked)
 
 
 def test_values(tmp_path: Path) -> None:

@@ -118,8 +118,8 @@ def test_all_wrong_tensors_are_named(tmp_path: Path) -> None:
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
         (lambda folder: os.truncate(folder / "model.safetensors", 9000), "truncated"),
         (
-            lambda folder: (folder / "config.json").write_text('{"model_type": "mamba"}'),
-            "architecture 'mamba' is not known",
+            lambda folder: (folder / "config.json").write_text('{"model_type": "nonesuch"}'),
+            "architecture 'nonesuch' is not known",
         ),
     ],
 )

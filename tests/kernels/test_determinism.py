@@ -240,6 +240,14 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
         for kind in ("all", "all_normed", "chosen")
     },
     "experts": {"": experts},
+    "scale_rows": {
+        "": of_rows(lambda ops, x, y: ops.scale_rows(x, y), (101,), (1,)),
+        "by logits": of_rows(lambda ops, x, y: ops.scale_rows(x, y, are_logits=True), (101,), (1,)),
+    },
+    "widen": {"": of_rows(lambda ops, x: (ops.widen(x),), (101,))},
+    "all_reduce": {},  # tests/distributed: several processes, as the next ones
+    "all_gather": {},
+    "embedding_part": {},
     "take_rows": {"": lookup},
     "put_rows": {"": put_rows},
     "sample": {"": sample},

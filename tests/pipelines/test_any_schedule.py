@@ -15,9 +15,10 @@ from support.speculating import Oracle, mixed, scheduled, texts_of
 from torch import Tensor
 
 from penstock.architectures.llama import tiny_config
-from penstock.kernels import cpu, graph
+from penstock.kernels import cpu
 from penstock.kernels.cpu.plan import CompiledPlan
 from penstock.kernels.encodings import int4
+from penstock.kernels.graph import GraphCompiler
 from penstock.pipelines import TextGenerationPipeline
 
 pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
@@ -68,7 +69,7 @@ def test_alone_and_eager(
         pipeline.proposer = oracle if drafts else None
         limits = {"max_batch_size": batch_size, "max_batch_input_tokens": tokens, "min_chunk_size": 4}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(graph, "_MAX_GRAPHS", plans)
+            patch.setattr(GraphCompiler, "max_graphs", plans)
             found, scheduler = scheduled(pipeline, mixed(), num_steps=num_steps, **limits)
         assert found == expected
         preempted += scheduler.num_preemptions

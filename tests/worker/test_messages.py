@@ -56,6 +56,7 @@ ERRORS = [
     errors.RequestFailedError("the request ended"),
     errors.UnavailableError("not now", retry_after=7),
     errors.OverloadedError("too many", retry_after=3),
+    errors.RankFailedError("rank 1 has ended", retry_after=5),
     errors.ConfigError("max_length", "must be at least 1"),
     errors.CheckpointError("/models/x", "is damaged"),
     errors.CheckpointNotFoundError("/models/x", "does not exist"),

@@ -70,7 +70,7 @@ def test_probes_of_measuring_clients(client: httpx.Client) -> None:
     assert models["data"][0]["max_model_len"] == 512
     probe = {"model": "demo", **BARE_CHAT, "max_completion_tokens": 1}
     assert client.post("/v1/chat/completions", json=probe).json()["usage"]["completion_tokens"] == 1
-    for path in ("/get_server_info", "/flush_cache", "/start_profile", "/v1/nothing"):  # of other servers
+    for path in ("/get_server_info", "/flush_cache", "/v1/nothing"):  # of other servers
         assert client.get(path).status_code == 404
 
 
