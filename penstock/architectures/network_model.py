@@ -28,7 +28,6 @@ from penstock.nn import Loader
 from penstock.weights import Weights
 from penstock.weights.lazy_packing import LazyPacking
 from penstock.weights.packed_weights import open_packed
-from penstock.weights.safetensors import QuantizedHeader
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
@@ -204,7 +203,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         if not model.keeps_stored_layers:
             return
         headers = model.tensor_headers.values()
-        widened = [one for one in headers if isinstance(one, QuantizedHeader) and one.encoding is None]
+        widened = [one for one in headers if one.is_widened]
         if widened:
             dtype = encoding_named(model.encoding).compute_dtype
             _logger.warning(

@@ -32,7 +32,7 @@ LAYOUTS_VERSION = 3
 packed weights contain it."""
 
 _LOW_BYTES = PANEL * GROUP // 2  # bytes of the low four bits of a group's integers
-_FIFTH_BITS = torch.tensor(
+FIFTH_BITS = torch.tensor(
     [[8 * j + 2 * step + half for half in (0, 1) for j in range(4)] for step in range(4)]
 )
 """Positions of the fifth bits of a group's inputs, ``[4, 8]``."""
@@ -120,7 +120,7 @@ class GroupPanels(PanelLayout):
             (groups & 15).view(*groups.shape[:3], 4, 2, 4).permute(0, 1, 3, 2, 5, 4)
         )  # [P, G, 4, 64, 4, 2]
         low = (steps[..., 0] | steps[..., 1] << 4).to(torch.uint8).flatten(2)  # [P, G, 1024]
-        fifth = ((groups >> 4).long() << _FIFTH_BITS.flatten()).sum(-1)  # [P, G, 64]
+        fifth = ((groups >> 4).long() << FIFTH_BITS.flatten()).sum(-1)  # [P, G, 64]
         words = (fifth[..., None] >> torch.arange(0, 32, 8) & 255).to(torch.uint8).flatten(2)  # [P, G, 256]
         columns = F.pad(scales, (0, 0, 0, missing)).view(-1, PANEL, scales.shape[1]).transpose(1, 2)
         halves = columns.contiguous().view(torch.uint8)  # [P, G, 128]
@@ -135,7 +135,7 @@ class GroupPanels(PanelLayout):
         if self._bits > 4:
             words = panels[..., _LOW_BYTES : -2 * PANEL]
             octets = words.reshape(*words.shape[:2], PANEL, 4).long() << torch.arange(0, 32, 8)
-            groups = groups | (octets.sum(-1, keepdim=True) >> _FIFTH_BITS.flatten() & 1).short() << 4
+            groups = groups | (octets.sum(-1, keepdim=True) >> FIFTH_BITS.flatten() & 1).short() << 4
         integers = (groups - (1 << self._bits - 1)).to(torch.int8).transpose(1, 2).flatten(2).flatten(0, 1)
         scales = columns.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
         return {

@@ -141,7 +141,8 @@ def load_attention(
     else:
         parts = dict(zip(names.qkv, sizes, strict=True))
         outputs = {key: [one] for key, one in zip(names.qkv, own, strict=True)}
-        if load.has_separate_values(value_path, parts[names.values], hidden):
+        beside = f"{name}.{names.qkv[0]}"
+        if load.has_separate_values(value_path, parts[names.values], hidden, beside=beside):
             rows = load.divided(outputs.pop(names.values))
             size = parts.pop(names.values)
             values = load.values(value_path, size, hidden, bias=blueprint.qkv_bias, outputs=rows)

@@ -87,7 +87,7 @@ def inner_part_of(shard: Shard, source: TensorSource, encoding: LinearEncoding, 
         ConfigError: there are fewer groups than ranks.
     """
     stored = source.stored_encoding(f"{name}.weight")
-    unit = (encoding if stored is None else encoding_named(stored)).group_size or 1
+    unit = (encoding if stored is None else encoding_named(stored)).divisible_inputs or 1
     if stored is None and size < unit * shard.world:
         unit = 1  # the weight is packed after it is cut
     return shard.part(size, f"inputs of {name}", unit)

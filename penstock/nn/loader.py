@@ -156,17 +156,22 @@ class Loader:
         """Return this rank's part of the dimension between two layers; see `inner_part_of`."""
         return inner_part_of(self.shard, self.source, self._kind, name, size)
 
-    def has_separate_values(self, name: str, out_features: int, in_features: int) -> bool:
+    def has_separate_values(self, name: str, out_features: int, in_features: int, *, beside: str) -> bool:
         """Return whether attention's values cannot be fused with queries and keys.
 
         This is so if they have another encoding, unless they are already stored in that of the model.
+
+        Args:
+            name: name of the layer of the values.
+            out_features: its outputs.
+            in_features: its inputs.
+            beside: name of a layer with which the values would be fused.
         """
+        stored = self.source.stored_encoding(f"{name}.weight")
+        if self._keep_stored:
+            return stored != self.source.stored_encoding(f"{beside}.weight")
         encoding = self._kind.for_layer("values", out_features, in_features)
-        return (
-            not (self._keep_stored or self._is_uniform)
-            and encoding != self.encoding
-            and self.source.stored_encoding(f"{name}.weight") != self.encoding
-        )
+        return not self._is_uniform and encoding != self.encoding and stored != self.encoding
 
     def values(
         self,
@@ -266,6 +271,46 @@ class Loader:
         else:
             encoding = self._kind.for_layer("expert" if is_expert else "linear", out_features, in_features)
         return Linear(self._layer(named, bias, encoding, lambda: [weight], shape=tuple(weight.shape)))
+
+    def expert(
+        self,
+        name: str,
+        out_features: int,
+        in_features: int,
+        *,
+        bias: Tensor | None = None,
+        order: Callable[[Tensor], Tensor] | None = None,
+    ) -> Linear:
+        """Return the layer of one expert, to which adapters do not apply.
+
+        Args:
+            name: name of the layer in the checkpoint.
+            out_features: its outputs.
+            in_features: its inputs.
+            bias: ``[out]``, in the order of the layer.
+            order: brings the stored rows ``[out, ...]`` into the order of the layer.
+        """
+        weight, shape = f"{name}.weight", (out_features, in_features)
+        encoding = self.encoding
+        if self._keep_stored:
+            encoding = self.source.stored_encoding(weight) or self._kind.compute_dtype.value
+        elif not self._is_uniform and self.source.stored_encoding(weight) != encoding:
+            encoding = self._kind.for_layer("expert", out_features, in_features)
+
+        def read() -> WeightContent:
+            content = read_parts(self.source, {name: LayerPart(*shape)}, encoding, transposed=False)
+            if order is None:
+                return content
+            if isinstance(content, Mapping):
+                return {key: order(rows) for key, rows in content.items()}
+            return [order(part) for part in content]
+
+        def skip() -> None:
+            self.source.expect(weight, shape)
+
+        packed = self._layer({}, bias, encoding, read, skip, shape=shape)
+        self.source.release(weight)
+        return Linear(packed)
 
     def _read(
         self,

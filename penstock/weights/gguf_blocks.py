@@ -62,29 +62,31 @@ def _float16_at(blocks: Tensor, start: int) -> Tensor:  # the float16 at byte `s
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(codes: Tensor) -> Tensor:  # [N, n] -> [N, 2 n]: all low nibbles, then all high nibbles
+def nibbles(codes: Tensor) -> Tensor:
+    """Return ``[N, n]`` bytes as ``[N, 2 n]``: all low nibbles, then all high nibbles."""
     return torch.cat([codes & 15, codes >> 4], dim=1)
 
 
-def _bits(packed: Tensor) -> Tensor:  # [N, n] -> [N, 8 n], lowest bit first
+def bits_of(packed: Tensor) -> Tensor:
+    """Return ``[N, n]`` bytes as ``[N, 8 n]`` bits, lowest bit first."""
     return ((packed[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _float16_at(blocks, 0) * (_nibbles(blocks[:, 2:]).float() - 8)
+    return _float16_at(blocks, 0) * (nibbles(blocks[:, 2:]).float() - 8)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _float16_at(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _float16_at(blocks, 2)
+    return _float16_at(blocks, 0) * nibbles(blocks[:, 4:]).float() + _float16_at(blocks, 2)
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4
+    codes = nibbles(blocks[:, 6:]) | bits_of(blocks[:, 2:6]) << 4
     return _float16_at(blocks, 0) * (codes.float() - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4
+    codes = nibbles(blocks[:, 8:]) | bits_of(blocks[:, 4:8]) << 4
     return _float16_at(blocks, 0) * codes.float() + _float16_at(blocks, 2)
 
 
@@ -93,7 +95,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _float16_at(blocks, 0) * _IQ4_VALUES[_nibbles(blocks[:, 2:]).long()]
+    return _float16_at(blocks, 0) * _IQ4_VALUES[nibbles(blocks[:, 2:]).long()]
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
@@ -110,7 +112,7 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
 def _mxfp4(blocks: Tensor) -> Tensor:
     """OCP microscaling: 4-bit floats with one power-of-two scale per 32 numbers."""
     exponents = blocks[:, :1].int() - 127
-    return torch.ldexp(_FP4_VALUES[_nibbles(blocks[:, 1:]).long()], exponents)
+    return torch.ldexp(_FP4_VALUES[nibbles(blocks[:, 1:]).long()], exponents)
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
@@ -125,29 +127,35 @@ def _q3_k(blocks: Tensor) -> Tensor:
     """16 groups of 16. The lower two bits of a code are stored together, the third bit separately."""
     third = torch.cat([blocks[:, :32] >> shift & 1 for shift in range(8)], dim=1)
     codes = (_crumbs(blocks[:, 32:96]) | third << 2).view(-1, 16, 16).float() - 4
-    low = _nibbles(blocks[:, 96:104])
+    low = nibbles(blocks[:, 96:104])
     high = torch.cat([blocks[:, 104:108] >> shift & 3 for shift in (0, 2, 4, 6)], dim=1)
     scales = _float16_at(blocks, 108) * ((low | high << 4).float() - 32)
     return (scales[:, :, None] * codes).flatten(1)
 
 
+def k_codes(packed: Tensor) -> Tensor:
+    """Return the lower 4 bits of the codes of a Q4_K or Q5_K block, ``[N, 8, 32]``, from 128 bytes."""
+    codes = packed.view(-1, 4, 32)
+    return torch.stack([codes & 15, codes >> 4], dim=2).view(-1, 8, 32)
+
+
+def k_fifth_bits(packed: Tensor) -> Tensor:
+    """Return the fifth bits of the codes of a Q5_K block, ``[N, 8, 32]``: bit i of 32 bytes is of group i."""
+    return torch.stack([packed >> shift & 1 for shift in range(8)], dim=1)
+
+
 def _q4_k(blocks: Tensor) -> Tensor:
     """8 groups of 32, each with a 6-bit scale and a 6-bit minimum."""
-    codes = blocks[:, 16:].view(-1, 4, 32)
-    codes = torch.stack([codes & 15, codes >> 4], dim=2).view(-1, 8, 32)
-    return _scaled(blocks, codes)
+    return _scaled(blocks, k_codes(blocks[:, 16:]))
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    """Like Q4_K. Bit i of 32 further bytes holds the fifth bits of group i."""
-    codes = blocks[:, 48:].view(-1, 4, 32)
-    codes = torch.stack([codes & 15, codes >> 4], dim=2).view(-1, 8, 32)
-    fifth = torch.stack([blocks[:, 16:48] >> shift & 1 for shift in range(8)], dim=1)
-    return _scaled(blocks, codes | fifth << 4)
+    """Like Q4_K, with fifth bits."""
+    return _scaled(blocks, k_codes(blocks[:, 48:]) | k_fifth_bits(blocks[:, 16:48]) << 4)
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
-    """16 groups of 16 with signed scales.
+def q6_k_codes(blocks: Tensor) -> Tensor:
+    """Return the codes of Q6_K blocks, ``[N, 256]``.
 
     For each 128 numbers, 64 bytes hold the low 4 bits and 32 bytes hold the high 2 bits.
     """
@@ -155,7 +163,12 @@ def _q6_k(blocks: Tensor) -> Tensor:
     low = torch.cat([low & 15, low >> 4], dim=2)  # [N, 2, 128]
     high = blocks[:, 128:192].view(-1, 2, 32)
     high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=2)
-    codes = (low | high << 4).view(-1, 16, 16).float() - 32
+    return (low | high << 4).flatten(1)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    """16 groups of 16 with signed scales."""
+    codes = q6_k_codes(blocks).view(-1, 16, 16).float() - 32
     scales = _float16_at(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     return (scales[:, :, None] * codes).flatten(1)
 
@@ -165,8 +178,8 @@ def _crumbs(packed: Tensor) -> Tensor:  # [N, 64] -> [N, 256]: 2-bit codes, 128 
     return torch.cat([halves >> shift & 3 for shift in (0, 2, 4, 6)], dim=2).flatten(1)
 
 
-def _scaled(blocks: Tensor, codes: Tensor) -> Tensor:
-    """Apply the scales and minima of a Q4_K or Q5_K block to ``codes [N, 8, 32]``.
+def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and the minima of Q4_K or Q5_K blocks as integers, ``[N, 8]`` each.
 
     12 bytes hold the 6-bit scales and minima of 8 groups:
     - Bytes 0 to 3: the lower 6 bits are the scales of groups 0 to 3, the upper 2 bits are the upper bits of
@@ -176,7 +189,12 @@ def _scaled(blocks: Tensor, codes: Tensor) -> Tensor:
     """
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=1)
-    minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=1)
+    return scales, torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=1)
+
+
+def _scaled(blocks: Tensor, codes: Tensor) -> Tensor:
+    """Apply the scales and minima of a Q4_K or Q5_K block to ``codes [N, 8, 32]``."""
+    scales, minima = k_scales(blocks)
     scale = (_float16_at(blocks, 0) * scales.float())[:, :, None]
     return (scale * codes.float() - (_float16_at(blocks, 2) * minima.float())[:, :, None]).flatten(1)
 

@@ -57,6 +57,10 @@ class GGUFTensor(TensorHeader):
         is_block = self.type_name in READABLE_BLOCKS or self.type_name in PACKAGE_BLOCKS
         return DType.float32 if is_block else _FLOATS.get(self.type_name)
 
+    @property
+    def is_widened(self) -> bool:
+        return self.encoding is None and self.type_name not in _FLOATS
+
     def rows(self, start: int, stop: int) -> GGUFTensor | None:
         """Return the rows ``start`` to ``stop - 1`` of a matrix; None if they do not lie together."""
         if len(self.shape) != 2 or self.is_transposed:

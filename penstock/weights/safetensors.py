@@ -50,6 +50,11 @@ class TensorHeader:
         return self.encoding is not None or (self.dtype is not None and self.dtype.is_float())
 
     @property
+    def is_widened(self) -> bool:
+        """Whether the tensor holds quantized numbers that no encoding keeps."""
+        return False
+
+    @property
     def num_elements(self) -> int:
         """Number of elements."""
         return prod(self.shape)
@@ -70,6 +75,10 @@ class QuantizedHeader(TensorHeader):
     def dtype(self) -> DType:
         """The type in which the weight is read as floats."""
         return self.float_dtype
+
+    @property
+    def is_widened(self) -> bool:
+        return self.encoding is None
 
 
 def read_checkpoint_headers(path: Path) -> dict[str, TensorHeader]:

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
 from support.encodings import HalvedEncoding
+from support.networks import held_bytes, parts_of
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
-from penstock.architectures.gpt_oss.model import GptOssModel
 from penstock.errors import CheckpointError, ConfigError, UnsupportedFeatureError, WeightsError
 from penstock.kernels import (
     ENCODINGS,
@@ -25,7 +25,7 @@ from penstock.kernels import (
     pack_linear,
     unpack_linear,
 )
-from penstock.pipelines import PipelineConfig, TextGenerationPipeline
+from penstock.pipelines import TextGenerationPipeline
 from penstock.weights.formats.mxfp4 import dequantize
 
 TOKENS = random_tokens(60, 130, seed=5)
@@ -284,21 +284,26 @@ def test_mxfp4_experts_equal_their_float_values(gpt_oss: Path, tmp_path: Path) -
     assert torch.equal(logits_of(pipeline), logits_of(open_pipeline(plain, kv_cache_block_size=16)))
 
 
-def test_mxfp4_takes_the_type_of_the_other_tensors(gpt_oss: Path, tmp_path: Path) -> None:
-    """OpenAI's configuration files have no ``dtype``."""
-    packed, plain = as_mxfp4(gpt_oss, tmp_path, dtype=...)
-    configs = [PipelineConfig.from_flat({"model_path": str(path)}) for path in (packed, plain)]
-    sizes = [GptOssModel.estimate_weights_size(config) for config in configs]
-    exact = sum(4 * one.numel() for one in load_file(plain / "model.safetensors").values())
-    assert all(exact <= size <= 2 * exact for size in sizes), "what they take once loaded, panels filled up"
-    activations = [
-        GptOssModel.estimate_activation_memory(one, one.model.huggingface_config) for one in configs
-    ]
-    assert activations[0] == activations[1]
-    tensors = load_file(packed / "model.safetensors")
-    tensors["more_blocks"] = torch.zeros(1 << 20).byte()  # by far the largest
-    save_file(tensors, packed / "model.safetensors")
-    assert PipelineConfig.from_flat({"model_path": str(packed)}).model.encoding == "float32"
+def test_mxfp4_experts_stay_in_blocks(gpt_oss: Path, tmp_path: Path) -> None:
+    """Gate and up rows, which alternate in the checkpoint, are put in order without a change of a number."""
+    packed, plain = as_mxfp4(gpt_oss, tmp_path, dtype=...)  # OpenAI's configuration files have no ``dtype``
+    pipeline = open_pipeline(packed, quantization_encoding=None, kv_cache_block_size=16)
+    model: Any = pipeline.model
+    assert model.pipeline_config.model.encoding == "mxfp4"
+    linears = [one for one in parts_of(model.network) if isinstance(one, PackedLinear)]
+    experts = [one for one in linears if one.encoding == "mxfp4"]
+    assert len(experts) == 2 * 2 * 5
+    assert {one.encoding for one in linears} == {"mxfp4", "bfloat16", "int8"}
+    floats = load_file(plain / "model.safetensors")
+    gate_up = floats["model.layers.0.mlp.experts.gate_up_proj"][0].T
+    down = floats["model.layers.0.mlp.experts.down_proj"][0].T
+    found = [unpack_linear(one) for one in experts]
+    assert any(torch.equal(one, torch.cat([gate_up[0::2], gate_up[1::2]])) for one in found if len(one) == 64)
+    assert any(torch.equal(one, down) for one in found)
+    exact = logits_of(open_pipeline(plain, kv_cache_block_size=16))
+    assert float((logits_of(pipeline).float() - exact).norm() / exact.norm()) < 0.05
+    foretold = model.estimate_weights_size(model.pipeline_config)
+    assert 0.995 * held_bytes(pipeline) <= foretold <= 1.5 * held_bytes(pipeline)
 
 
 def test_faults_of_mxfp4_tensors(gpt_oss: Path, tmp_path: Path) -> None:

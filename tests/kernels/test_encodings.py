@@ -91,7 +91,8 @@ class TestEveryRecord:
         weight, x = torch.randn(70, 96), torch.randn(3, 96).to(kind.compute_dtype.to_torch())
         tensors = kind.pack(weight)
         error = (kind.unpack(tensors).float() - weight).abs().max() / weight.abs().max()
-        digits = 4 if kind.name == "fp8" else min(kind.bits - 1, 7)  # 8-bit floats have 3 bits of mantissa
+        # 8-bit floats have 3 bits of mantissa, 4-bit floats have 1.
+        digits = {"fp8": 4, "mxfp4": 2, "nvfp4": 2}.get(kind.name, min(kind.bits - 1, 7))
         assert float(error) <= 1.1 * 2.0**-digits
         y = kind.multiply(x, tensors, None)
         assert y.dtype == x.dtype

@@ -15,7 +15,8 @@ from penstock.kernels.encodings._sizes import FP8_GROUP, GROUP, PANEL
 from penstock.kernels.linear import tensors_in_rows
 from penstock.kernels.panels import PanelLayout
 
-ENCODINGS = ("float32", "bfloat16", "int8", "int5", "int4", "uint8", "uint4", "fp8")
+BLOCKS = ("q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "mxfp4", "nvfp4")
+ENCODINGS = ("float32", "bfloat16", "int8", "int5", "int4", "uint8", "uint4", "fp8", *BLOCKS)
 SIZES = st.integers(1, 150)
 
 
@@ -27,6 +28,12 @@ def panels_of(encoding: str) -> PanelLayout:
 
 def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
     """Random tensors of an encoding: all that its types hold, not only what packing makes."""
+    if encoding in BLOCKS:
+        rows = encoding_named(encoding).pack(torch.randn(outputs, inputs))
+        rows["weight"] = torch.randint(0, 1 << encoding_named(encoding).bits, (outputs, inputs)).to(
+            torch.uint8
+        )
+        return rows
     if encoding == "int8":
         weight = torch.randint(-128, 128, (outputs, inputs)).to(torch.int8)
         return {"weight": weight, "scales": torch.randn(outputs)}
@@ -71,6 +78,37 @@ def test_there_and_back(encoding: str, outputs: int, inputs: int, seed: int) -> 
     assert tensors_in_rows(packed).keys() == rows.keys()
 
 
+def check_block(
+    units: Tensor, rows: dict[str, Tensor], encoding: str, column: int, at: tuple[int, int]
+) -> None:
+    """Compare a code, its scale, its minimum and the factors with their places in the units of a panel."""
+    (n, k), bits = at, encoding_named(encoding).bits
+    has_factors, size = "factors" in rows, encoding_named(encoding).group_size or 0
+    unit = units[k // (256 if has_factors else 32)]
+    num_factors = 128 * sum(name in rows for name in ("factors", "min_factors"))
+    groups = unit[: len(unit) - num_factors].view(8 if has_factors else 1, -1)
+    group, step, place = groups[k // 32 % len(groups)], k % 32 // 8, k % 8
+    byte = int(group[256 * step + 4 * column + place % 4])
+    code = byte >> 4 if place >= 4 else byte & 15
+    if bits == 5:
+        code |= (int(group[1024 + 4 * column + place % 4]) >> 2 * step + place // 4 & 1) << 4
+    if bits == 6:
+        word = int(group[1024 + 256 * (step // 2) + 4 * column + place % 4])
+        code |= (word >> 2 * (2 * (step % 2) + place // 4) & 3) << 4
+    assert code == rows["weight"][n, k]
+    rest = group[256 * bits :]
+    scale = rows["scales"]
+    numbers = rest[: 64 * scale.itemsize * 32 // size].view(scale.dtype)
+    assert numbers[k % 32 // size * 64 + column] == scale[n, k // size]
+    if "minima" in rows:
+        minimum = rows["minima"]
+        assert rest[-64 * minimum.itemsize :].view(minimum.dtype)[column] == minimum[n, k // 32]
+    if has_factors:
+        factors = unit[len(unit) - num_factors :].view(torch.float16)
+        assert factors[column] == rows["factors"][n, k // 256]
+        assert "min_factors" not in rows or factors[64 + column] == rows["min_factors"][n, k // 256]
+
+
 @given(outputs=SIZES, inputs=SIZES, data=st.data())
 def test_where_a_weight_lies(outputs: int, inputs: int, data: st.DataObject) -> None:
     n = data.draw(st.integers(0, outputs - 1))
@@ -85,6 +123,8 @@ def test_where_a_weight_lies(outputs: int, inputs: int, data: st.DataObject) -> 
             assert panels[panel, k // 2, column, k % 2] == weight
         elif encoding == "int8":
             assert panels[panel, k // 4, column, k % 4] == int(weight) + 128
+        elif encoding in BLOCKS:
+            check_block(panels[panel], rows, encoding, column, (n, k))
         elif encoding == "fp8":
             record, byte = panels[panel, k // 128], (0, 2, 1, 3)[k % 4]
             assert record[256 * (k % 128 // 4) + 4 * column + byte] == weight

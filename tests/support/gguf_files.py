@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, TokenType
 from safetensors.torch import load_file
@@ -384,3 +385,50 @@ def pieces_of(model: Path) -> list[tuple[str, float]]:
             parts = {part: data[begin:end] for part, begin, end in fields(start, stop)}
             pieces.append((parts[1].decode(), struct.unpack("<f", parts.get(2, bytes(4)))[0]))
     return pieces
+
+
+def random_blocks(shape: tuple[int, ...], kind: str, random: np.random.Generator) -> np.ndarray:
+    """Return random blocks of a matrix, whose numbers have a sensible size."""
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // elements, num_bytes), dtype=np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = random.integers(115, 122, blocks.shape[:-1])
+        return blocks.reshape(*shape[:-1], -1)
+    pairs = {one: [0, 2] for one in ("Q4_K", "Q5_K", "Q4_1", "Q5_1")}
+    scales = (pairs | {"Q6_K": [208], "TQ1_0": [52]}).get(kind, [0])
+    for start in scales:
+        scale = random.uniform(1e-5, 1e-4, (*blocks.shape[:-1], 1)).astype(np.float16)
+        blocks[..., start : start + 2] = scale.view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def write_random_blocks(checkpoint: Path, file: Path, kinds: Mapping[str, str]) -> dict[str, Tensor]:
+    """Write a model with the sizes of a checkpoint and random blocks.
+
+    Args:
+        checkpoint: with config.json and model.safetensors.
+        file: what to write.
+        kinds: part of a name in the file -> type of blocks; the first that fits counts.
+
+    Returns:
+        The numbers by their names in the checkpoint, with interleaved rows of queries and keys undone.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    tensors = load_file(checkpoint / "model.safetensors")
+    writer = GGUFWriter(file, ARCHITECTURES[config["model_type"]])
+    add_config(writer, config)
+    random, numbers = np.random.default_rng(0), dict(tensors)
+    for (name, tensor), original in zip(converted(tensors, config).items(), tensors, strict=True):
+        if tensor.dim() == 1:
+            writer.add_tensor(name, tensor.float().numpy())
+            continue
+        kind = GGMLQuantizationType[next(kind for part, kind in kinds.items() if part in name)]
+        blocks = random_blocks(tuple(tensor.shape), kind.name, random)
+        writer.add_tensor(name, blocks, raw_dtype=kind)
+        rows = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+        if ".q_proj." in original or ".k_proj." in original:
+            heads = config["num_attention_heads" if ".q_proj." in original else "num_key_value_heads"]
+            rows = rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+        numbers[original] = rows.contiguous()
+    finish(writer)
+    return numbers

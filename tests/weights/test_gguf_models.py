@@ -13,7 +13,15 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file, save_file
 from support.checkpoints import DECODERS, write_checkpoint
-from support.gguf_files import ARCHITECTURES, add_config, converted, finish, tokenizer_metadata, write_gguf
+from support.gguf_files import (
+    ARCHITECTURES,
+    add_config,
+    converted,
+    finish,
+    random_blocks,
+    tokenizer_metadata,
+    write_gguf,
+)
 from support.networks import held_bytes
 from support.running import context_of, open_pipeline, step_logits
 from support.tiny_llm import write_tiny_llm
@@ -105,8 +113,22 @@ def test_16_bit_floats(family: str, kind: str, tmp_path: Path) -> None:
     assert found.encoding == ("float32" if dtype == torch.float32 else "bfloat16")  # float16 on the CPU
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ2_S", "TQ1_0"])
-def test_blocks(kind: str, tmp_path: Path) -> None:
+KEPT = {
+    "Q4_0": "int4",
+    "Q4_1": "q4_1",
+    "Q5_0": "int5",
+    "Q5_1": "q5_1",
+    "Q8_0": "uint8",
+    "Q4_K": "q4_k",
+    "Q5_K": "q5_k",
+    "Q6_K": "q6_k",
+    "MXFP4": "mxfp4",
+}
+"""Type of blocks -> the encoding that keeps them."""
+
+
+@pytest.mark.parametrize("kind", [*KEPT, "IQ2_S", "TQ1_0"])
+def test_blocks(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Random blocks, compared with a checkpoint of the numbers that the gguf package reads from them."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
     checkpoint = checkpoint_of("llama", tmp_path, **sizes)
@@ -121,7 +143,7 @@ def test_blocks(kind: str, tmp_path: Path) -> None:
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.float().numpy())
             continue
-        blocks = _random_blocks(tuple(tensor.shape), kind, random)
+        blocks = random_blocks(tuple(tensor.shape), kind, random)
         writer.add_tensor(name, blocks, raw_dtype=block_type)
         read[original] = torch.from_numpy(gguf.quants.dequantize(blocks, block_type))
     finish(writer)
@@ -133,21 +155,24 @@ def test_blocks(kind: str, tmp_path: Path) -> None:
             numbers = numbers.view(heads, -1, 2, numbers.shape[1]).transpose(1, 2).reshape(numbers.shape)
         assert torch.equal(found, numbers), name
     model = PipelineConfig.from_flat({"model_path": str(tmp_path / "m.gguf")})
-    assert model.model.encoding == {"Q4_0": "int4", "Q8_0": "uint8"}.get(kind, "bfloat16")
-    if kind == "Q8_0":
+    assert model.model.encoding == KEPT.get(kind, "bfloat16")
+    exact = logits_of(tmp_path / "m.gguf", quantization_encoding="float32")
+    if kind in KEPT:
         for name, numbers in read.items():
             stored, rows = weights.read_linear(name, (numbers.shape[0], numbers.shape[1]))
-            assert stored == "uint8"
-            assert torch.equal(ENCODINGS["uint8"].unpack(rows), weights.tensor(name, tuple(numbers.shape)))
+            assert stored == KEPT[kind]
+            assert torch.equal(ENCODINGS[stored].unpack(rows), weights.tensor(name, tuple(numbers.shape)))
         close = logits_of(tmp_path / "m.gguf", quantization_encoding=None)
-        exact = logits_of(tmp_path / "m.gguf", quantization_encoding="float32")
-        assert float((close - exact).nan_to_num().norm() / exact.norm()) < 0.1
-    assert torch.isfinite(logits_of(tmp_path / "m.gguf", quantization_encoding="float32")).all()
+        assert float((close - exact).norm() / exact.norm()) < 0.1
+    else:
+        logits_of(tmp_path / "m.gguf", quantization_encoding=None)
+    assert ("quantized weights are widened to" in caplog.text) == (kind not in KEPT)
+    assert torch.isfinite(exact).all()
 
 
 def test_q4_0_stays_as_it_is(tmp_path: Path) -> None:
-    """In ``int4`` the layers hold the file's own integers and scales, each in its place, fused or not; what
-    has no such blocks is quantised beside them."""
+    """The layers hold the file's own integers and scales, each in its place, fused or not. Layers of floats
+    stay floats beside them."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}
     checkpoint = checkpoint_of("llama", tmp_path, **sizes)
     config = json.loads((checkpoint / "config.json").read_text())
@@ -159,7 +184,7 @@ def test_q4_0_stays_as_it_is(tmp_path: Path) -> None:
         if tensor.dim() == 1 or "attn_v" in name:
             writer.add_tensor(name, tensor.float().numpy())
         else:
-            blocks = _random_blocks(tuple(tensor.shape), "Q4_0", random)
+            blocks = random_blocks(tuple(tensor.shape), "Q4_0", random)
             writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType.Q4_0)
     finish(writer)
     pipeline = open_pipeline(tmp_path / "m.gguf", quantization_encoding=None)
@@ -187,19 +212,8 @@ def test_q4_0_stays_as_it_is(tmp_path: Path) -> None:
     assert 0.995 * held <= foretold <= 1.1 * held
     value = f"{name}.self_attn.v_proj.weight"
     values = weights.tensor(value, weights.shape(value))
-    assert block.attention.values.packed.encoding == "int8", "those that are floats have a layer of their own"
-    error = float((unpack_linear(block.attention.values.packed) - values).norm() / values.norm())
-    assert 0 < error < 0.01, "it was quantised"
-
-
-def _random_blocks(shape: tuple[int, ...], kind: str, random: np.random.Generator) -> np.ndarray:
-    elements, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // elements, num_bytes), dtype=np.uint8)
-    scales = {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2], "TQ1_0": [52]}.get(kind, [0])
-    for start in scales:  # of a sensible size
-        scale = random.uniform(1e-5, 1e-4, (*blocks.shape[:-1], 1)).astype(np.float16)
-        blocks[..., start : start + 2] = scale.view(np.uint8)
-    return blocks.reshape(*shape[:-1], -1)
+    assert block.attention.values.packed.encoding == "bfloat16", "floats have a layer of their own"
+    assert torch.equal(unpack_linear(block.attention.values.packed), values.bfloat16())
 
 
 def test_plain_floats_are_views_of_the_file(tmp_path: Path) -> None:

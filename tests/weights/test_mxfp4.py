@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from penstock.errors import WeightsError
+from penstock.kernels import ENCODINGS
 from penstock.weights import Weights
 from penstock.weights.checkpoint import open_checkpoint
 from penstock.weights.formats.mxfp4 import BLOCK, dequantize
@@ -72,6 +73,9 @@ def test_a_model_sees_one_matrix_per_expert(method: str | None, tmp_path: Path) 
     for expert in range(3):
         found = weights.tensor(f"a.{expert}.weight", (10, 4 * BLOCK))
         assert torch.equal(found, dequantize(blocks[expert], scales[expert]))
+        stored, rows = weights.read_linear(f"a.{expert}.weight", (10, 4 * BLOCK))
+        assert stored == "mxfp4"
+        assert torch.equal(ENCODINGS[stored].unpack(rows), found.float())
         weights.release(f"a.{expert}.weight")
     assert torch.equal(weights.tensor("b.weight", (10, 128)), dequantize(blocks[0], scales[0]))
     assert weights.num_bytes == sum(tensor.nbytes for tensor in tensors.values())

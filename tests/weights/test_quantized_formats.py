@@ -68,10 +68,14 @@ CASES: dict[str, Case] = {
     "ct-w8-groups": (packers.compressed_codes(8), compressed(8, group_size=32), "uint8"),
     "ct-w8a8": (packers.int8_rows, compressed(8), "int8"),
     "ct-fp8": (packers.fp8(), compressed(8, "float", strategy="channel"), "fp8"),
-    "ct-nvfp4": (packers.nvfp4("compressed"), compressed(4, "float", group_size=16), None),
-    "ct-mxfp4": (packers.mxfp4, compressed(4, "float", group_size=32), "uint8"),
+    "ct-nvfp4": (packers.nvfp4("compressed"), compressed(4, "float", group_size=16), "nvfp4"),
+    "ct-mxfp4": (packers.mxfp4, compressed(4, "float", group_size=32), "mxfp4"),
     "modelopt-fp8": (packers.fp8(per_tensor=True), {"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
-    "modelopt-nvfp4": (packers.nvfp4("modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
+    "modelopt-nvfp4": (
+        packers.nvfp4("modelopt"),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "nvfp4",
+    ),
     "gptq-4": (packers.gptq(), {"quant_method": "gptq", "bits": 4, "group_size": 32}, "uint4"),
     "gptq-4-rows": (packers.gptq(size=-1), {"quant_method": "gptq", "bits": 4, "group_size": -1}, "uint4"),
     "gptq-4-v2": (
@@ -219,8 +223,8 @@ def test_parts_of_a_fused_layer_in_different_encodings_are_widened(
     llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     section = json.loads(json.dumps(MIXED))
-    section["config_groups"]["group_1"]["targets"] = ["re:.*v_proj"]
-    packer = {"v_proj": packers.compressed_codes(8), "": packers.compressed_codes()}
+    section["config_groups"]["group_1"]["targets"] = ["re:.*k_proj"]
+    packer = {"k_proj": packers.compressed_codes(8), "": packers.compressed_codes()}
     folder = write_packed_checkpoint(llama, tmp_path, packer, section)
     model: Any = open_pipeline(folder, quantization_encoding=None).model
     linears = [one for one in parts_of(model.network) if isinstance(one, PackedLinear)]

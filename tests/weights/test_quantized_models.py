@@ -7,36 +7,67 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import packed_checkpoints as packers
 from support.adapters import peft_logits, write_adapter
-from support.checkpoints import DECODERS, write_checkpoint
+from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
+from support.gguf_files import write_random_blocks
+from support.networks import parts_of
 from support.packed_checkpoints import write_packed_checkpoint
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
 from penstock.assembly import check_checkpoint, pack_checkpoint
+from penstock.kernels import PackedLinear
 from penstock.kernels.cpu import available_isas
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.pipelines import PipelineConfig
 
 TOKENS = random_tokens(20, 120, seed=5)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
 CASES: dict[str, tuple[packers.Packer, dict[str, Any]]] = {
     "awq": (packers.awq(), {"quant_method": "awq", "bits": 4, "group_size": 32}),
     "fp8": (
         packers.fp8((128, 128), name="weight_scale_inv"),
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
     ),
+    "nvfp4": (packers.nvfp4("modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "mxfp4": (
+        packers.mxfp4,
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": MXFP4}},
+        },
+    ),
 }
+BLOCKS = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_output": "Q5_K", "output.": "Q6_K", "": "Q4_K"}
 needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[*CASES, "gguf"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (llama,) = (one for one in DECODERS if one.name == "llama")
     assert llama.tiny_config
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "gguf":
+        return write_gguf_model(folder, llama.tiny_config())
     plain = write_checkpoint(folder / "floats", llama.tiny_config() | SIZES)
     return write_packed_checkpoint(plain, folder / "packed", *CASES[request.param])
+
+
+def write_gguf_model(folder: Path, config: dict[str, Any]) -> Path:
+    """Write a file of mixed blocks, and ``plain`` beside it: a checkpoint of the same numbers in floats."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256}
+    floats = write_checkpoint(folder / "floats", config | SIZES | sizes)
+    numbers = write_random_blocks(floats, folder / "m.gguf", BLOCKS)
+    (folder / "plain").mkdir()
+    (folder / "plain" / "config.json").write_text((floats / "config.json").read_text())
+    save_file(numbers, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+    return folder / "m.gguf"
+
+
+def plain_of(checkpoint: Path) -> Path:
+    return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "plain"
 
 
 def logits_of(checkpoint: Path, adapter: str | None = None, **config: Any) -> torch.Tensor:
@@ -45,11 +76,26 @@ def logits_of(checkpoint: Path, adapter: str | None = None, **config: Any) -> to
 
 
 def test_adapters(checkpoint: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(checkpoint / "plain", tmp_path)
-    expected = peft_logits(checkpoint / "plain", adapter, TOKENS)
+    adapter = write_adapter(plain_of(checkpoint), tmp_path)
+    expected = peft_logits(plain_of(checkpoint), adapter, TOKENS)
     found = logits_of(checkpoint, "tone", lora=(f"tone={adapter}",))
     assert float((found - expected).norm() / expected.norm()) < 0.06
     assert float((found - logits_of(checkpoint)).norm() / expected.norm()) > 0.1
+
+
+def test_layers_of_a_mixed_file_keep_their_types(checkpoint: Path) -> None:
+    """Attention's values are a layer of their own where their type differs."""
+    model: Any = open_pipeline(checkpoint, quantization_encoding=None).model
+    found = {one.encoding for one in parts_of(model.network) if isinstance(one, PackedLinear)}
+    if not checkpoint.is_dir():
+        assert found == {"q4_k", "q5_k", "q6_k"}
+    assert "bfloat16" not in found - {model.pipeline_config.model.encoding}
+
+
+def test_logits(checkpoint: Path) -> None:
+    expected = oracle_logits(oracle(plain_of(checkpoint)), TOKENS)[-1]
+    found = logits_of(checkpoint)[-1]
+    assert float((found - expected).norm() / expected.norm()) < 0.06
 
 
 @needs_kernels

@@ -12,16 +12,22 @@ import torch
 from torch import Tensor
 
 from penstock.distributed import Part
-from penstock.kernels import PackedExperts
+from penstock.kernels import PackedExperts, PackedLinear
 from penstock.nn import Loader, expert_part
 
 
 def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int) -> PackedExperts:
     """Read N ``experts`` of E ``hidden`` and F ``inner`` with the common name ``name``, one at a time."""
-    gate_up = _matrices(load, f"{name}.gate_up_proj", experts, 2 * inner, hidden)
-    down = _matrices(load, f"{name}.down_proj", experts, hidden, inner)
     gate_up_bias = load.source.tensor(f"{name}.gate_up_proj_bias", (experts, 2 * inner))
     down_bias = load.source.tensor(f"{name}.down_proj_bias", (experts, hidden))
+    if load.shard.is_whole and f"{name}.down_proj.0.weight" in load.source:
+        gate_up_bias = torch.cat([gate_up_bias[:, 0::2], gate_up_bias[:, 1::2]], dim=1)
+        return PackedExperts(
+            _stored(load, f"{name}.gate_up_proj", gate_up_bias, hidden, _deinterleave),
+            _stored(load, f"{name}.down_proj", down_bias, inner),
+        )
+    gate_up = _matrices(load, f"{name}.gate_up_proj", experts, 2 * inner, hidden)
+    down = _matrices(load, f"{name}.down_proj", experts, hidden, inner)
     held = expert_part(load, experts, inner, f"{name}.down_proj.0")
     own = held.inputs or Part(0, inner)
     pairs = slice(2 * own.start, 2 * own.stop)
@@ -57,6 +63,21 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
         for i in range(experts):
             load.source.release(f"{tensor}.{i}.weight")
     return packed
+
+
+def _stored(
+    load: Loader,
+    name: str,
+    biases: Tensor,  # [N, out]
+    in_features: int,
+    order: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[PackedLinear, ...]:
+    """Return the layers of all experts, in the encoding that the checkpoint has for them."""
+    experts, out_features = biases.shape
+    return tuple(
+        load.expert(f"{name}.{i}", out_features, in_features, bias=biases[i], order=order).packed
+        for i in range(experts)
+    )
 
 
 def _matrices(

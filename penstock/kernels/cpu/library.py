@@ -26,7 +26,7 @@ ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 14
+ABI = 15
 """Version of the argument structs; ``penstock_abi`` in csrc/host.cpp returns that of a library."""
 
 Kernel = Callable[..., int]
@@ -34,7 +34,7 @@ Kernel = Callable[..., int]
 
 FUNCTIONS: Mapping[str, CFunction] = {
     "pack": CFunction("2q P q 4P 2q"),  # no operation: packs weights
-    "pack_codes": CFunction("q P q 3P 2q"),
+    "pack_codes": CFunction("q P q 5P 2q"),
     "from_rank_0": CFunction("P q P q", can_be_long=True),  # follows sampling in a loop of steps
     **{name: one for row in OPERATIONS.values() for name, one in row.functions.items()},
 }

@@ -14,7 +14,8 @@ from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.encodings._sizes import PANEL
 
-_STORED = {"uint4": 5, "uint8": 6, "fp8": 7}
+_BLOCKS = {"q4_k": 8, "q5_k": 9, "q6_k": 10, "q4_1": 11, "q5_1": 12, "mxfp4": 13, "nvfp4": 14}
+_STORED = {"uint4": 5, "uint8": 6, "fp8": 7, **_BLOCKS}
 """Encodings whose rows are bytes: the kernel copies them, and torch quantizes floats."""
 
 ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4, **_STORED}
@@ -99,9 +100,13 @@ def pack_rows(
     """
     if encoding not in _STORED:
         return pack_panels(kernels, memory, encoding, [rows["weight"]], rows["scales"])
-    codes, scales, zeros = rows["weight"], rows["scales"].contiguous(), rows.get("zeros")
+    codes, scales = rows["weight"], rows["scales"].contiguous()
     codes = codes if codes.stride(1) == 1 else codes.contiguous()
-    zeros = None if zeros is None else zeros.contiguous()
+    lows = rows.get("zeros", rows.get("minima"))
+    optional = [
+        None if one is None else one.contiguous()
+        for one in (lows, rows.get("factors"), rows.get("min_factors"))
+    ]
     outputs, inputs = codes.shape
     panels = memory.empty(*_form(encoding, outputs, inputs))
     kernels.pack_codes(
@@ -109,7 +114,7 @@ def pack_rows(
         codes.data_ptr(),
         codes.stride(0),
         scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
+        *(0 if one is None else one.data_ptr() for one in optional),
         panels.data_ptr(),
         outputs,
         inputs,

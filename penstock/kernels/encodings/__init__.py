@@ -101,6 +101,11 @@ class LinearEncoding(ABC):
                 None: all inputs count the same. Used only by encodings with `needs_calibration`.
         """
 
+    @property
+    def divisible_inputs(self) -> int | None:
+        """Inputs at whose multiples a weight can be cut; None if it can be cut at each."""
+        return self.group_size
+
     def select_inputs(
         self, name: str, tensors: Mapping[str, Tensor], start: int, stop: int
     ) -> dict[str, Tensor]:
@@ -109,13 +114,13 @@ class LinearEncoding(ABC):
         Args:
             name: the name of the layer, for the error.
             tensors: the whole weight, as `pack` returns it.
-            start: the first input; a multiple of the group size.
-            stop: the end; a multiple of the group size, or the number of inputs.
+            start: the first input; a multiple of `divisible_inputs`.
+            stop: the end; a multiple of them, or the number of inputs.
 
         Raises:
             ConfigError: a group of inputs that share a scale would be cut.
         """
-        in_features, group = tensors["weight"].shape[1], self.group_size
+        in_features, group = tensors["weight"].shape[1], self.divisible_inputs
         if group is not None and (start % group or (stop % group and stop != in_features)):
             raise ConfigError(
                 "tensor_parallel_size",
@@ -124,14 +129,13 @@ class LinearEncoding(ABC):
             )
         selected = {}
         for key, tensor in tensors.items():
-            if tensor.dim() == 1:  # one number for each output
-                selected[key] = tensor
-            elif tensor.shape[1] == in_features:
-                selected[key] = tensor[:, start:stop]
-            else:
-                assert group is not None
-                selected[key] = tensor[:, start // group : -(-stop // group)]
+            size = None if tensor.dim() == 1 else self.inputs_per_number(key)
+            selected[key] = tensor if size is None else tensor[:, start // size : -(-stop // size)]
         return selected
+
+    def inputs_per_number(self, key: str) -> int | None:
+        """Return the inputs to which a number of a tensor ``[out, n]`` of `pack` belongs; None for all."""
+        return 1 if key == "weight" else self.group_size
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:

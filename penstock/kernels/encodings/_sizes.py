@@ -6,6 +6,8 @@ PANEL = 64
 """Outputs of a panel."""
 GROUP = 32
 """Inputs of a group of int4 and int5, and of codes with zero points."""
+SUPERBLOCK = 256
+"""Inputs that share a factor of their scales in the encodings of blocks."""
 FP8_GROUP = 128
 """Inputs that share a scale in fp8."""
 

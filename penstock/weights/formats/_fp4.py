@@ -2,8 +2,8 @@
 
 A byte holds two numbers, the first in its lower half. NVFP4 has a scale (E4M3) for 16 inputs and a float32
 scale for the weight. compressed-tensors divides by the latter (``weight_global_scale``), ModelOpt multiplies
-by it (``weight_scale_2``). MXFP4 has a power of two for 32 inputs, stored as its exponent plus 127. Twice an
-E2M1 number is an integer in -12..12, so that the encoding uint8 holds MXFP4 exactly. NVFP4 is widened.
+by it (``weight_scale_2``). MXFP4 has a power of two for 32 inputs, stored as its exponent plus 127. The
+encodings nvfp4 and mxfp4 hold them exactly.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 LAYOUT = "fp4"
 _NVFP4, _MXFP4 = 16, 32  # inputs that share a scale
-_ZERO = 128  # the code of the number 0
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def take_fp4_layers(tensors: StoredTensors, name: str = "weight_packed") -> None:
@@ -51,31 +49,24 @@ def take_fp4_layers(tensors: StoredTensors, name: str = "weight_packed") -> None
                 layer, name, f"of {inputs} inputs needs a scale for each {size} of them and one in all"
             )
         parts["packed"] = tensors.take(layer, name, ("U8",))
-        encoding = "uint8" if size == _MXFP4 else None
+        encoding = "mxfp4" if size == _MXFP4 else "nvfp4"
         tensors.put(layer, (outputs, inputs), encoding, parts, layout=LAYOUT, bits=4, group=(1, size))
 
 
 def read_fp4(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
-    """Return the encoding of a layer of 4-bit floats and its tensors, or None and float32."""
+    """Return the encoding of a layer of 4-bit floats and its tensors."""
     import torch
 
-    from penstock.kernels.codes import group_codes
-
-    scales = header.read(source, "scale")
-    if header.group[1] == _MXFP4:
-        exponents = scales.view(torch.uint8).int()
-        scales = torch.exp2(exponents.float() - 127).masked_fill(exponents == 255, torch.nan)
-    else:
-        scales = scales.float()
-    if header.part("divisor"):
-        scales = scales / header.read(source, "divisor").reshape(())
-    if header.part("factor"):
-        scales = scales * header.read(source, "factor").reshape(())
-    numbers = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)])
     packed = header.read(source, "packed")
-    nibbles = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)
-    if header.encoding is not None:
-        codes = (2 * numbers[nibbles.int()] + _ZERO).to(torch.uint8)
-        zeros = torch.full(scales.shape, _ZERO)
-        return header.encoding, group_codes(codes, scales / 2, zeros, header.group[1])
-    return None, {"weight": numbers[nibbles.int()] * scales.repeat_interleave(header.group[1], 1)}
+    rows = {
+        "weight": torch.stack([packed & 15, packed >> 4], dim=2).flatten(1),
+        "scales": header.read(source, "scale").view(torch.uint8),
+    }
+    if header.group[1] == _NVFP4:
+        factor = torch.ones(())
+        if header.part("divisor"):
+            factor = factor / header.read(source, "divisor").reshape(())
+        if header.part("factor"):
+            factor = factor * header.read(source, "factor").reshape(())
+        rows["row_scales"] = factor.expand(len(packed)).contiguous()
+    return header.encoding, rows

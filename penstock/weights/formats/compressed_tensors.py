@@ -44,7 +44,7 @@ class CompressedTensorsFormat(StoredFormat):
 
     name = "compressed_tensors"
     quant_methods = ("compressed-tensors",)
-    kept_encodings = ("uint4", "uint8", "int8", "fp8")
+    kept_encodings = ("uint4", "uint8", "int8", "fp8", "nvfp4", "mxfp4")
 
     def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods

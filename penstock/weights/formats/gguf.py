@@ -1,4 +1,4 @@
-"""GGUF: blocks of many types. Q4_0 and Q8_0 blocks are kept in int4 and uint8; others are read as floats."""
+"""GGUF: blocks of many types. Layers of most types keep their codes and scales; others are read as floats."""
 
 from __future__ import annotations
 
@@ -13,14 +13,26 @@ from penstock.weights.safetensors import TensorHeader
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ENCODINGS = {"Q4_0": "int4", "Q8_0": "uint8"}
-"""Types of blocks that an encoding holds exactly. They have 32 integers of 4 or 8 bits and a scale."""
+_ENCODINGS = {
+    "Q4_0": "int4",
+    "Q4_1": "q4_1",
+    "Q5_0": "int5",
+    "Q5_1": "q5_1",
+    "Q8_0": "uint8",
+    "Q4_K": "q4_k",
+    "Q5_K": "q5_k",
+    "Q6_K": "q6_k",
+    "MXFP4": "mxfp4",
+}
+"""Types of blocks -> the encoding that holds their numbers exactly."""
 
 
 class GGUFFormat(CheckpointFormat):
     """Files of the GGUF format."""
 
     name = "gguf"
+    kept_encodings = tuple(dict.fromkeys(_ENCODINGS.values()))
+    keeps_floats = True
 
     def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
         return any(isinstance(header, GGUFTensor) for header in headers.values())
@@ -36,7 +48,7 @@ class GGUFFormat(CheckpointFormat):
     def read_linear(
         self, source: TensorReader, header: TensorHeader
     ) -> tuple[str | None, Mapping[str, Tensor]]:
-        from penstock.weights.gguf_tensors import gguf_rows
+        from penstock.weights.gguf_rows import gguf_rows
 
         assert isinstance(header, GGUFTensor)
         if header.encoding is None:

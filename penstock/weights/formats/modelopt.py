@@ -24,7 +24,7 @@ class ModelOptFormat(StoredFormat):
 
     name = "modelopt"
     quant_methods = ("modelopt", "modelopt_fp4")
-    kept_encodings = ("fp8",)
+    kept_encodings = ("fp8", "nvfp4")
 
     def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods

@@ -5,7 +5,8 @@ value - 127, and NaN for 255. A byte holds two numbers, the first in its lower h
 
 A matrix ``x`` is stored as the bytes ``x_blocks [out, in / 32, 16]`` and ``x_scales [out, in / 32]``. The
 matrices of all experts are one tensor with a leading dimension. A model sees them as ``x.weight``, or as
-``x.<expert>.weight`` per expert, ``[out, in]`` each. They are read as bfloat16.
+``x.<expert>.weight`` per expert, ``[out, in]`` each. Layers keep the blocks in the encoding
+mxfp4. Other readers get bfloat16.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.dtype import DType
 from penstock.errors import WeightsError
-from penstock.weights.formats import CheckpointFormat, Headers, TensorReader, quant_method
+from penstock.weights.formats import Headers, TensorReader, quant_method
+from penstock.weights.formats._stored import StoredFormat
 from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 
 if TYPE_CHECKING:
@@ -28,11 +30,12 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
-class MXFP4Format(CheckpointFormat):
+class MXFP4Format(StoredFormat):
     """Checkpoints like gpt-oss, whose experts are MXFP4 and whose other tensors are floats."""
 
     name = "mxfp4"
     quant_methods = ("mxfp4",)
+    kept_encodings = ("mxfp4",)
 
     def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
         method = quant_method(config)
@@ -52,6 +55,7 @@ class MXFP4Format(CheckpointFormat):
                     (out_features, groups * BLOCK),
                     (blocks.num_bytes + scales.num_bytes) // (experts[0] if experts else 1),
                     blocks.stored_name,
+                    encoding="mxfp4",
                     parts=(blocks, scales),
                     index=expert,
                     float_dtype=DType.bfloat16,
@@ -64,10 +68,22 @@ class MXFP4Format(CheckpointFormat):
         if not isinstance(header, QuantizedHeader):
             return super().read_linear(source, header)
         blocks, scales = (source.tensor(part, header.index) for part in header.parts)
-        return None, {"weight": dequantize(blocks, scales)}
+        return header.encoding, {"weight": nibbles_of(blocks).flatten(1), "scales": scales}
+
+    def read_tensor(self, source: TensorReader, header: TensorHeader) -> Tensor:
+        if not isinstance(header, QuantizedHeader):
+            return super().read_tensor(source, header)
+        return dequantize(*(source.tensor(part, header.index) for part in header.parts))
 
 
 FORMAT = MXFP4Format()
+
+
+def nibbles_of(packed: Tensor) -> Tensor:
+    """Return bytes ``[..., n]`` as numbers of four bits ``[..., 2 n]``, the lower half of each byte first."""
+    import torch
+
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Codes with zero points and 8-bit floats: the kernels of every instruction set against the definition."""
+"""Codes with zero points, 8-bit floats and blocks: all instruction sets against the definition."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from penstock.kernels.cpu import variants
 from penstock.kernels.cpu.ops import CpuOps
 
 VARIANTS = {ops.isa: ops for ops in variants()}
+BLOCKS = ["q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "mxfp4", "nvfp4"]
+ENCODINGS = ["uint4", "uint8", "fp8", *BLOCKS]
 SHAPES = [(64, 64), (70, 33), (1, 1), (130, 100), (65, 1540)]
 """Outputs and inputs: whole panels and parts of one; inputs no multiple of 2, 4, 32, 128; several blocks."""
 
@@ -24,6 +26,8 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
     """Random tensors of an encoding, with every byte that stands for a number."""
+    if encoding in BLOCKS:
+        return random_blocks(encoding, outputs, inputs)
     if encoding == "fp8":
         codes = torch.randint(0, 256, (outputs, inputs)).to(torch.uint8)
         codes[codes & 127 == 127] = 0x03  # a subnormal number in place of a NaN
@@ -40,7 +44,21 @@ def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("encoding", ["uint4", "uint8", "fp8"])
+def random_blocks(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
+    """Random tensors of an encoding of blocks, of the types and shapes that packing makes."""
+    rows = encoding_named(encoding).pack(torch.randn(outputs, inputs))
+    top = 1 << int(rows["weight"].max()).bit_length()
+    rows["weight"] = torch.randint(0, top, (outputs, inputs)).to(torch.uint8)
+    for name in ("scales", "minima"):
+        if name in rows and not rows[name].is_floating_point():
+            low, high = {"mxfp4": (120, 130), "nvfp4": (0, 127), "q6_k": (-128, 128)}.get(encoding, (0, 64))
+            rows[name] = torch.randint(low, high, rows[name].shape).to(rows[name].dtype)
+    if encoding == "nvfp4":
+        rows["row_scales"] = torch.rand(outputs)
+    return rows
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
     kind, rows, bias = (
@@ -60,7 +78,7 @@ def test_products(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
         assert torch.equal(y[-1], ops.linear(x[count - 1 : count], packed)[0])
 
 
-@pytest.mark.parametrize("encoding", ["uint4", "uint8", "fp8"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_the_kernel_packs_as_defined(ops: CpuOps, encoding: str) -> None:
     rows = random_rows(encoding, 70, 300)
     layout = encoding_named(encoding).panels
@@ -82,6 +100,31 @@ def test_every_8_bit_float(ops: CpuOps) -> None:
     rows = {"weight": codes[:, None].contiguous(), "scales": torch.ones(256, 1)}
     y = ops.linear(torch.ones(1, 1).bfloat16(), ops.pack_quantized(rows, "fp8"))
     assert torch.equal(y[0].float(), codes.view(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("encoding", BLOCKS)
+def test_every_code_and_scale_of_blocks(ops: CpuOps, encoding: str) -> None:
+    """One input of 1, so that an output is its weight."""
+    kind = encoding_named(encoding)
+    rows = random_blocks(encoding, 256, 1)
+    rows["weight"] = (torch.arange(256)[:, None] % (1 << kind.bits)).to(torch.uint8)
+    if encoding in ("mxfp4", "nvfp4"):
+        rows["scales"] = torch.arange(256)[:, None].to(torch.uint8)
+        rows["weight"] = rows["weight"].flip(0).contiguous()
+    expected = kind.unpack(rows)[:, 0]
+    y = ops.linear(torch.ones(1, 1), ops.pack_quantized(rows, encoding))[0]
+    finite = expected.isfinite() & (expected.abs() < 1e38)  # a product may overflow before it is scaled
+    assert int(finite.sum()) > 200
+    torch.testing.assert_close(y[finite], expected[finite], rtol=1e-6, atol=1e-38)
+    assert y[expected.isnan()].isnan().all()
+
+
+@pytest.mark.parametrize("encoding", BLOCKS)
+def test_a_nan_in_blocks_spoils_its_output_only(ops: CpuOps, encoding: str) -> None:
+    weight = torch.randn(3, 300)
+    weight[1, 290] = torch.nan
+    y = ops.linear(torch.ones(2, 300), ops.pack_linear(weight, encoding))
+    assert y.isnan().all(0).tolist() == [False, True, False]
 
 
 def test_a_nan_spoils_its_output_only(ops: CpuOps) -> None:

@@ -7,7 +7,8 @@
 template <int BITS> struct CodeGroups {
   static constexpr int64_t SCALES = PANEL * GROUP * BITS / 8, ZEROS = SCALES + PANEL * 2;
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = ZEROS + PANEL, LINES = UNIT_BYTES / 64;
-  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = BITS == 4 ? 44 : 24;
+  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = BITS == 4 ? 44 : 24, SCALED = 1, PASSES = 1;
+  static constexpr int FIRST = half_of(LINES), THEN = fourth_of(LINES), LAST = sixth_of(LINES);
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 2 ? 4 : GROUP_VECTORS; }
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
@@ -66,12 +67,13 @@ template <int BITS> struct CodeGroups {
 
 // ---- packing ----
 
-struct PackCodes {  // codes [N, K] in rows, with the scales and zero points of groups -> panels
-  int64_t encoding;      // as in Linear: codes with zero points, or 8-bit floats
+struct PackCodes {  // codes [N, K] in rows, with the scales and minima of groups -> panels
+  int64_t encoding;  // as in Linear: codes with zero points, 8-bit floats, or blocks
   const uint8_t* codes;
   int64_t stride;
-  const void* scales;    // [N, groups]: float16, or float32 for 8-bit floats
-  const uint8_t* zeros;  // [N, groups]; null for 8-bit floats
+  const void* scales;    // [N, groups]: float16, float32 for 8-bit floats, or as the kind of blocks has them
+  const uint8_t* zeros;  // [N, groups]: zero points, or the minima of blocks; null: none
+  const uint16_t *factors, *min_factors;  // [N, ceil(K / 256)] float16 of blocks; null: none
   void* panels;
   int64_t N, K;
 };

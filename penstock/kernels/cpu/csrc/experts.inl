@@ -119,19 +119,15 @@ static void sort_places(const Experts& a, const ExpertsMemory& memory, const Tea
 // Computes some panels of a layer for some rows of its input. `x` has the 8-bit rows if the encoding needs them.
 static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t first,
                          int64_t last, void* sums) {
-  const int64_t bytes = a.encoding == 7   ? ceil_div(a.K, FP8_GROUP) * FP8_BYTES
-                        : a.encoding == 0 ? a.K * STEP_BYTES
-                                          : ceil_div(a.K, 2) * STEP_BYTES;
+  const int64_t bytes = panel_bytes(a.encoding, a.K);
   for (int64_t panel = first; panel < last; panel++) {
     const int64_t next = panel + 1 < last ? panel + 1 : -1;
     const char *w = (const char*)a.panels + panel * bytes, *ahead = next < 0 ? nullptr : w + bytes;
     if (a.encoding == 0) multiply_panel<FloatSteps>(a, begin, rows, w, ahead, panel * PANEL, (float*)sums);
     if (a.encoding == 1) multiply_panel<PairSteps>(a, begin, rows, w, ahead, panel * PANEL, (float*)sums);
-    if (a.encoding == 2) multiply_panel<Bytes>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
-    if (a.encoding == 3) multiply_panel<Groups<4>>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
-    if (a.encoding == 4) multiply_panel<Groups<5>>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
-    if (a.encoding == 5) multiply_panel<CodeGroups<4>>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
-    if (a.encoding == 6) multiply_panel<CodeGroups<8>>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
+    with_units(a.encoding, [&](auto form) {
+      multiply_panel<decltype(form)>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
+    });
     if (a.encoding == 7) multiply_fp8_panel(a, begin, rows, w, panel * PANEL, (float*)sums);
   }
 }

@@ -101,10 +101,11 @@ template <int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile
       vu words[VECTORS];
       for (int v = 0; v < VECTORS; v++) words[v] = WIDE ? vu{} : load((const uint32_t*)codes + v * W);
       // Subnormal numbers are rare in weights that are scaled to the largest number: skip what only they need.
-      if (WIDE) add_fp8_step<ROWS, VECTORS>(totals, x, [&](int part, int v) __attribute__((always_inline)) { return load(wide + part * PANEL + v * W); });
+#define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline))
+      if (WIDE) add_fp8_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return load(wide + part * PANEL + v * W); });
       else if (__builtin_expect(has_subnormals(words), 0))
-        add_fp8_step<ROWS, VECTORS>(totals, x, [&](int part, int v) __attribute__((always_inline)) { return widen_fp8<true>(words[v], part); });
-      else add_fp8_step<ROWS, VECTORS>(totals, x, [&](int part, int v) __attribute__((always_inline)) { return widen_fp8<false>(words[v], part); });
+        add_fp8_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return widen_fp8<true>(words[v], part); });
+      else add_fp8_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return widen_fp8<false>(words[v], part); });
     }
     for (int v = 0; v < VECTORS; v++) {
       const vf scales = load((const float*)(tile.record + FP8_SCALES) + column + v * W);
@@ -226,6 +227,7 @@ static void run(const PackCodes& a, const Team& team) {
     if (a.encoding == 5) pack_codes<4>(a, panel);
     if (a.encoding == 6) pack_codes<8>(a, panel);
     if (a.encoding == 7) pack_fp8(a, panel);
+    with_blocks(a.encoding, [&](auto form) { pack_blocks(form, a, panel); });
   });
 }
 KERNEL(pack_codes, PackCodes)

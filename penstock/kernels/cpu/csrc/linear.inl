@@ -8,7 +8,8 @@
 
 struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales: of encodings that store them separately
   // 0 float32, 1 bfloat16 (then x is of that type), 2 int8, 3 int4, 4 int5 (quantized.inl), 5 uint4, 6 uint8
-  // (codes.inl), 7 8-bit floats (fp8.inl, then x is bfloat16).
+  // (codes.inl), 7 8-bit floats (fp8.inl, then x is bfloat16), 8 q4_k, 9 q5_k, 10 q6_k, 11 q4_1, 12 q5_1, 13 mxfp4,
+  // 14 nvfp4 (blocks.inl).
   int64_t encoding, type;
   const void* x;
   int64_t x_stride;
@@ -320,14 +321,16 @@ INLINE Ahead first_panels(const Linear& a, const Team& team, int64_t bytes) {
 #include "fp8.inl"
 
 static int64_t work(const Linear& a) { return a.rows * a.N * a.K; }
+// Bytes of a panel.
+INLINE int64_t panel_bytes(int64_t encoding, int64_t K) {
+  int64_t bytes = encoding == 0   ? K * STEP_BYTES
+                  : encoding == 1 ? ceil_div(K, 2) * STEP_BYTES
+                                  : ceil_div(K, FP8_GROUP) * FP8_BYTES;
+  with_units(encoding, [&](auto form) { bytes = ceil_div(K, form.INPUTS) * form.UNIT_BYTES; });
+  return bytes;
+}
 INLINE Ahead first_read(const Linear& a, const Team& team) {
-  if (work(a) < ALONE_IN_PLAN) return {};
-  const int64_t groups = ceil_div(a.K, GROUP);
-  const int64_t bytes[] = {a.K * STEP_BYTES, ceil_div(a.K, 2) * STEP_BYTES, ceil_div(a.K, 4) * STEP_BYTES,
-                           groups * Groups<4>::UNIT_BYTES, groups * Groups<5>::UNIT_BYTES,
-                           groups * CodeGroups<4>::UNIT_BYTES, groups * CodeGroups<8>::UNIT_BYTES,
-                           ceil_div(a.K, FP8_GROUP) * FP8_BYTES};
-  return first_panels(a, team, bytes[a.encoding]);
+  return work(a) < ALONE_IN_PLAN ? Ahead{} : first_panels(a, team, panel_bytes(a.encoding, a.K));
 }
 static void run(const Linear& a, const Team& team) {
   if (!a.rows) return;

@@ -34,7 +34,8 @@ struct QuantizedRows {
   int64_t stride, groups;
 
   // Not a power of two: rows would map to the same cache sets. One more line avoids this.
-  static int64_t stride_of(int64_t K) { return round_up(K, 64) + 64; }
+  // Units of blocks read up to a multiple of 256 inputs.
+  static int64_t stride_of(int64_t K) { return round_up(K, 256) + 64; }
   static int64_t bytes(int64_t rows, int64_t K, int64_t groups) {
     return rows * (stride_of(K) + (int64_t)sizeof(Extras) + round_up(groups, 16) * 8);
   }
@@ -147,20 +148,36 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
 // Whether the inputs of an encoding are quantised rows. Other encodings read floats.
 INLINE bool is_quantized(int64_t encoding) { return encoding >= 2 && encoding != 7; }
 // Factor between the sum of a group's integers and the start value of its products.
-INLINE int32_t start_factor(int64_t encoding) { return encoding == 3 ? -8 : encoding == 4 ? -16 : -1; }
-INLINE int64_t groups_of(int64_t encoding, int64_t K) { return encoding == 2 ? 1 : ceil_div(K, GROUP); }
+INLINE int32_t start_factor(int64_t encoding) {
+  switch (encoding) {
+    case 3: return -8;
+    case 4: return -16;
+    case 10: return -32;
+    case 13: case 14: return -12;
+  }
+  return -1;
+}
+// Inputs that share a scale of x, and inputs of a unit of a panel, for encodings with groups.
+INLINE int64_t scaled_inputs(int64_t encoding) { return encoding == 10 || encoding == 14 ? 16 : GROUP; }
+INLINE int64_t unit_inputs(int64_t encoding) { return encoding >= 8 && encoding <= 10 ? 256 : GROUP; }
+INLINE int64_t groups_of(int64_t encoding, int64_t K) {
+  return encoding == 2 ? 1 : round_up(K, unit_inputs(encoding)) / scaled_inputs(encoding);
+}
 
 template <class T> static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to) {
   if (encoding == 2) {
     *to.starts = -128 * quantize_with_extras(x, K, to.integers, to.scales, to.extras);
   } else {
     const int32_t offset = start_factor(encoding);
+    const int64_t size = scaled_inputs(encoding), groups = groups_of(encoding, K);
     int64_t group = 0;
-    for (; (group + 1) * GROUP <= K; group++)
-      to.starts[group] = offset * quantize(x + group * GROUP, GROUP, to.integers + group * GROUP, to.scales + group);
-    if (group * GROUP < K)
-      to.starts[group] = offset * quantize(x + group * GROUP, K - group * GROUP, to.integers + group * GROUP,
+    if (size == GROUP)
+      for (; (group + 1) * GROUP <= K; group++)
+        to.starts[group] = offset * quantize(x + group * GROUP, GROUP, to.integers + group * GROUP, to.scales + group);
+    for (; group * size < K; group++)
+      to.starts[group] = offset * quantize(x + group * size, min(size, K - group * size), to.integers + group * size,
                                            to.scales + group);
+    for (; group < groups; group++) to.starts[group] = 0, to.scales[group] = 0;
   }
   __builtin_memset(to.integers + K, 0, to.stride - K);
 }
@@ -263,9 +280,17 @@ struct ByteBlock {
   }
 };
 
+// Lines that a unit of a pass prefetches, if there are few passes, some, and many.
+constexpr int half_of(int64_t lines) { return (int)(lines + 1) / 2; }
+constexpr int fourth_of(int64_t lines) { return (int)(lines + 3) / 4; }
+constexpr int sixth_of(int64_t lines) { return (int)(lines + 5) / 6; }
+
+// The units of an encoding. INPUTS: of a unit. SCALED: scales of x in a part of a unit, 0 if a row has one. PASSES: parts of
+// a unit, each of LINES cache lines.
 struct Bytes {
   static constexpr int64_t INPUTS = 4, UNIT_BYTES = 4 * PANEL, LINES = UNIT_BYTES / 64, ROWS_AT_ONCE = BYTE_ROWS;
-  static constexpr int64_t BLOCK_UNITS = 256;
+  static constexpr int64_t BLOCK_UNITS = 256, SCALED = 0, PASSES = 1;
+  static constexpr int FIRST = half_of(LINES), THEN = fourth_of(LINES), LAST = sixth_of(LINES);
   static constexpr int vectors(int64_t) { return BYTE_VECTORS; }  // vectors of a panel processed at once
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
@@ -315,7 +340,8 @@ struct Bytes {
 template <int BITS> struct Groups {
   static constexpr int64_t FIFTH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * BITS / 8;
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = SCALES + PANEL * 2, LINES = UNIT_BYTES / 64;
-  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48;
+  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48, SCALED = 1, PASSES = 1;
+  static constexpr int FIRST = half_of(LINES), THEN = fourth_of(LINES), LAST = sixth_of(LINES);
   // The whole panel if 32 registers hold the sums of these rows and the unpacked weights.
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (BITS > 4 ? 1 : 3) ? 4 : GROUP_VECTORS; }
 
@@ -381,6 +407,7 @@ template <int BITS> struct Groups {
 };
 
 #include "codes.inl"
+#include "blocks.inl"
 
 template <class S, int ROWS, int FETCHED> static void multiply_rows(const ByteBlock& block) {
   S::template multiply<ROWS, FETCHED>(block);
@@ -402,7 +429,7 @@ template <class S, int FETCHED> static void multiply_rows(const ByteBlock& block
 // Multiplies all rows with a block in tiles of about equal height. Each unit of a pass prefetches a few of the next
 // lines; prefetching all lines at once would fill the miss buffers.
 template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t rows) {
-  constexpr int ALL = S::LINES, HALF = (ALL + 1) / 2, FOURTH = (ALL + 3) / 4, SIXTH = (ALL + 5) / 6;
+  constexpr int ALL = S::LINES, HALF = S::FIRST, FOURTH = S::THEN, SIXTH = S::LAST;
   const int64_t tiles = ceil_div(rows, S::ROWS_AT_ONCE), passes = tiles * (PANEL / W / S::vectors(rows / tiles));
   const int64_t fetched = passes <= 2 ? HALF : passes <= 4 ? FOURTH : SIXTH;
   int64_t line = block.ahead ? 0 : ALL;
@@ -413,7 +440,7 @@ template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t
       multiply_rows<S, 0>(part, height);
       continue;
     }
-    part.ahead += line * 64 * block.units;
+    part.ahead += line * 64 * block.units * S::PASSES;
     line += fetched * (PANEL / W / S::vectors(height));
     if (fetched == HALF) multiply_rows<S, HALF>(part, height);
     else if (fetched == FOURTH) multiply_rows<S, FOURTH>(part, height);
@@ -435,7 +462,7 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
     ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0,
                        number == blocks - 1, w};
     block.x.integers += from * S::INPUTS;
-    if (S::INPUTS == GROUP) block.x.scales += from, block.x.starts += from;
+    if (S::SCALED) block.x.scales += from * S::PASSES * S::SCALED, block.x.starts += from * S::PASSES * S::SCALED;
     if (once) block.ahead = w + STREAM_AHEAD;
     else if (number < blocks - 1) block.ahead = w + to * S::UNIT_BYTES;
     else if (next >= 0) block.ahead = (const char*)a.panels + next * units * S::UNIT_BYTES;
@@ -487,10 +514,16 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
   }
 }
 
+// Runs the code for the units of an encoding with quantised rows.
+template <class F> INLINE void with_units(int64_t encoding, F run) {
+  if (encoding == 2) run(Bytes{});
+  if (encoding == 3) run(Groups<4>{});
+  if (encoding == 4) run(Groups<5>{});
+  if (encoding == 5) run(CodeGroups<4>{});
+  if (encoding == 6) run(CodeGroups<8>{});
+  with_blocks(encoding, run);
+}
+
 static void run_quantized(const Linear& a, const Team& team) {
-  if (a.encoding == 2) multiply_quantized<Bytes>(a, team);
-  if (a.encoding == 3) multiply_quantized<Groups<4>>(a, team);
-  if (a.encoding == 4) multiply_quantized<Groups<5>>(a, team);
-  if (a.encoding == 5) multiply_quantized<CodeGroups<4>>(a, team);
-  if (a.encoding == 6) multiply_quantized<CodeGroups<8>>(a, team);
+  with_units(a.encoding, [&](auto form) { multiply_quantized<decltype(form)>(a, team); });
 }

@@ -1,0 +1,153 @@
+"""Arithmetic of the encodings of blocks (`kernels.encodings._blocks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.encodings._block_kind import BlockKind
+from penstock.kernels.encodings._sizes import GROUP, SUPERBLOCK
+from penstock.kernels.quantized import quantize
+
+Tensors = dict[str, Tensor]
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The E2M1 numbers of the codes 0 to 7. The codes 8 to 15 are their negatives."""
+_LARGEST_FP4, _LARGEST_FP8, _NAN_FP8, _NAN_POWER = 6.0, 448.0, 127, 255
+_LARGEST = {"u8": 63, "i8": 127}  # of the integers that scales of superblocks become
+
+
+def numbers_of(kind: BlockKind, codes: Tensor) -> Tensor:
+    """Return the number of each code, without scale and minimum, in float32."""
+    if not kind.are_floats:
+        return codes.float() - kind.offset
+    values = torch.tensor([*MAGNITUDES, *(-one for one in MAGNITUDES)], device=codes.device)
+    return values[codes.int()]
+
+
+def scales_of(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the scales ``[out, ceil(in / group_size)]`` float32, without row scales."""
+    scales = tensors["scales"]
+    if kind.scale_type == "e8m0":
+        powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
+        return powers.masked_fill(scales == _NAN_POWER, torch.nan)
+    if kind.scale_type == "e4m3":
+        return scales.view(torch.float8_e4m3fn).float()
+    return _with_factors(kind, scales, tensors.get("factors"), kind.scaled_inputs)
+
+
+def minima_of(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the minima ``[out, ceil(in / 32)]`` float32; None if there are none."""
+    if kind.min_type is None:
+        return None
+    return _with_factors(kind, tensors["minima"], tensors.get("min_factors"), GROUP)
+
+
+def _with_factors(kind: BlockKind, numbers: Tensor, factors: Tensor | None, size: int) -> Tensor:
+    if not kind.has_superblocks or factors is None:
+        return numbers.float()
+    spread = factors.float().repeat_interleave(SUPERBLOCK // size, 1)
+    return numbers.float() * spread[:, : numbers.shape[1]]
+
+
+def unpack_blocks(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the weight ``[out, in]`` float32."""
+    weight = numbers_of(kind, tensors["weight"])
+    inputs, scales, minima = weight.shape[1], scales_of(kind, tensors), minima_of(kind, tensors)
+    if kind.has_row_scales:
+        scales = scales * tensors["row_scales"][:, None]
+    weight = weight * scales.repeat_interleave(kind.scaled_inputs, 1)[:, :inputs]
+    return weight if minima is None else weight - minima.repeat_interleave(GROUP, 1)[:, :inputs]
+
+
+def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+    """Return the sum over groups of ``sum(x_q * number) * scale_x * scale - sum(x_q) * scale_x * minimum``.
+
+    The sum is in float32, in the order of the groups. It is multiplied by the row scale and rounded once to
+    the type of x.
+    """
+    size = kind.scaled_inputs
+    padding = (0, -x.shape[1] % GROUP)
+    rows, row_scales = quantize(F.pad(x.float(), padding).view(len(x), -1, size))  # [T, G, size], [T, G]
+    numbers = numbers_of(kind, tensors["weight"])
+    numbers = F.pad(numbers, padding).view(len(numbers), -1, size)
+    scales, minima = scales_of(kind, tensors), minima_of(kind, tensors)
+    y = torch.zeros(len(x), len(numbers), dtype=torch.float32, device=x.device)
+    for group in range(scales.shape[1]):
+        integers = rows[:, group].float()
+        sums = integers @ numbers[:, group].T  # exact: below 2^24 half integers
+        scaled = sums * row_scales[:, group, None]
+        y = (scaled.double() * scales[:, group].double() + y).float()
+        if minima is not None:
+            negated = -integers.sum(1) * row_scales[:, group]
+            y = (negated.double()[:, None] * minima[:, group].double() + y).float()
+    if kind.has_row_scales:
+        y = y * tensors["row_scales"]
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+# -- Quantization ---------------------------------------------------------------------------------------
+
+
+def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
+    """Return a weight ``[out, in]`` of floats in blocks. A group with a NaN or an infinity becomes NaN."""
+    inputs, size = weight.shape[1], kind.scaled_inputs
+    groups = F.pad(weight.float(), (0, -inputs % size)).view(len(weight), -1, size)
+    tensors = _float_scales(kind, groups) if kind.are_floats else _integer_scales(kind, groups)
+    scales, minima = scales_of(kind, tensors), minima_of(kind, tensors)
+    if kind.has_row_scales:
+        scales = scales * tensors["row_scales"][:, None]
+    valid = scales.isfinite() & (scales > 0)
+    shifted = groups if minima is None else groups + minima[..., None]
+    scaled = torch.where(valid[..., None], shifted / scales[..., None], 0.0).nan_to_num()
+    if kind.are_floats:
+        middles = [(low + high) / 2 for low, high in pairwise(MAGNITUDES)]
+        codes = torch.bucketize(scaled.abs(), torch.tensor(middles)) | (scaled < 0).long() << 3
+    else:
+        codes = (scaled.round() + kind.offset).clamp(0, (1 << kind.bits) - 1).long()
+        codes = torch.where(valid[..., None], codes, 1 << kind.bits - 1)
+    return {"weight": codes.to(torch.uint8).flatten(1)[:, :inputs].contiguous(), **tensors}
+
+
+def _float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
+    top = groups.abs().amax(-1)
+    finite = top.isfinite()
+    if kind.scale_type == "e8m0":
+        exponents = torch.frexp(torch.where(finite & (top > 0), top, 1.0)).exponent - 3
+        powers = torch.where(top > 0, (exponents + 127).clamp(0, 254), 127)
+        return {"scales": powers.masked_fill(~finite, _NAN_POWER).to(torch.uint8)}
+    largest = torch.where(finite, top, 0.0).amax(1)
+    row_scales = torch.where(largest > 0, largest / (_LARGEST_FP4 * _LARGEST_FP8), 1.0)
+    ratios = (torch.where(finite, top, 0.0) / _LARGEST_FP4 / row_scales[:, None]).clamp(max=_LARGEST_FP8)
+    scales = ratios.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(~finite, _NAN_FP8)
+    return {"scales": scales, "row_scales": row_scales}
+
+
+def _integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
+    low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+    top = (1 << kind.bits) - 1 - kind.offset
+    if kind.min_type is None:
+        return _stored_numbers(kind.scale_type, torch.maximum(-low, high) / top, "scales", "factors")
+    scales = _stored_numbers(kind.scale_type, (high - low) / top, "scales", "factors")
+    return scales | _stored_numbers(kind.min_type, -low, "minima", "min_factors")
+
+
+def _stored_numbers(stored: str, numbers: Tensor, name: str, factor_name: str) -> Tensors:
+    """Return numbers from 0 ``[out, G]`` as float16, or as integers and the factors of superblocks."""
+    if stored == "f16":
+        return {name: torch.where(numbers.isfinite(), numbers, torch.nan).half()}
+    groups = SUPERBLOCK // (16 if stored == "i8" else GROUP)
+    padded = F.pad(numbers, (0, -numbers.shape[1] % groups)).view(len(numbers), -1, groups)
+    factors = (padded.amax(-1) / _LARGEST[stored]).half()
+    factors = torch.where(padded.isfinite().all(-1), factors, torch.nan)
+    inverse = torch.where(factors > 0, 1 / factors.float(), 0.0)
+    integers = (padded * inverse[..., None]).nan_to_num().round().clamp(0, _LARGEST[stored])
+    integers = integers.flatten(1)[:, : numbers.shape[1]]
+    return {
+        name: integers.to(torch.int8 if stored == "i8" else torch.uint8).contiguous(),
+        factor_name: factors,
+    }

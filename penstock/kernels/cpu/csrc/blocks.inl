@@ -1,0 +1,243 @@
+// Blocks of checkpoints: codes of 4, 5 or 6 bits with a scale, and perhaps a minimum, for each SIZE inputs
+// (kernels/encodings/_blocks.py). A weight is scale * (code - OFFSET) - minimum. In the encodings of 256 inputs (GGUF's K
+// types), scales and minima are small integers times a float16 factor; both products are exact in float32. The codes of
+// 4-bit floats are numbers of a table: 12 + 2 * the float.
+//
+// Rows of x are quantised as for int4, with a scale for each SIZE inputs. The minimum takes part as a float:
+// scale * sum(code * x) - minimum * sum(x). Each output is one chain of additions in the order of the groups.
+//
+// A unit of a panel: GROUPS groups of GROUP inputs, then the factors. A group: the low four bits of the codes as in int4,
+// the higher bits (a word for each output, or two), the scales and the minima of all outputs.
+
+struct ByteScale {  // an integer 0..255
+  static constexpr int64_t BYTES = 1;
+  INLINE vf read(const char* p) { return load((const uint8_t*)p); }
+};
+struct SignedScale {  // an integer -128..127
+  static constexpr int64_t BYTES = 1;
+  INLINE vf read(const char* p) { return load((const int8_t*)p); }
+};
+struct HalfScale {  // a float16
+  static constexpr int64_t BYTES = 2;
+  INLINE vf read(const char* p) { return load_half((const uint16_t*)p); }
+};
+struct PowerScale {  // E8M0: 2^(b - 127), and NaN for 255
+  static constexpr int64_t BYTES = 1;
+  INLINE vf read(const char* p) {
+    const vi bits = widen_bytes((const uint8_t*)p) << 23, normal = bits > 0x7f000000 ? 0x7fc00000 - vi{} : bits;
+    return as_float((vu)(normal < 0x00400000 ? 0x00400000 - vi{} : normal));
+  }
+};
+// E4M3: its bits at their place in a float32 are the number times 2^-120. Subnormal numbers are multiplied exactly.
+struct Fp8Scale {
+  static constexpr int64_t BYTES = 1;
+  INLINE vf read(const char* p) {
+    const vi bits = widen_bytes((const uint8_t*)p), magnitude = bits & 0x7f;
+    const vi number = magnitude == 0x7f ? 0x7fc00000 - vi{} : magnitude << 20;
+    return as_float((vu)(number | (bits & 0x80) << 24)) * 0x1p120f;
+  }
+};
+
+// 12 + 2 * E2M1.
+constexpr uint8_t FP4_CODES[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// Each byte of `indices`, 0 to 15, replaced by that number of FP4_CODES.
+INLINE vu fp4_codes(vu indices) {
+#if PENSTOCK_LANES == 16
+  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)FP4_CODES));
+  return (vu)_mm512_shuffle_epi8(table, (__m512i)indices);
+#elif PENSTOCK_LANES == 8
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)FP4_CODES));
+  return (vu)_mm256_shuffle_epi8(table, (__m256i)indices);
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(16)));
+  Bytes table;
+  __builtin_memcpy(&table, FP4_CODES, 16);
+#ifdef __clang__
+  Bytes found, at = (Bytes)indices;
+  for (int i = 0; i < 16; i++) found[i] = table[at[i]];
+  return (vu)found;
+#else
+  return (vu)__builtin_shuffle(table, (Bytes)indices);
+#endif
+#endif
+}
+
+struct BlockKind {
+  int bits;
+  int64_t size, groups;  // inputs of a scale; groups of GROUP inputs of a unit
+  int64_t min_bytes;     // of a minimum: 0, none; 1, an integer; 2, a float16
+  bool is_table;
+  bool has_row_scales;   // whether a float32 for each output scales the result
+};
+
+template <class Kind> struct Blocks {
+  static constexpr BlockKind KIND = Kind::KIND;
+  typedef typename Kind::Scale Scale;
+  static constexpr int64_t SIZE = KIND.size, GROUPS = KIND.groups, SCALED = GROUP / SIZE;
+  static constexpr int64_t HIGH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * KIND.bits / 8;
+  static constexpr int64_t MINIMA = SCALES + PANEL * SCALED * Scale::BYTES;
+  static constexpr int64_t GROUP_BYTES = MINIMA + PANEL * KIND.min_bytes;
+  static constexpr int64_t FACTORS = GROUPS * GROUP_BYTES, MIN_FACTORS = FACTORS + PANEL * 2;
+  static constexpr int64_t UNIT_BYTES = FACTORS + (GROUPS == 1 ? 0 : KIND.min_bytes ? PANEL * 4 : PANEL * 2);
+  static constexpr int64_t INPUTS = GROUPS * GROUP, LINES = GROUP_BYTES / 64, PASSES = GROUPS;
+  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = GROUPS == 1 ? 40 : 5;
+  static constexpr int FIRST = (LINES + 3) / 4, THEN = FIRST, LAST = FIRST;
+  static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 2 ? 4 : GROUP_VECTORS; }
+
+  // Adds the higher bits of the codes of half a step to the lower ones.
+  INLINE vu with_high_bits(vu low, const char* w, int step, int half, int v) {
+    if (KIND.bits == 5) return low | Groups<5>::fifth_bits(load((const uint32_t*)(w + HIGH) + v * W), 2 * step + half);
+    if (KIND.bits == 6) {
+      const vu bits = load((const uint32_t*)(w + HIGH + step / 2 * 4 * PANEL) + v * W);
+      const int place = 2 * (step % 2 * 2 + half);
+      return low | ((place < 4 ? bits << (4 - place) : bits >> (place - 4)) & 0x30303030);
+    }
+    return KIND.is_table ? fp4_codes(low) : low;
+  }
+
+  template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
+    constexpr int VECTORS = vectors(ROWS), STEPS = SIZE / 8;
+    constexpr int64_t ON = fetched_by<FETCHED>(LINES);
+    for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
+      float* kept = (float*)block.sums + column;
+      vf sums[ROWS][VECTORS];
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(kept + r * PANEL + v * W);
+      const int8_t* x = block.x.integers;
+      const int64_t x_stride = block.x.stride, groups = block.x.groups;
+      const float* x_scales = block.x.scales;
+      const int32_t* starts = block.x.starts;
+      const char *unit = block.w, *ahead = block.ahead + column / (VECTORS * W) * ON * block.units * PASSES;
+      for (int64_t u = 0; u < block.units; u++, unit += UNIT_BYTES) {
+        vf factors[VECTORS], min_factors[VECTORS];
+        // Those of the next unit: the stream reaches them too late, because all its groups wait for them.
+        for (int64_t line = FACTORS; line < UNIT_BYTES; line += LINE) __builtin_prefetch(unit + UNIT_BYTES + line, 0, 2);
+        if (GROUPS > 1)
+          for (int v = 0; v < VECTORS; v++) {
+            factors[v] = load_half((const uint16_t*)(unit + FACTORS) + column + v * W);
+            if (KIND.min_bytes) min_factors[v] = load_half((const uint16_t*)(unit + MIN_FACTORS) + column + v * W);
+          }
+        const char* w = unit;
+        for (int64_t g = 0; g < GROUPS; g++, w += GROUP_BYTES, ahead += ON) {
+#pragma GCC unroll 2
+          for (int scaled = 0; scaled < SCALED; scaled++, x += SIZE, x_scales++, starts++) {
+            GroupSum<KIND.is_table ? 5 : KIND.bits> totals[ROWS][VECTORS];
+            for (int r = 0; r < ROWS; r++)
+              for (int v = 0; v < VECTORS; v++) totals[r][v].start(KIND.min_bytes ? 0 : starts[r * groups]);
+#pragma GCC unroll 4
+            for (int part = 0; part < STEPS; part++) {
+              const int step = scaled * STEPS + part;
+              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // the gaps between two lines are too long
+#pragma GCC unroll 8
+                for (int64_t line = step; line < LINES; line += 4) __builtin_prefetch(ahead + line * LINE, 0, 2);
+              } else fetch<FETCHED>(ahead, LINES, step, 4);
+              vu low[VECTORS], high[VECTORS];
+              for (int v = 0; v < VECTORS; v++) {
+                const vu pairs = load((const uint32_t*)(w + column * 4 + step * 4 * PANEL) + v * W);
+                low[v] = with_high_bits(pairs & 0x0f0f0f0f, w + column * 4, step, 0, v);
+                high[v] = with_high_bits(pairs >> 4 & 0x0f0f0f0f, w + column * 4, step, 1, v);
+              }
+              for (int r = 0; r < ROWS; r++) {
+                const int8_t* inputs = x + r * x_stride + 8 * part;
+                const vu bytes = four_bytes(inputs), others = four_bytes(inputs + 4);
+                for (int v = 0; v < VECTORS; v++) {
+                  totals[r][v].add(low[v], bytes);
+                  totals[r][v].add(high[v], others);
+                  if (part == STEPS / 2 - 1) totals[r][v].halfway();
+                }
+              }
+            }
+            vf scales[VECTORS], minima[VECTORS];
+            for (int v = 0; v < VECTORS; v++) {
+              const int64_t place = column + v * W;
+              scales[v] = Scale::read(w + SCALES + (scaled * PANEL + place) * Scale::BYTES);
+              if (KIND.min_bytes == 1) minima[v] = load((const uint8_t*)(w + MINIMA) + place);
+              if (KIND.min_bytes == 2) minima[v] = load_half((const uint16_t*)(w + MINIMA) + place);
+              if (GROUPS > 1) scales[v] *= factors[v];
+              if (GROUPS > 1 && KIND.min_bytes) minima[v] *= min_factors[v];
+            }
+            for (int r = 0; r < ROWS; r++) {
+              const int32_t start = starts[r * groups];
+              const float scale_x = x_scales[r * groups] * (KIND.is_table ? 0.5f : 1);
+              const vf negated_sum = all((float)start * scale_x);
+              for (int v = 0; v < VECTORS; v++) {
+                const vi total = totals[r][v].total(KIND.min_bytes ? 0 : start);
+                sums[r][v] = fma(__builtin_convertvector(total, vf) * scale_x, scales[v], sums[r][v]);
+                if (KIND.min_bytes) sums[r][v] = fma(negated_sum, minima[v], sums[r][v]);
+              }
+            }
+          }
+        }
+      }
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, sums[r][v]);
+    }
+  }
+
+  INLINE vf result(vu sums, vf, vf scale_w) { return KIND.has_row_scales ? as_float(sums) * scale_w : as_float(sums); }
+};
+
+#define BLOCK_KIND(name, SCALE, ...)                   \
+  struct name {                                        \
+    static constexpr BlockKind KIND = {__VA_ARGS__};   \
+    typedef SCALE Scale;                               \
+  }
+BLOCK_KIND(Q4K, ByteScale, 4, 32, 8, 1, false, false);
+BLOCK_KIND(Q5K, ByteScale, 5, 32, 8, 1, false, false);
+BLOCK_KIND(Q6K, SignedScale, 6, 16, 8, 0, false, false);
+BLOCK_KIND(Q41, HalfScale, 4, 32, 1, 2, false, false);
+BLOCK_KIND(Q51, HalfScale, 5, 32, 1, 2, false, false);
+BLOCK_KIND(MXFP4, PowerScale, 4, 32, 1, 0, true, false);
+BLOCK_KIND(NVFP4, Fp8Scale, 4, 16, 1, 0, true, true);
+
+// Runs the code for the blocks of an encoding.
+template <class F> INLINE void with_blocks(int64_t encoding, F run) {
+  switch (encoding) {
+    case 8: run(Blocks<Q4K>{}); break;
+    case 9: run(Blocks<Q5K>{}); break;
+    case 10: run(Blocks<Q6K>{}); break;
+    case 11: run(Blocks<Q41>{}); break;
+    case 12: run(Blocks<Q51>{}); break;
+    case 13: run(Blocks<MXFP4>{}); break;
+    case 14: run(Blocks<NVFP4>{}); break;
+  }
+}
+
+// ---- packing ----
+
+template <class Form> static void pack_blocks(Form, const PackCodes& a, int64_t panel) {
+  constexpr int64_t SCALE_BYTES = Form::Scale::BYTES, MIN_BYTES = Form::KIND.min_bytes;
+  const int64_t units = ceil_div(a.K, Form::INPUTS), first = panel * PANEL, count = min(PANEL, a.N - first);
+  const int64_t scales = ceil_div(a.K, Form::SIZE), minima = ceil_div(a.K, GROUP), factors = ceil_div(a.K, 256);
+  char* unit = (char*)a.panels + panel * units * Form::UNIT_BYTES;
+  __builtin_memset(unit, 0, units * Form::UNIT_BYTES);
+  for (int64_t u = 0; u < units; u++, unit += Form::UNIT_BYTES) {
+    for (int64_t column = 0; column < count; column++) {
+      const int64_t row = first + column;
+      for (int64_t g = 0; g < Form::GROUPS; g++) {
+        const int64_t group = u * Form::GROUPS + g, inputs = min(GROUP, a.K - group * GROUP);
+        if (inputs <= 0) break;
+        const uint8_t* codes = a.codes + row * a.stride + group * GROUP;
+        char* record = unit + g * Form::GROUP_BYTES;
+        uint8_t* to = (uint8_t*)record + column * 4;
+        for (int64_t k = 0; k < inputs; k++) {
+          const int64_t step = k / 8, half = k % 8 / 4, byte = k % 4;
+          to[step * 4 * PANEL + byte] |= (codes[k] & 15) << (4 * half);
+          if (Form::KIND.bits == 5) to[Form::HIGH + byte] |= codes[k] >> 4 << (2 * step + half);
+          if (Form::KIND.bits == 6)
+            to[Form::HIGH + step / 2 * 4 * PANEL + byte] |= codes[k] >> 4 << (2 * (step % 2 * 2 + half));
+        }
+        for (int64_t scaled = 0; scaled < Form::SCALED && group * Form::SCALED + scaled < scales; scaled++)
+          __builtin_memcpy(record + Form::SCALES + (scaled * PANEL + column) * SCALE_BYTES,
+                           (const char*)a.scales + (row * scales + group * Form::SCALED + scaled) * SCALE_BYTES,
+                           SCALE_BYTES);
+        if (MIN_BYTES)
+          __builtin_memcpy(record + Form::MINIMA + column * MIN_BYTES,
+                           (const char*)a.zeros + (row * minima + group) * MIN_BYTES, MIN_BYTES);
+      }
+      if (Form::GROUPS > 1) ((uint16_t*)(unit + Form::FACTORS))[column] = a.factors[row * factors + u];
+      if (Form::GROUPS > 1 && MIN_BYTES)
+        ((uint16_t*)(unit + Form::MIN_FACTORS))[column] = a.min_factors[row * factors + u];
+    }
+  }
+}

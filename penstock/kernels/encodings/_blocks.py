@@ -1,0 +1,84 @@
+"""Weights in blocks, as GGUF files and checkpoints of 4-bit floats store them.
+
+A weight is ``scale * (code - offset) - minimum``. Codes have 4, 5 or 6 bits; those of 4-bit floats are E2M1
+numbers. ``weight`` holds the codes, uint8 ``[out, in]``. ``scales`` has one number for ``group_size`` inputs,
+and ``minima``, if there are any, one for 32 inputs. In encodings with superblocks they are small integers, to
+be multiplied by ``factors`` and ``min_factors``, float16 ``[out, ceil(in / 256)]``. ``row_scales``, if there
+are any, are float32 ``[out]``. All products of scales are exact in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from penstock.dtype import DType
+from penstock.kernels.encodings import LayerRole, LinearEncoding
+from penstock.kernels.encodings._block_kind import BlockKind
+from penstock.kernels.encodings._sizes import GROUP, PANEL, SUPERBLOCK, round_up
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.kernels.panels import PanelLayout
+
+
+class BlockEncoding(LinearEncoding):
+    """Weights as codes of few bits with the scales of a block format.
+
+    Args:
+        name: the name of the encoding.
+        kind: the sizes and the numbers of its blocks.
+    """
+
+    compute_dtype = DType.bfloat16
+    storage_dtype = DType.uint8
+    activation_dtype = DType.int8
+    is_internal = True
+
+    def __init__(self, name: str, kind: BlockKind) -> None:
+        self.name = name
+        self.bits = kind.bits
+        self.group_size = kind.scaled_inputs
+        self.has_zero_points = not kind.are_floats
+        self._kind = kind
+
+    @property
+    def panels(self) -> PanelLayout:
+        from penstock.kernels.block_panels import BlockPanels
+
+        return BlockPanels(self._kind)
+
+    @property
+    def divisible_inputs(self) -> int:
+        return self._kind.unit
+
+    def inputs_per_number(self, key: str) -> int:
+        sizes = {"scales": self._kind.scaled_inputs, "minima": GROUP}
+        return 1 if key == "weight" else sizes.get(key, SUPERBLOCK)
+
+    def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
+        """Return int8 for the output head, if the checkpoint stores it as floats."""
+        return "int8" if role == "head" else self.name
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        kind = self._kind
+        units = round_up(out_features, PANEL) * round_up(in_features, kind.unit) // kind.unit
+        row_scales = 4 * out_features if kind.has_row_scales else 0
+        return units * (kind.unit // GROUP * kind.group_bytes + kind.factor_bytes) + row_scales
+
+    def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
+        """Quantize each group by its smallest and largest weight; ``importance`` has no effect."""
+        from penstock.kernels.blocks import quantize_blocks
+
+        return quantize_blocks(self._kind, weight)
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        from penstock.kernels.blocks import unpack_blocks
+
+        return unpack_blocks(self._kind, tensors)
+
+    def multiply(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+        from penstock.kernels.blocks import multiply_blocks
+
+        return multiply_blocks(self._kind, x, tensors, bias)
