@@ -11,8 +11,9 @@ from torch import Tensor
 from penstock.distributed import Part, Shard
 from penstock.distributed.shard import sizes
 from penstock.dtype import DType
-from penstock.kernels import LazyWeight, LinearSlice, Ops, PackedLinear, encoding_named
+from penstock.kernels import LazyWeight, Ops, PackedLinear, encoding_named
 from penstock.kernels.reference import ReferenceOps
+from penstock.nn.layer_packer import LayerPacker
 from penstock.nn.layer_parts import (
     LayerPart,
     WeightContent,
@@ -60,19 +61,23 @@ class Loader:
         self.encoding = encoding
         self.device = device
         self._kind = encoding_named(encoding)
-        self._ops = ops or ReferenceOps()
-        self._take_packed = take_packed
-        self._lazy = lazy
+        self._packer = LayerPacker(ops or ReferenceOps(), device, take_packed, lazy)
         self._keep_stored = keep_stored
         self._is_uniform = is_uniform
         self.dtype = self._kind.compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
-        self.layers: list[PackedLinear] = []
-        """All linear layers read so far, in order."""
-        self.parts: dict[str, LayerPart] = {}
-        """The parts of the layers that ranks divide, by their names in the checkpoint."""
         self.has_experts = False
         """Whether layers of experts were read."""
+
+    @property
+    def layers(self) -> list[PackedLinear]:
+        """All linear layers read so far, in order."""
+        return self._packer.layers
+
+    @property
+    def parts(self) -> Mapping[str, LayerPart]:
+        """The parts of the layers that ranks divide, by their names in the checkpoint."""
+        return self._packer.parts
 
     @property
     def linears(self) -> dict[str, PackedLinear]:
@@ -229,7 +234,7 @@ class Loader:
             stored = self.source.stored_encoding(f"{name}.weight") if self._keep_stored else None
             packed = self._named(parts, offset, stored or encoding)
         else:
-            packed = self._layer(parts, offset, encoding, lambda: [tied_to], is_mapped=True)
+            packed = self._packer.layer(parts, offset, encoding, lambda: [tied_to], is_mapped=True)
         if self.shard.is_whole:
             return Linear(packed)
         widths = sizes(self.shard.vocabulary_parts(vocabulary))
@@ -270,7 +275,7 @@ class Loader:
             encoding = self.encoding
         else:
             encoding = self._kind.for_layer("expert" if is_expert else "linear", out_features, in_features)
-        return Linear(self._layer(named, bias, encoding, lambda: [weight], shape=tuple(weight.shape)))
+        return Linear(self._packer.layer(named, bias, encoding, lambda: [weight], shape=tuple(weight.shape)))
 
     def expert(
         self,
@@ -308,7 +313,7 @@ class Loader:
         def skip() -> None:
             self.source.expect(weight, shape)
 
-        packed = self._layer({}, bias, encoding, read, skip, shape=shape)
+        packed = self._packer.layer({}, bias, encoding, read, skip, shape=shape)
         self.source.release(weight)
         return Linear(packed)
 
@@ -370,76 +375,9 @@ class Loader:
                 self.source.release(f"{name}.weight")
 
         is_mapped = all(self.source.is_mapped(f"{name}.weight") for name in parts)
-        packed = self._layer(parts, bias, encoding, read, skip, is_mapped=is_mapped)
+        packed = self._packer.layer(parts, bias, encoding, read, skip, is_mapped=is_mapped)
         if isinstance(packed.tensors, LazyWeight):
             packed.tensors.release = release
         else:
             release()
         return packed
-
-    def _layer(
-        self,
-        parts: Mapping[str, LayerPart],
-        bias: Tensor | None,
-        encoding: str,
-        read: Callable[[], WeightContent],
-        skip: Callable[[], None] = lambda: None,
-        *,
-        is_mapped: bool = False,
-        shape: tuple[int, ...] | None = None,
-    ) -> PackedLinear:
-        """Return the next layer of the load.
-
-        Args:
-            parts: names and parts of the outputs, in order.
-            bias: ``[out]``.
-            encoding: the encoding of the layer.
-            read: reads the weight. It is not called if the layer was packed before.
-            skip: called instead of ``read``, to check the weight without reading it.
-            is_mapped: whether the weight stays in memory after the load, so that packing can be deferred.
-            shape: ``(out, in)`` of this rank's part; by default the sum of ``parts``.
-        """
-        slices, start = [], 0
-        for name, part in parts.items():
-            slices.append(LinearSlice(name, start, start + part.size))
-            start += part.size
-            if part.outputs or part.inputs is not None:
-                self.parts[name] = part
-        out_features, in_features = shape or (start, next(iter(parts.values())).num_inputs)
-        if bias is not None:
-            bias = bias.to(self.device)
-        packed = (
-            self._take_packed(encoding, (out_features, in_features), bias, slices)
-            if self._take_packed
-            else None
-        )
-        if packed is not None:
-            skip()
-        else:
-            packed = self._pack(read(), bias, slices, encoding, is_mapped and self._is_deferred(encoding))
-        self.layers.append(packed)
-        return packed
-
-    def _is_deferred(self, encoding: str) -> bool:
-        """Return whether mapped weights in this encoding are packed later."""
-        kind = encoding_named(encoding)
-        return (
-            kind.needs_calibration
-            if self._lazy == "calibrated"
-            else self._lazy == "all" and kind.packs_lazily
-        )
-
-    def _pack(
-        self,
-        weight: WeightContent,
-        bias: Tensor | None,
-        slices: Sequence[LinearSlice],
-        encoding: str,
-        is_deferred: bool,
-    ) -> PackedLinear:
-        if isinstance(weight, Mapping):
-            rows = {name: tensor.to(self.device) for name, tensor in weight.items()}
-            return self._ops.pack_quantized(rows, encoding, bias=bias, slices=slices)
-        parts = [part.to(self.device) for part in weight]
-        pack = self._ops.pack_lazily if is_deferred else self._ops.pack_linear
-        return pack(parts, encoding, bias=bias, slices=slices)

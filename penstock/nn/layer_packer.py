@@ -1,0 +1,102 @@
+"""Packing of the layers of a load, in the order in which they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kernels import LinearSlice, Ops, PackedLinear, encoding_named
+from penstock.nn.layer_parts import LayerPart, WeightContent
+from penstock.nn.tensor_source import Deferred, TakePacked
+
+
+class LayerPacker:
+    """Packs linear layers, or takes them as they were packed before, and keeps them in load order.
+
+    Args:
+        ops: the back end that packs.
+        device: the device of the layers.
+        take_packed: returns layers that were packed before.
+        lazy: layers to pack later, if their weights are mapped.
+    """
+
+    def __init__(
+        self, ops: Ops, device: torch.device, take_packed: TakePacked | None, lazy: Deferred
+    ) -> None:
+        self._ops = ops
+        self._device = device
+        self._take_packed = take_packed
+        self._lazy = lazy
+        self.layers: list[PackedLinear] = []
+        """All layers so far, in order."""
+        self.parts: dict[str, LayerPart] = {}
+        """The parts of the layers that ranks divide, by their names in the checkpoint."""
+
+    def layer(
+        self,
+        parts: Mapping[str, LayerPart],
+        bias: Tensor | None,
+        encoding: str,
+        read: Callable[[], WeightContent],
+        skip: Callable[[], None] = lambda: None,
+        *,
+        is_mapped: bool = False,
+        shape: tuple[int, ...] | None = None,
+    ) -> PackedLinear:
+        """Return the next layer of the load.
+
+        Args:
+            parts: names and parts of the outputs, in order.
+            bias: ``[out]``.
+            encoding: the encoding of the layer.
+            read: reads the weight. It is not called if the layer was packed before.
+            skip: called instead of ``read``, to check the weight without reading it.
+            is_mapped: whether the weight stays in memory after the load, so that packing can be deferred.
+            shape: ``(out, in)`` of this rank's part; by default the sum of ``parts``.
+        """
+        slices, start = [], 0
+        for name, part in parts.items():
+            slices.append(LinearSlice(name, start, start + part.size))
+            start += part.size
+            if part.outputs or part.inputs is not None:
+                self.parts[name] = part
+        out_features, in_features = shape or (start, next(iter(parts.values())).num_inputs)
+        if bias is not None:
+            bias = bias.to(self._device)
+        packed = (
+            self._take_packed(encoding, (out_features, in_features), bias, slices)
+            if self._take_packed
+            else None
+        )
+        if packed is not None:
+            skip()
+        else:
+            packed = self._pack(read(), bias, slices, encoding, is_mapped and self._is_deferred(encoding))
+        self.layers.append(packed)
+        return packed
+
+    def _is_deferred(self, encoding: str) -> bool:
+        """Return whether mapped weights in this encoding are packed later."""
+        kind = encoding_named(encoding)
+        return (
+            kind.needs_calibration
+            if self._lazy == "calibrated"
+            else self._lazy == "all" and kind.packs_lazily
+        )
+
+    def _pack(
+        self,
+        weight: WeightContent,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+        encoding: str,
+        is_deferred: bool,
+    ) -> PackedLinear:
+        if isinstance(weight, Mapping):
+            rows = {name: tensor.to(self._device) for name, tensor in weight.items()}
+            return self._ops.pack_quantized(rows, encoding, bias=bias, slices=slices)
+        parts = [part.to(self._device) for part in weight]
+        pack = self._ops.pack_lazily if is_deferred else self._ops.pack_linear
+        return pack(parts, encoding, bias=bias, slices=slices)
