@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from support.families import items_of_similar_families
 from support.matrix import items_beyond_cover
 from support.random_draws import (
     RANDOM_FACTOR,
@@ -89,7 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--random"):
         mark_property_tests(items)
-    for item in items_beyond_cover(items):
+    for item in [*items_beyond_cover(items), *items_of_similar_families(items)]:
         item.add_marker(pytest.mark.slow)
     left_out = {name for name in ("slow", "peers", "random") if not config.getoption(name)}
     kept, deselected = [], []

@@ -16,7 +16,10 @@ from penstock.nn import ReturnHiddenStates
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import TextContext
 
-pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
+pytestmark = [
+    pytest.mark.families,
+    pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built"),
+]
 
 CASES = [
     *((isa, "bfloat16") for isa in cpu.available_isas()),

@@ -29,6 +29,8 @@ from penstock.nn import (
 )
 from penstock.pipelines import TextGenerationPipeline
 
+pytestmark = pytest.mark.families
+
 TOKENS = random_tokens(50, 130, seed=9)
 
 

@@ -21,6 +21,8 @@ from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.weights import Weights
 
+pytestmark = pytest.mark.families
+
 PROMPT = random_tokens(30, 130, seed=7)
 
 
