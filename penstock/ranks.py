@@ -1,4 +1,4 @@
-"""Loads a model that several processes divide: rank 0 in this process, the others in new ones."""
+"""Loads a model that several processes divide: rank 0 in this process, the other ranks in new processes."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class SupportedArchitecture:
     """The registry's record of a model family and a task; creating it loads none of the family's code.
 
     A class is given as the class itself or as ``"module:Class"``. The module is relative to the family's
-    folder; it is absolute where there is no folder (``package`` is None), as for a record that is registered
-    by hand."""
+    folder. It is absolute if there is no folder (``package`` is None), as in a record that is registered by
+    hand."""
 
     name: str
     """The ``model_type`` in ``config.json``."""
@@ -96,7 +96,8 @@ def speech_architectures(
 ) -> tuple[SupportedArchitecture, SupportedArchitecture]:
     """Return the records of a decoder that can write speech: one for speech tokens, one for audio.
 
-    The model is that of text generation; the speech format of the checkpoint makes the difference.
+    Both use the family's text generation model; the speech format of the checkpoint defines prompt and
+    tokens.
     """
     tasks = (PipelineTask.SPEECH_TOKEN_GENERATION, PipelineTask.AUDIO_GENERATION)
     tokens, audio = (

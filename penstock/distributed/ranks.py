@@ -32,7 +32,7 @@ class Ranks:
     Args:
         rank: the number of this rank.
         world: the number of ranks.
-        store: where the ranks meet; shared by all.
+        store: the store of torch.distributed through which the ranks find each other.
         timeout: seconds that a collective waits for the other ranks.
         device: the device of the tensors: gloo for ``cpu``, NCCL for ``cuda``.
         connections: on rank 0 one to each other rank, for messages; on another rank the one to rank 0.
@@ -151,7 +151,7 @@ class Ranks:
             raise self._failure from error
 
     def abort(self) -> None:
-        """Make the collectives of all ranks fail, those that wait now included. Any thread may call it."""
+        """Make the collectives of all ranks fail, also those that wait. Any thread may call it."""
         if self._region is not None:
             self._region.abort()
 
@@ -180,7 +180,7 @@ class Ranks:
         return connection.recv_bytes()
 
     def mark(self, event: str) -> None:
-        """Tell rank 0 that this rank has done something, see `RankProcesses.wait_for`."""
+        """Report an event of this rank to rank 0, see `RankProcesses.wait_for`."""
         self._store.set(f"{event}/{self.rank}", "1")
 
     def close(self) -> None:

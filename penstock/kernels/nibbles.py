@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.dtype import DType
-from penstock.kernels.encodings import LinearEncoding
+from penstock.kernels.encodings import LinearEncoding, encoding_named
+from penstock.kernels.linear import Layout, PackedLinear
 
 _PAIR = 64
 """Inputs of two groups."""
@@ -49,3 +50,11 @@ def from_nibbles(
     stored = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, :in_features]
     weight = (stored.short() - signed_offset(encoding)).to(encoding.storage_dtype.to_torch())
     return {**tensors, "weight": weight.contiguous()}
+
+
+def _to_rows(packed: PackedLinear) -> dict[str, Tensor]:
+    return from_nibbles(packed.tensors, encoding_named(packed.encoding), packed.in_features)
+
+
+NIBBLES = Layout("nibbles", _to_rows)
+"""The layout of integers of up to 4 bits on GPUs."""

@@ -98,10 +98,10 @@ def encode_audio(samples: Samples, sample_rate: int, name: str) -> bytes:
 
 
 class AudioEncoder:
-    """Encodes chunks of samples. The pieces joined are a file.
+    """Encodes chunks of samples. The concatenated pieces form a file.
 
     A stream of WAV has no length in its header, because it is not known when the header is sent. Compressed
-    formats return their bytes in blocks, so that a chunk may return nothing.
+    formats return their bytes in blocks, so `add` may return no bytes.
 
     Args:
         name: a name in `AUDIO_FORMATS`.

@@ -28,7 +28,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
         max_pixels: the largest width times height.
 
     Raises:
-        InputError: the data is no image, is damaged or truncated, is animated, or has too many pixels.
+        InputError: the data is not an image, is damaged or truncated, is animated, or has too many pixels.
         MissingDependencyError: Pillow is not installed.
     """
     pil = _pillow()

@@ -1,4 +1,4 @@
-"""Image processors of Hugging Face checkpoints: in this process, or in processes of their own.
+"""Image processors of Hugging Face checkpoints: in this process or in other processes.
 
 transformers runs the processors, with the Pillow back end. It imports torch. Therefore the server runs them
 in other processes (`ProcessorPool`), which also protects it from decoders that crash.
@@ -146,14 +146,14 @@ def _load_processor(checkpoint: Path) -> Any:
 
 
 class ProcessorPool:
-    """Runs the image processor of a checkpoint in processes of their own.
+    """Runs the image processor of a checkpoint in other processes.
 
     A process that crashes or exceeds the time limit fails its image only; another process replaces it.
 
     Args:
         checkpoint: the folder of the checkpoint.
         num_processes: the number of processes. They start when they are needed, or by `start`.
-        timeout: seconds for one image, waiting for a process included.
+        timeout: seconds for one image, including the time to wait for a process.
         module: the module whose main function serves images.
     """
 

@@ -73,7 +73,7 @@ class TextAndVisionTokenizer(TextTokenizer):
         return self._family.placeholder
 
     def use_processes(self) -> None:
-        """Prepare images in processes of their own from now on, and start these."""
+        """Prepare images in other processes from now on, and start these processes."""
         self._processor = ProcessorPool(self._checkpoint, self._vision.processes, self._vision.timeout)
         self._processor.start()
 

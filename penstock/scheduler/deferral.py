@@ -23,10 +23,10 @@ class Deferral:
     """Selects the contexts that decode in a step.
 
     A step with hundreds of decode rows takes several times as long as a short prompt. If one client holds
-    many slots, the first token of another client would wait for such a step. Therefore each other client
-    decodes at most `_MAX_ROWS_WITH_PROMPT` contexts in a step with a short prompt, and the rest of them in
-    the next step. Two consecutive steps never defer rows, so a client loses at most half of its steps.
-    A prompt is short if it takes less time than the rows that it would wait for, which is decided from
+    many slots, the first token of another client would wait for such a step. Therefore each client except the
+    prompt's decodes at most `_MAX_ROWS_WITH_PROMPT` contexts in a step with a short prompt, and the rest of
+    them in the next step. Two consecutive steps never defer rows, so a client loses at most half of its
+    steps. A prompt is short if it takes less time than the rows that it would wait for, which is decided from
     their numbers and `_PROMPT_TOKENS_PER_ROW`.
     """
 

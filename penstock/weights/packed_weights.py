@@ -185,4 +185,4 @@ def _made_of(key: PackedKey, layout: Layout) -> str:
     files = sorted({file.resolve() for file in key.tensor_files})
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(key.config.encode()).hexdigest()
-    return json.dumps([__version__, layout, LAYOUTS_VERSION, key.encoding, states, digest])
+    return json.dumps([__version__, layout.name, LAYOUTS_VERSION, key.encoding, states, digest])

@@ -43,7 +43,7 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     name: str
     """The name of its class in `penstock.errors`."""
     message: str
-    fields: dict[str, Any] = {}  # not object, which msgspec gives to the decoder of arrays
+    fields: dict[str, Any] = {}  # with `object`, msgspec would pass the values to the decoder of arrays
     """Its attributes that are numbers, texts, None or lists of them."""
 
     @classmethod

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import Kernels
-from penstock.kernels.cpu.linear import LONG, TYPES, CpuLinear, takes
+from penstock.kernels.cpu.linear import LONG, PANELS, TYPES, CpuLinear, takes
 from penstock.kernels.cpu.packing import ENCODINGS
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LoRAInputs
@@ -129,7 +129,7 @@ def _table_of(packed: PackedExperts) -> _Table | None:
 
 def _have_one_form(linears: Sequence[PackedLinear]) -> bool:
     """Return whether all linears are in panels and have one encoding, shape and bias type."""
-    return all(one.layout == "panels" for one in linears) and len({_form(one) for one in linears}) == 1
+    return all(one.layout == PANELS for one in linears) and len({_form(one) for one in linears}) == 1
 
 
 def _form(linear: PackedLinear) -> tuple[str, int, int, torch.dtype | None]:

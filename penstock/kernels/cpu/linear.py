@@ -17,7 +17,7 @@ from penstock.kernels.encodings import encoding_named
 from penstock.kernels.encodings._sizes import PANEL
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.lazy_weight import LazyWeight
-from penstock.kernels.linear import LinearSlice, PackedLinear, layer_of, shape_of
+from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, layer_of, shape_of
 from penstock.kernels.reference import ReferenceOps
 
 _logger = logging.getLogger(__name__)
@@ -33,6 +33,16 @@ _SLICE_BYTES = 2 << 20
 """Of panels that are made of rows to be multiplied at once: they stay in the caches of the cores."""
 
 
+def _from_panels(packed: PackedLinear) -> Mapping[str, Tensor]:
+    panels = encoding_named(packed.encoding).panels
+    assert panels is not None, f"{packed.encoding} weights have no panels"
+    return panels.from_panels(packed.tensors, packed.out_features, packed.in_features)
+
+
+PANELS = Layout("panels", _from_panels)
+"""The layout that `kernels.panels` defines for each encoding."""
+
+
 class CpuLinear(ReferenceOps):
     """Linear layers and adapters, for float32 and bfloat16 activations.
 
@@ -41,7 +51,7 @@ class CpuLinear(ReferenceOps):
     """
 
     name = "cpu"
-    layout = "panels"
+    layout = PANELS
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -81,7 +91,7 @@ class CpuLinear(ReferenceOps):
             tensors = pack_rows(self._kernels, self._weights, encoding, rows)
         return layer_of(tensors, shape_of([rows["weight"]]), encoding, bias, slices, self.layout)
 
-    def _may_wait(self, encoding: str, parts: Sequence[Tensor]) -> bool:
+    def _can_defer(self, encoding: str, parts: Sequence[Tensor]) -> bool:
         return encoding in ENCODINGS
 
     def _pack(
@@ -95,13 +105,13 @@ class CpuLinear(ReferenceOps):
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         bias, kind = packed.bias, TYPES.get(x.dtype)
-        fits = packed.layout == "panels" and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
+        fits = packed.layout == PANELS and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
         if kind is None or not fits or not takes(packed.encoding, x.dtype):
             self._fall_back(
                 "linear",
                 {
                     f"{packed.encoding} weights with {x.dtype} activations": takes(packed.encoding, x.dtype),
-                    f"weights in layout {packed.layout}": packed.layout == "panels",
+                    f"weights in layout {packed.layout.name}": packed.layout == PANELS,
                     "strided rows": x.stride(1) == 1,
                     "a bias of another type": bias is None or bias.dtype == x.dtype,
                 },

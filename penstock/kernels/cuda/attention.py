@@ -108,7 +108,7 @@ class CudaAttention(ReferenceOps):
         return out
 
     def _tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
-        """Return the number of query heads of a tile. With determinism it depends on no batch."""
+        """Return the number of query heads of a tile. With determinism it does not depend on the batch."""
         smallest = power_of_two(group, _SMALL_TILE)
         if self.is_deterministic or is_wide or num_rows * group < _LARGE_TILE * num_sequences:
             return smallest

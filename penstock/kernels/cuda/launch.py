@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.kernels.cuda.interpreter import ignored_overflow
 
 _INTERPRETED_PROCESSORS = 132
-"""Multiprocessors that the interpreter stands for: those of an H100."""
+"""Number of multiprocessors to assume in the interpreter: that of an H100."""
 
 
 def launch(program: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

@@ -16,7 +16,7 @@ from penstock.kernels.cuda.rows import CudaRows
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import LinearSlice, PackedLinear, layer_of, pack_linear, pack_quantized
-from penstock.kernels.nibbles import fits_nibbles, to_nibbles
+from penstock.kernels.nibbles import NIBBLES, fits_nibbles, to_nibbles
 
 
 class CudaLinear(CudaRows):
@@ -95,7 +95,7 @@ def _for_gpu(packed: PackedLinear) -> PackedLinear:
         return packed
     shape = (packed.out_features, packed.in_features)
     tensors = to_nibbles(packed.tensors, kind)
-    return layer_of(tensors, shape, packed.encoding, packed.bias, packed.slices, "nibbles")
+    return layer_of(tensors, shape, packed.encoding, packed.bias, packed.slices, NIBBLES)
 
 
 def _multiply_adapters(

@@ -14,8 +14,8 @@ from penstock.kernels.cuda.programs import quantization
 from penstock.kernels.encodings import LinearEncoding, encoding_named
 from penstock.kernels.encodings._sizes import GROUP
 from penstock.kernels.lazy_weight import LazyWeight
-from penstock.kernels.linear import PackedLinear
-from penstock.kernels.nibbles import signed_offset
+from penstock.kernels.linear import ROWS, PackedLinear
+from penstock.kernels.nibbles import NIBBLES, signed_offset
 from penstock.kernels.quantized import INPUTS_PER_EXTRA, MAX_EXTRAS
 
 _INPUTS = 64
@@ -158,7 +158,7 @@ def _multiply_groups(x: Tensor, weights: Weights, groups: Groups | None) -> Tens
     )  # fmt: skip
     count = num_rows if groups is None else len(groups.rows)
     out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
-    rows, is_nibbles = _tile_rows(count, groups), packed.layout == "nibbles"
+    rows, is_nibbles = _tile_rows(count, groups), packed.layout == NIBBLES
     shift = signed_offset(kind) if is_nibbles else (_BYTE_SHIFT if kind.has_zero_points else 0)
     launch(
         programs.multiply_groups, _grid(count, rows, 64, packed, groups), out, integers, scales,
@@ -174,7 +174,7 @@ def _multiply_groups(x: Tensor, weights: Weights, groups: Groups | None) -> Tens
 def _is_known(kind: LinearEncoding, packed: PackedLinear) -> bool:
     """Return whether a program multiplies weights of these properties."""
     tensors = packed.tensors
-    if packed.layout not in ("rows", "nibbles") or not all(one.is_contiguous() for one in tensors.values()):
+    if packed.layout not in (ROWS, NIBBLES) or not all(one.is_contiguous() for one in tensors.values()):
         return False
     if kind.is_float:
         return True

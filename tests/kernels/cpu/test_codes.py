@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.kernels import encoding_named
 from penstock.kernels.codes import group_codes, quantize_fp8, split_scales, unpack_codes
 from penstock.kernels.cpu import variants
+from penstock.kernels.cpu.linear import PANELS
 from penstock.kernels.cpu.ops import CpuOps
 
 VARIANTS = {ops.isa: ops for ops in variants()}
@@ -67,7 +68,7 @@ def test_products(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
         torch.randn(shape[0]).bfloat16(),
     )
     packed = ops.pack_quantized(rows, encoding, bias=bias)
-    assert packed.layout == "panels"
+    assert packed.layout == PANELS
     x = torch.randn(33, shape[1] + 5).bfloat16()[:, 3 : 3 + shape[1]]  # rows apart, and not aligned
     expected = kind.multiply(x.float(), rows, bias.float())
     terms = x.float().abs() @ kind.unpack(rows).abs().T + bias.float().abs()

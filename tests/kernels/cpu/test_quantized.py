@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.kernels import PackedLinear, encoding_named
 from penstock.kernels.cpu import variants
+from penstock.kernels.cpu.linear import PANELS
 from penstock.kernels.cpu.ops import CpuOps
 
 VARIANTS = {ops.isa: ops for ops in variants()}
@@ -43,7 +44,7 @@ def _threads() -> Iterator[None]:
 
 def packed_as(ops: CpuOps, weight: Tensor, encoding: str, bias: Tensor | None = None) -> PackedLinear:
     packed = ops.pack_linear(weight, encoding)
-    assert packed.layout == "panels"
+    assert packed.layout == PANELS
     return PackedLinear(
         encoding, packed.tensors, packed.in_features, packed.out_features, bias, (), packed.layout
     )
