@@ -2,8 +2,8 @@
 
 ``weight`` is uint8 ``[out, ceil(in / 64) * 32]``. Byte ``32 * p + j`` of a row holds the input ``64 * p + j``
 in its low half and ``64 * p + 32 + j`` in its high half. So 32 bytes hold two groups of 32 inputs. Signed
-integers are stored with half of their range added, and so are inputs that do not exist. The other tensors are
-those of `LinearEncoding.pack`.
+integers are stored with half of their range added. Inputs after the last one are stored as 0 plus that
+offset. The other tensors are those of `LinearEncoding.pack`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fits_nibbles(encoding: LinearEncoding) -> bool:
 
 
 def signed_offset(encoding: LinearEncoding) -> int:
-    """Return what is added to an integer before it is stored: half of the range of signed ones, else 0."""
+    """Return the offset that is added to a stored integer: half of the range of signed integers, else 0."""
     return 1 << encoding.bits - 1 if encoding.storage_dtype is DType.int8 else 0
 
 

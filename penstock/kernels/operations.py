@@ -49,7 +49,7 @@ class Operation:
     simplify: Callable[[Arguments], Arguments] | None
     """Applied to the arguments before they are recorded; may raise `UnrecordableStepError`."""
     functions: Mapping[str, CFunction]
-    """Name -> C function. A function that several operations call stands in one row."""
+    """Name -> C function. A function that several operations call is listed in one row only."""
 
     def bind(self, *args: Any, **kwargs: Any) -> Arguments:
         """Return the arguments of a call by parameter name, with defaults."""

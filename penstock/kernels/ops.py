@@ -78,7 +78,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     def require_determinism(self) -> None:  # optional
         """Compute every row with the same bits in any batch from now on.
 
-        Does nothing in a back end whose operations always do.
+        Does nothing in a back end whose operations always do this.
         """
 
     def pack_linear(
@@ -268,7 +268,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks | None:
         """Return what `encoder_attention` needs of ``row_offsets [B + 1]``, once for all layers of a step.
 
-        None in a back end that reads keys and values where they are.
+        None in a back end that reads keys and values in place.
         """
         return None
 

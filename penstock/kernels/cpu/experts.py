@@ -28,16 +28,16 @@ class _Table:
     """Addresses of the weights of experts that have one encoding and shape."""
 
     addresses: Tensor  # [N, 2, 3] int64: panels, scales and bias of gate_up and of down; 0 for none
-    gate_up: PackedLinear  # of one expert, as a sample
+    gate_up: PackedLinear  # of one expert; all have this form
     down: PackedLinear
-    names: frozenset[str]  # of all linears, in the checkpoint
+    names: frozenset[str]  # of all layers, in the checkpoint
 
 
 class CpuExperts(CpuLinear):
     """Experts without adapters, for float32 and bfloat16 activations.
 
     Args:
-        kernels: those of one instruction set.
+        kernels: the kernels of one instruction set.
     """
 
     def __init__(self, kernels: Kernels) -> None:
