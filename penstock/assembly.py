@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 _MIN_PREFAULTED = 64 << 20
 """Bytes. Smaller allocations take no noticeable time."""
 _PREFAULT_SHARE = 0.7
-"""Share of the free memory; a larger load may have to be refused, which the memory planner decides."""
+"""Nothing is prefaulted for weights larger than this share of the free memory: the planner may refuse
+them."""
 _PHASES = ("tokenizer", "libraries", "model")
 STREAMING_LATENCY_BUDGET = 0.02
 """Default time limit of a scheduler step in seconds. New requests wait up to this long, and streamed tokens
@@ -107,7 +108,7 @@ def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
 def load_serving_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
     """Return the tokenizer of `load_tokenizer` for a process that must not load torch.
 
-    If the model reads images, they are prepared in processes of their own, which start here.
+    If the model reads images, other processes prepare them. These processes start here, and
     `close_tokenizer` ends them.
     """
     tokenizer = load_tokenizer(config, catalog)
@@ -189,8 +190,9 @@ def check_checkpoint(config: PipelineConfig) -> Any:
         The tokenizer.
 
     Raises:
-        CheckpointError: it cannot be loaded; lists all tensors with errors. ConfigError: it does not run in
-        its encoding, the chat template is invalid, or the model has no network of layers.
+        CheckpointError: it cannot be loaded; lists all tensors with errors.
+        ConfigError: it does not run in its encoding, the chat template is invalid, or the model has no
+            network of layers.
     """
     import torch
 
@@ -302,9 +304,10 @@ def load_scheduler(
     """Return the scheduler of a pipeline, with the limits of its memory plan.
 
     Args:
-        config: the configuration. pipeline: made from the same configuration. isolates_faults: end only the
-        requests that cause an error, as `Scheduler` does; otherwise an error reaches
-            the caller of ``step``.
+        config: the configuration.
+        pipeline: made from the same configuration.
+        isolates_faults: whether an error ends only the requests that cause it; otherwise it reaches the
+            caller of ``step``.
     """
     plan = pipeline.memory_plan
     return Scheduler(

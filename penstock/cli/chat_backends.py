@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Messages: TypeAlias = Sequence[Mapping[str, object]]
 
 _TIMEOUT = 600.0
-"""Seconds without data after which the server is taken for dead."""
+"""Seconds without data after which the server is assumed to be dead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class ChatSession:
         """Read a conversation from a file.
 
         Raises:
-            InputError: the file cannot be read, or is not such a file; nothing changes.
+            InputError: the file cannot be read, or is not a saved conversation; nothing changes.
         """
         try:
             state = json.loads(path.read_text())

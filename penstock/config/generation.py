@@ -72,7 +72,8 @@ def _checked(key: str, value: object, kind: type[float] | type[int], path: Path)
     """Return the value converted to its type, after `SamplingParams` has checked it.
 
     Raises:
-        CheckpointError: the value is invalid. The error names the file, so that the request is not blamed.
+        CheckpointError: the value is invalid. The error names the file, because the request did not set the
+            value.
     """
     try:
         converted: Any = msgspec.convert(value, kind)

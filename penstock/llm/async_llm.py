@@ -1,4 +1,4 @@
-"""`AsyncLLM`: generation from an asyncio program; the model runs in a process of its own."""
+"""`AsyncLLM`: generation from an asyncio program; the model runs in another process."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class AsyncLLM(AsyncSpeechMethods):
         """Complete prompts; the arguments are those of `LLM.generate`.
 
         Raises:
-            InputError: a prompt cannot be served; the others are cancelled.
+            InputError: a prompt cannot be served; all other prompts are cancelled.
             TaskMismatchError: the model does not generate text.
             UnavailableError: the worker has died.
         """
@@ -241,7 +241,7 @@ class AsyncLLM(AsyncSpeechMethods):
         """Generate the next message of conversations; the arguments are those of `LLM.chat` and `generate`.
 
         Raises:
-            InputError: a conversation cannot be served; the others are cancelled.
+            InputError: a conversation cannot be served; all other conversations are cancelled.
             TaskMismatchError: the model does not generate text.
             UnavailableError: the worker has died.
         """
@@ -284,7 +284,7 @@ class AsyncLLM(AsyncSpeechMethods):
             ``[n, E]`` float32, in the order of the inputs; ``[E]`` for a single input.
 
         Raises:
-            InputError: an input cannot be served; the others are cancelled.
+            InputError: an input cannot be served; all other inputs are cancelled.
             TaskMismatchError: the model computes no embeddings.
             UnavailableError: the worker has died.
         """

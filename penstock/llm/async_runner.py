@@ -48,7 +48,7 @@ class AsyncRunner:
 
 
 async def gathered(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run calls at the same time and return their results in order. An error cancels the others."""
+    """Run calls at the same time and return their results in order. An error cancels all other calls."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call()) for call in calls]

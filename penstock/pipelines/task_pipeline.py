@@ -39,7 +39,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
     """The contexts that `execute` takes; a context of another type is refused."""
     chunks_prompts: ClassVar[bool] = True
     """Whether `execute` takes a part of a prompt. Bidirectional attention needs the whole input in one step:
-    then the scheduler runs an input that exceeds the token budget in a step of its own."""
+    then the scheduler runs an input that exceeds the token budget in a separate step."""
 
     speculation_stats: SpeculationStats | None = None
     """Counts of drafted tokens; None without speculation."""

@@ -154,7 +154,7 @@ class Weights:
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         """Return the rows ``start`` to ``stop - 1`` of a weight ``shape``, in the form of `read_linear`.
 
-        Other rows are not read, if the format stores each row by itself.
+        Other rows are not read, if the format stores each row separately.
         """
         header = self._found(name)
         if header is not None and header.shape == shape and not self._files.shapes_only:
@@ -292,7 +292,7 @@ class _Files:
         return self._format.read_linear(self._reader(name), self.headers[name])
 
     def rows(self, name: str, start: int, stop: int) -> tuple[str | None, Mapping[str, Tensor]] | None:
-        """Return rows of a weight as `linear` does; None if they cannot be read by themselves."""
+        """Return rows of a weight as `linear` does; None if they cannot be read separately."""
         header = self.headers[name]
         part = header.rows(start, stop) if isinstance(header, GGUFTensor) else None
         return None if part is None else self._format.read_linear(self._reader(name), part)

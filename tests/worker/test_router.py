@@ -386,7 +386,7 @@ async def test_a_reload_replaces_one_worker_after_the_other() -> None:
     assert router.workers == new
     assert router.num_restarts == 5
     new[1].report(stored("x" * 400))
-    old[1].report(BlocksCleared())  # nobody listens to it
+    old[1].report(BlocksCleared())  # has no listener
     assert router.prefixes.num_blocks > 0
 
 

@@ -35,7 +35,7 @@ def msgpack_numpy_decoder(type_: Any, copy: bool = True) -> Callable[[bytes], An
 
 
 MIN_FRAME_BYTES = 64 * 1024
-"""Arrays of at least this size are frames of their own, see `frames_encoder`."""
+"""Arrays of at least this size become separate frames, see `frames_encoder`."""
 
 
 def frames_encoder() -> Callable[[Any], list[Any]]:

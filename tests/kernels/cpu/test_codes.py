@@ -32,9 +32,7 @@ def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
     if encoding == "fp8":
         codes = torch.randint(0, 256, (outputs, inputs)).to(torch.uint8)
         codes[codes & 127 == 127] = 0x03  # a subnormal number in place of a NaN
-        codes[:48][codes[:48] & 0x78 == 0] += (
-            8  # vectors without subnormal numbers have a product of their own
-        )
+        codes[:48][codes[:48] & 0x78 == 0] += 8  # vectors without subnormal numbers have a separate product
         return {"weight": codes, "scales": torch.rand(outputs, -(-inputs // 128)) / 100}
     groups, top = -(-inputs // 32), 1 << int(encoding[4])
     return {

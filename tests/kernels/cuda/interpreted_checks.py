@@ -1,6 +1,6 @@
 """The programs on small shapes against the reference, in Triton's interpreter.
 
-`test_interpreter.py` runs this file in a process of its own, because triton reads ``TRITON_INTERPRET`` when
+`test_interpreter.py` runs this file in another process, because triton reads ``TRITON_INTERPRET`` when
 it is imported.
 """
 
