@@ -38,7 +38,7 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Return the folder of trained checkpoints, tokenizers and templates, if it exists next to the project."""
+    """Return the folder of trained checkpoints, tokenizers and templates next to the project."""
     if not SHARED_DATA.is_dir():
         pytest.skip(f"no trained checkpoints next to the project ({SHARED_DATA})")
     return SHARED_DATA

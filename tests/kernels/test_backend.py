@@ -222,7 +222,7 @@ def test_a_layout_of_a_back_end_serves_the_reference_and_adapters() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS.backends, ids=lambda one: one.name)
-def test_a_record_says_what_its_operations_say(backend: Backend) -> None:
+def test_a_record_matches_its_operations(backend: Backend) -> None:
     for ops in backend.variants():
         assert ops.layout.name == backend.layout
         assert ops.packs_weights == backend.packs_weights

@@ -236,7 +236,7 @@ async def test_load_outweighs_a_short_prefix() -> None:
 
 
 @pytest.mark.parametrize("event", ["removed", "cleared", "restarted"])
-async def test_a_prefix_that_is_gone_does_not_attract(event: str) -> None:
+async def test_an_evicted_prefix_does_not_attract_requests(event: str) -> None:
     first, second = caching_engine(), caching_engine()
     router = WorkerRouter([first, second])
     prompt = "x" * 400
