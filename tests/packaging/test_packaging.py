@@ -78,7 +78,7 @@ def requirements_in(text: str) -> list[tuple[str, str]]:
 def test_every_command_that_installs_names_this_project() -> None:
     """The name `penstock` belongs to another distribution on the package index."""
     found = [(path, one) for path in TEXTS for one in requirements_in(path.read_text("utf-8"))]
-    assert {"errors.py", "README.md", "server.md", "features.md", "about_penstock.txt"} <= {
+    assert {"errors.py", "getting-started.md", "server.md", "features.md", "about_penstock.txt"} <= {
         path.name for path, _ in found
     }
     for path, (name, extras) in found:
