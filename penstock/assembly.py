@@ -19,7 +19,7 @@ from penstock.driver import CPU
 from penstock.errors import ConfigError, PenstockError, UnknownArchitectureError, UnsupportedTaskError
 from penstock.host.memory import PrefaultedMemory
 from penstock.pipelines.tasks import TASKS, PipelineRequirements, TaskRecord, TaskTable
-from penstock.scheduler import Scheduler
+from penstock.scheduler import AnyScheduler, Scheduler
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.config import ModelConfig
     from penstock.kernels import Ops, PackedLinear
     from penstock.pipelines.core import PipelineTask
-    from penstock.pipelines.task_pipeline import TaskPipeline
+    from penstock.pipelines.task_pipeline import AnyTaskPipeline
     from penstock.weights import Weights
     from penstock.worker.process import WorkerRuntime
 
@@ -92,7 +92,7 @@ def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
         ConfigError: the configured chat template is not a template.
     """
     architecture, task = catalog.resolve(config)
-    options = {
+    options: dict[str, Any] = {
         "chat_template": config.model.chat_template,
         "special_tokens_in_content": config.model.special_tokens_in_content,
         **{name: config.value_of(name) for name in task.tokenizer_settings},
@@ -117,7 +117,7 @@ def load_serving_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -
     return tokenizer
 
 
-def close_tokenizer(tokenizer: Any) -> None:
+def close_tokenizer(tokenizer: object) -> None:
     """End the processes of a tokenizer, if it has a method for it; `PipelineTokenizer` requires none."""
     close = getattr(tokenizer, "close", None)
     if close is not None:
@@ -142,10 +142,10 @@ def memory_of_weights(config: PipelineConfig) -> PrefaultedMemory:
 
 def load_pipeline(
     config: PipelineConfig,
-    tokenizer: Any,
+    tokenizer: object,
     catalog: Catalog = CATALOG,
     prefaulted: PrefaultedMemory | None = None,
-) -> TaskPipeline[Any, Any]:
+) -> AnyTaskPipeline:
     """Load the configured model and return the pipeline of its task.
 
     Args:
@@ -299,8 +299,8 @@ def _load_network(config: PipelineConfig) -> type[NetworkModel[Any]]:
 
 
 def load_scheduler(
-    config: PipelineConfig, pipeline: TaskPipeline[Any, Any], *, isolates_faults: bool = False
-) -> Scheduler[Any, Any]:
+    config: PipelineConfig, pipeline: AnyTaskPipeline, *, isolates_faults: bool = False
+) -> AnyScheduler:
     """Return the scheduler of a pipeline, with the limits of its memory plan.
 
     Args:
@@ -344,8 +344,8 @@ def load_work(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRunti
 
 def _as_work(
     config: PipelineConfig,
-    pipeline: TaskPipeline[Any, Any],
-    scheduler: Scheduler[Any, Any],
+    pipeline: AnyTaskPipeline,
+    scheduler: AnyScheduler,
     startup: list[tuple[str, float]],
 ) -> WorkerRuntime:
     from penstock.worker.messages import WorkerInfo, WorkerStats

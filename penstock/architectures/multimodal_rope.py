@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -130,7 +129,7 @@ def rope_sections(parameters: ConfigValues, default: Sequence[int]) -> tuple[int
     Raises:
         ConfigError: the value is not a list of three numbers.
     """
-    given: Any = parameters.get("mrope_section")
+    given = parameters.get("mrope_section")
     if given is None:
         return tuple(default)
     if (

@@ -70,9 +70,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
             keep_stored=model.keeps_stored_layers,
             shard=shard,
         )
-        network: CalibrationNetwork = self.read(
-            self.weights, loader, self.huggingface_config, self.max_seq_len
-        )
+        network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         if shard.by_expert and not loader.has_experts:
             raise ConfigError("expert_parallel", f"{model.name} has no experts: leave it out")
         self.calibrate(self.pipeline_config, network, loader.layers, ops)
@@ -113,7 +111,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
     @classmethod
     def read(
         cls, weights: Weights, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int
-    ) -> Any:
+    ) -> CalibrationNetwork:
         """Build the network from all tensors of a checkpoint and show the progress.
 
         Raises:
@@ -163,7 +161,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         self.announce("pack_pending")
         return self.lazy_packing.pack_next()
 
-    def announce(self, method: str, *arguments: Any) -> None:
+    def announce(self, method: str, *arguments: object) -> None:
         """Make the other ranks call a method of their `Follower`. Does nothing on a rank above 0."""
         ranks = self.session.ranks
         if ranks is not None and ranks.rank == 0:

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
 
 from penstock.errors import InputError, RequestFailedError, UnavailableError
 
@@ -58,12 +58,12 @@ class LocalBackend:
         self._llm = llm
         self._parsers = ParserFactory.choose(llm.tokenizer.chat_template_source, "none", "auto")
 
-    def answer(self, messages: Messages, settings: Mapping[str, Any]) -> Iterator[Piece]:
+    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[Piece]:
         """Yield the answer in pieces; reasoning is separated from the text."""
         from penstock.serve.parsers import Content, Reasoning
 
         names = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-        given = {names.get(name, name): value for name, value in settings.items()}
+        given: dict[str, Any] = {names.get(name, name): value for name, value in settings.items()}
         params = self._llm.config.default_sampling_params(**given)
         with closing(self._llm.stream(sampling_params=params, messages=messages)) as stream:
             opens = self._parsers.prompt_opens_reasoning(stream.prompt)
@@ -139,7 +139,25 @@ class ServerBackend:
         return response
 
 
-def _pieces(chunk: Mapping[str, Any]) -> Iterator[Piece]:
+class _Delta(TypedDict, total=False):
+    content: str | None
+    reasoning_content: str | None
+    reasoning: str | None
+
+
+class _Choice(TypedDict, total=False):
+    delta: _Delta
+
+
+class _Chunk(TypedDict, total=False):
+    """What this client reads of an event of a stream."""
+
+    error: Mapping[str, object]
+    usage: Mapping[str, int] | None
+    choices: list[_Choice]
+
+
+def _pieces(chunk: _Chunk) -> Iterator[Piece]:
     """Yield the pieces of one event of a stream."""
     if "error" in chunk:
         raise RequestFailedError(f"the server ended the answer: {chunk['error'].get('message')}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import click
 
@@ -149,7 +149,7 @@ def command(
         loaded = time.perf_counter() - start
         if verbose:
             _print_memory_plan(llm)
-        what: dict[str, Any] = {"response_format": _response_format(json_schema), "logprobs": logprobs}
+        what: _Options = {"response_format": _response_format(json_schema), "logprobs": logprobs}
         if num_beams is not None:
             beams = partial(llm.beam_search, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
             search = partial(beams, [text], num_beams=num_beams, num_return_sequences=n)
@@ -180,6 +180,14 @@ def command(
             _print_speculation(llm)
 
 
+class _Options(TypedDict, total=False):
+    """Keyword arguments of the methods of `LLM`."""
+
+    response_format: Mapping[str, object] | None
+    logprobs: int | None
+    images: list[Path] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Timings:
     """The duration of a generation, in seconds."""
@@ -207,12 +215,10 @@ class Timings:
         )
 
 
-def _messages(text: str, system: str | None, images: Sequence[Path]) -> list[Any]:
-    content: Any = text
-    if images:
-        content = [{"type": "image", "image": path} for path in images] + [{"type": "text", "text": text}]
+def _messages(text: str, system: str | None, images: Sequence[Path]) -> list[Mapping[str, object]]:
+    parts = [*({"type": "image", "image": path} for path in images), {"type": "text", "text": text}]
     before = [{"role": "system", "content": system}] if system is not None else []
-    return [*before, {"role": "user", "content": content}]
+    return [*before, {"role": "user", "content": parts if images else text}]
 
 
 def _response_format(path: Path | None) -> dict[str, object] | None:

@@ -13,12 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InputError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 Samples = npt.NDArray[np.float32]
 """``[S]`` float32 from -1 to 1, one channel."""
@@ -97,6 +101,15 @@ def encode_audio(samples: Samples, sample_rate: int, name: str) -> bytes:
     return encoder.add(samples) + encoder.finish()
 
 
+class _SoundFile(Protocol):
+    """A file of the library soundfile."""
+
+    closed: bool
+
+    def write(self, samples: Samples) -> None: ...
+    def close(self) -> None: ...
+
+
 class AudioEncoder:
     """Encodes chunks of samples. The concatenated pieces form a file.
 
@@ -118,7 +131,7 @@ class AudioEncoder:
         """Hold all compressed bytes back until the end, so that the header has the length."""
         self._rate = sample_rate
         self._begun = False
-        self._file: Any = None
+        self._file: _SoundFile | None = None
         self._sink = _Sink()
         if self.format.container is not None:
             library = _soundfile(f"the audio format {name}")
@@ -158,6 +171,7 @@ class AudioEncoder:
 
     def _take(self) -> bytes:
         """Return the bytes that were written. FLAC needs its length in the header, so it comes at the end."""
+        assert self._file is not None
         if (self.keeps_length or self.format.name == "flac") and not self._file.closed:
             return b""
         data = self._sink.take()
@@ -193,19 +207,20 @@ class _Sink(io.RawIOBase):
         self._data.clear()
         return data
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         piece = bytes(data)
+        size = len(piece)
         start = self._position - self._num_taken
         self._position += len(piece)
         if start < 0:
             piece, start = piece[-start:], 0
         self._data[start : start + len(piece)] = piece
-        return len(data)
+        return size
 
-    def readinto(self, buffer: Any) -> int:
-        start = max(self._position - self._num_taken, 0)
-        piece = self._data[start : start + len(buffer)]
-        buffer[: len(piece)] = piece
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        start, target = max(self._position - self._num_taken, 0), memoryview(buffer)
+        piece = self._data[start : start + len(target)]
+        target[: len(piece)] = piece
         self._position += len(piece)
         return len(piece)
 
@@ -274,9 +289,10 @@ def resample(samples: Samples, source: int, target: int) -> Samples:
 
 
 @cache
-def _soundfile(purpose: str) -> Any:
+def _soundfile(purpose: str) -> ModuleType:
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: its C library is missing
         raise MissingDependencyError("soundfile", "audio", purpose) from error
-    return soundfile
+    library: ModuleType = soundfile
+    return library

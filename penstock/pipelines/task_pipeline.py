@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from penstock.errors import PenstockError, TaskMismatchError
 from penstock.kv_cache.interface import KVCache, NullKVCache
@@ -141,3 +141,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         """Stop threads that the pipeline started, and the other ranks of its model."""
         if self.processes is not None:
             self.processes.close()
+
+
+AnyTaskPipeline: TypeAlias = TaskPipeline[Any, Any]
+"""A pipeline of any task."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -271,6 +271,12 @@ class Weights:
         return name if name == stored else f"{name} ({stored} in the file)"
 
 
+class _SafetensorsFile(Protocol):
+    """An open file of the library safetensors."""
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
 class _Files:
     """The open files of a checkpoint. Views under other names share them."""
 
@@ -278,7 +284,8 @@ class _Files:
         self.headers = checkpoint.headers
         self.shapes_only = shapes_only
         self._format = checkpoint.format
-        self._open: dict[Path, object] = {}
+        self._opened: dict[Path, _SafetensorsFile] = {}
+        self._bytes: dict[Path, Tensor] = {}
         self._mapped: dict[str, list[Tensor]] = {}  # name -> mapped bytes that were read for it
 
     def tensor(self, name: str) -> Tensor:
@@ -307,18 +314,16 @@ class _Files:
         for tensor in self._mapped.pop(name, ()):
             drop_pages(tensor)
 
-    def open_safetensors(self, file: Path) -> Any:
-        if file not in self._open:
+    def open_safetensors(self, file: Path) -> _SafetensorsFile:
+        if file not in self._opened:
             with mapping(file.stat().st_size):
-                self._open[file] = safe_open(file, framework="pt")
-        return self._open[file]
+                self._opened[file] = safe_open(file, framework="pt")
+        return self._opened[file]
 
     def open_bytes(self, file: Path) -> Tensor:
-        if file not in self._open:
-            self._open[file] = map_file(file)
-        data = self._open[file]
-        assert isinstance(data, Tensor)
-        return data
+        if file not in self._bytes:
+            self._bytes[file] = map_file(file)
+        return self._bytes[file]
 
     def _reader(self, name: str) -> _Reader:
         mapped: list[Tensor] = []
@@ -343,7 +348,6 @@ class _Reader:
             tensor = self._files.open_safetensors(header.file).get_tensor(header.stored_name)
         except (SafetensorError, OSError) as problem:
             raise WeightsError(header.file, f"{header.stored_name} cannot be read: {problem}") from problem
-        assert isinstance(tensor, Tensor)
         tensor = tensor if index is None else tensor[index]
         self._mapped.append(tensor)
         return tensor

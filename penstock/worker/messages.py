@@ -31,7 +31,7 @@ from penstock.pipelines.core import (
     msgpack_numpy_encoder,
 )
 from penstock.pipelines.core.cache_events import CacheEvent
-from penstock.pipelines.core.serialization import frames_decoder, frames_encoder
+from penstock.pipelines.core.serialization import Frame, frames_decoder, frames_encoder
 from penstock.scheduler.isolation import FAULT
 
 # -- Both directions -------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ WorkerMessage: TypeAlias = Started | StartFailed | StepResults | CallResult | Po
 # -- Encoding --------------------------------------------------------------------------------------------
 
 
-def command_encoder() -> Callable[[Command], list[Any]]:
+def command_encoder() -> Callable[[Command], list[Frame]]:
     """Return the server's encoder: a command becomes a msgpack body and a frame for each large array.
 
     Each thread needs its own encoders and decoders.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.weights.formats import Headers, TensorReader, quant_method
 from penstock.weights.formats._stored import LayerHeader, StoredFormat, StoredTensors
@@ -49,10 +49,10 @@ class BitsAndBytesFormat(StoredFormat):
     quant_methods = ("bitsandbytes",)
     kept_encodings = ("int8",)
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         tensors = StoredTensors(stored, self.name)
         for kind in _KINDS:
             for layer in list(tensors.layers(f"{_STATE}{kind}", ("U8",))):

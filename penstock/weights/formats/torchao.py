@@ -6,7 +6,7 @@ A layer has ``_weight_qdata`` and ``_weight_scale``, and for integers ``_weight_
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.errors import WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method
@@ -27,10 +27,10 @@ class TorchAOFormat(StoredFormat):
     quant_methods = ("torchao",)
     kept_encodings = ("int8", "fp8")
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         tensors = StoredTensors(stored, self.name)
         for layer in tensors.layers("_weight_qdata"):
             data = tensors.peek(layer, "_weight_qdata")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
-from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -233,7 +232,7 @@ def _details(services: Services) -> dict[str, object]:
     }
 
 
-def _loaded(body: OllamaBody, **answer: Any) -> Response:
+def _loaded(body: OllamaBody, **answer: object) -> Response:
     """Return the answer to a request without a prompt, with which clients load a model."""
     return _json({"model": body.model, "created_at": now(), **answer, "done": True, "done_reason": "load"})
 
@@ -242,5 +241,5 @@ def _new_id() -> str:
     return f"chatcmpl-{uuid4().hex}"
 
 
-def _json(value: Any) -> Response:
+def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
