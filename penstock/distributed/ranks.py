@@ -215,13 +215,15 @@ def _unknown_failure(error: Exception) -> PenstockError:
     return RankFailedError(f"a process of tensor parallelism has failed: {error}")
 
 
-def _group_of(store: Store, rank: int, world: int, timeout: float, device: torch.device) -> Any:
+def _group_of(store: Store, rank: int, world: int, timeout: float, device: torch.device) -> dist.ProcessGroup:
     """Return the process group of the ranks. It is not the default group of torch.distributed."""
     limit, group = timedelta(seconds=timeout), cast(Any, dist)
     if device.type == "cuda":
-        return group.ProcessGroupNCCL(store, rank, world, limit)
+        nccl: dist.ProcessGroup = group.ProcessGroupNCCL(store, rank, world, limit)
+        return nccl
     options = group.ProcessGroupGloo._Options()
     options._devices = [group.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = limit
     options._threads = 1
-    return group.ProcessGroupGloo(store, rank, world, options)
+    gloo: dist.ProcessGroup = group.ProcessGroupGloo(store, rank, world, options)
+    return gloo

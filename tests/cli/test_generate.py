@@ -15,7 +15,7 @@ from support.tiny_llm import write_tiny_llm
 
 import penstock
 from penstock.cli import cli
-from penstock.cli.generate import Timings
+from penstock.cli.generate_output import Timings
 from penstock.config import config_fields
 from penstock.host.processors import divide_processors
 

@@ -63,14 +63,12 @@ class IncrementalText:
 
     def __init__(self) -> None:
         self.ended = False
-        self.num_pushed = 0
         self.num_looked_at = 0  # characters that readers examined; tests check that it is linear in the text
         self._text = ""
         self._at = 0
         self._taken: list[str] = []
 
     def push(self, text: str) -> None:
-        self.num_pushed += len(text)
         self._text = self._text[self._at :] + text
         self._at = 0
 
