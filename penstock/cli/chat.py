@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from penstock.cli.chat_backends import Backend, LocalBackend, ServerBackend
+from penstock.cli.chat_backends import ChatBackend, LocalBackend, ServerBackend
 from penstock.cli.chat_session import ChatSession
 from penstock.cli.formatting import GroupedCommand, GroupedOption
 from penstock.cli.options import config_from_flags, config_options, print_settings
@@ -93,7 +93,9 @@ def command(
         _converse(LocalBackend(llm), system, settings, load)
 
 
-def _converse(backend: Backend, system: str | None, settings: dict[str, object], load: Path | None) -> None:
+def _converse(
+    backend: ChatBackend, system: str | None, settings: dict[str, object], load: Path | None
+) -> None:
     """Read lines and answer them until the end of the input."""
     session = ChatSession(backend, system, settings)
     if load is not None:

@@ -24,7 +24,7 @@ _TIMEOUT = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """A piece of an answer."""
 
     text: str
@@ -33,13 +33,13 @@ class Piece:
     """The number of tokens of the answer so far; None if unknown."""
 
 
-class Backend(Protocol):
+class ChatBackend(Protocol):
     """Answers conversations."""
 
     name: str
     """The name of the model."""
 
-    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[Piece]:
+    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
         """Yield the answer in pieces. Closing the iterator cancels the request.
 
         Raises:
@@ -58,7 +58,7 @@ class LocalBackend:
         self._llm = llm
         self._parsers = ParserFactory.choose(llm.tokenizer.chat_template_source, "none", "auto")
 
-    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[Piece]:
+    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
         """Yield the answer in pieces; reasoning is separated from the text."""
         from penstock.serve.parsers import Content, Reasoning
 
@@ -73,10 +73,10 @@ class LocalBackend:
                 events = parser.push(text)
                 for event in events:
                     if isinstance(event, Content | Reasoning):
-                        yield Piece(event.text, isinstance(event, Reasoning), stream.num_tokens)
+                        yield AnswerPiece(event.text, isinstance(event, Reasoning), stream.num_tokens)
             for event in parser.finish():
                 if isinstance(event, Content | Reasoning):
-                    yield Piece(event.text, isinstance(event, Reasoning), stream.num_tokens)
+                    yield AnswerPiece(event.text, isinstance(event, Reasoning), stream.num_tokens)
 
 
 class ServerBackend:
@@ -107,7 +107,7 @@ class ServerBackend:
             model = str(listed[0]["id"])
         self.name = model
 
-    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[Piece]:
+    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
         """Yield the answer in pieces."""
         body = {
             "model": self.name,
@@ -157,19 +157,19 @@ class _Chunk(TypedDict, total=False):
     choices: list[_Choice]
 
 
-def _pieces(chunk: _Chunk) -> Iterator[Piece]:
+def _pieces(chunk: _Chunk) -> Iterator[AnswerPiece]:
     """Yield the pieces of one event of a stream."""
     if "error" in chunk:
         raise RequestFailedError(f"the server ended the answer: {chunk['error'].get('message')}")
     usage = chunk.get("usage")
     if usage:
-        yield Piece("", num_tokens=usage["completion_tokens"])
+        yield AnswerPiece("", num_tokens=usage["completion_tokens"])
     for choice in chunk.get("choices", ()):
         delta = choice.get("delta", {})
         if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-            yield Piece(thought, is_reasoning=True)
+            yield AnswerPiece(thought, is_reasoning=True)
         if text := delta.get("content"):
-            yield Piece(text)
+            yield AnswerPiece(text)
 
 
 def _message(body: bytes) -> str:

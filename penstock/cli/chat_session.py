@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from penstock.cli.chat_backends import Backend
+from penstock.cli.chat_backends import ChatBackend
 from penstock.errors import InputError, PenstockError
 
 SETTINGS: dict[str, Callable[[str], object]] = {
@@ -51,7 +51,7 @@ class ChatSession:
         settings: the sampling parameters by their names in the OpenAI API.
     """
 
-    def __init__(self, backend: Backend, system: str | None, settings: dict[str, object]) -> None:
+    def __init__(self, backend: ChatBackend, system: str | None, settings: dict[str, object]) -> None:
         self.messages: list[Mapping[str, str]] = []
         """The conversation without the system message."""
         self.system = system

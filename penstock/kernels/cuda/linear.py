@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention import FLOATS
 from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
-from penstock.kernels.cuda.products import Groups, Weights, multiply_encoded, multiply_floats
+from penstock.kernels.cuda.products import Groups, WeightTables, multiply_encoded, multiply_floats
 from penstock.kernels.cuda.programs.products import multiply_floats as floats_program
 from penstock.kernels.cuda.rows import CudaRows
 from penstock.kernels.encodings import encoding_named
@@ -61,7 +61,7 @@ class CudaLinear(CudaRows):
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
         if x.dtype not in FLOATS or not has_rows(x):
             return super().linear(x, packed)
-        weights = Weights.of([packed])
+        weights = WeightTables.of([packed])
         if weights is None:
             return super().linear(x, packed)
         if kind.is_float:

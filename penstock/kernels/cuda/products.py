@@ -43,7 +43,7 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightTables:
     """One weight, or several of one shape and encoding, as the programs read them."""
 
     kind: LinearEncoding
@@ -52,7 +52,7 @@ class Weights:
     """Name of a tensor -> the addresses ``[n]`` of the tensors of all weights; empty for one weight."""
 
     @classmethod
-    def of(cls, linears: Sequence[PackedLinear]) -> Weights | None:
+    def of(cls, linears: Sequence[PackedLinear]) -> WeightTables | None:
         """Return the weights of layers; None if they differ, or if no program multiplies their encoding."""
         first, kind = linears[0], encoding_named(linears[0].encoding)
         if any(isinstance(one.tensors, LazyWeight) and one.tensors.parts for one in linears):
@@ -81,7 +81,9 @@ class Weights:
         return found
 
 
-def multiply_floats(x: Tensor, weights: Weights, groups: Groups | None, *, is_deterministic: bool) -> Tensor:
+def multiply_floats(
+    x: Tensor, weights: WeightTables, groups: Groups | None, *, is_deterministic: bool
+) -> Tensor:
     """Return the product of rows with weights of floats or 8-bit floats.
 
     Args:
@@ -112,7 +114,7 @@ def multiply_floats(x: Tensor, weights: Weights, groups: Groups | None, *, is_de
     return out
 
 
-def multiply_encoded(x: Tensor, weights: Weights, groups: Groups | None) -> Tensor:
+def multiply_encoded(x: Tensor, weights: WeightTables, groups: Groups | None) -> Tensor:
     """Return the product of rows with weights in an encoding that is not of floats, as `multiply_floats`."""
     if weights.kind.activation_dtype is None:
         return multiply_floats(x, weights, groups, is_deterministic=True)
@@ -121,7 +123,7 @@ def multiply_encoded(x: Tensor, weights: Weights, groups: Groups | None) -> Tens
     return _multiply_groups(x, weights, groups)
 
 
-def _multiply_rows(x: Tensor, weights: Weights, groups: Groups | None) -> Tensor:
+def _multiply_rows(x: Tensor, weights: WeightTables, groups: Groups | None) -> Tensor:
     """Multiply integers with one scale per row and per output."""
     packed, (num_rows, in_features) = weights.first, x.shape
     integers = torch.empty((2, num_rows, in_features), dtype=torch.int8, device=x.device)
@@ -145,7 +147,7 @@ def _multiply_rows(x: Tensor, weights: Weights, groups: Groups | None) -> Tensor
     return out
 
 
-def _multiply_groups(x: Tensor, weights: Weights, groups: Groups | None) -> Tensor:
+def _multiply_groups(x: Tensor, weights: WeightTables, groups: Groups | None) -> Tensor:
     """Multiply integers with a scale per `GROUP` inputs."""
     packed, kind, (num_rows, in_features) = weights.first, weights.kind, x.shape
     num_groups, weight = divide_up(in_features, GROUP), packed.tensors["weight"]
