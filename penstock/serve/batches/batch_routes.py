@@ -28,7 +28,7 @@ from penstock.serve.batches.batch_store import (
 )
 from penstock.serve.batches.form import read_form
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import body_of, generated, responses
+from penstock.serve.http.openapi import responses, route_options
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
 
@@ -101,12 +101,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
     return _json({"id": file_id, "object": "file", "deleted": True})
 
 
-@router.post(
-    "/v1/batches",
-    response_class=Response,
-    openapi_extra=body_of(BatchBody),
-    responses=generated("The batch.", streams=False),
-)
+@router.post("/v1/batches", **route_options(BatchBody, "The batch.", streams=False))
 async def create_batch(request: Request) -> Response:
     """Run the requests of a file with lower priority than other requests."""
     services = Services.of(request)

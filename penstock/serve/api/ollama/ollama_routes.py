@@ -36,7 +36,7 @@ from penstock.serve.api.ollama.ollama_schema import (
 from penstock.serve.api.text_generation import answer_request, checked_body, note
 from penstock.serve.api.validation import validated
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import body_of, generated, responses
+from penstock.serve.http.openapi import responses, route_options
 from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.services import Services
 
@@ -46,10 +46,7 @@ embedding_router = APIRouter(route_class=JsonRoute, tags=["ollama"])
 
 
 @text_router.post(
-    "/api/chat",
-    response_class=Response,
-    openapi_extra=body_of(OllamaChatBody),
-    responses=generated("The answer; unless `stream` is false, as JSON lines."),
+    "/api/chat", **route_options(OllamaChatBody, "The answer; unless `stream` is false, as JSON lines.")
 )
 async def ollama_chat(request: Request) -> Response:
     """Generate the next message of a conversation, in Ollama's format."""
@@ -71,9 +68,7 @@ async def ollama_chat(request: Request) -> Response:
 
 @text_router.post(
     "/api/generate",
-    response_class=Response,
-    openapi_extra=body_of(OllamaGenerateBody),
-    responses=generated("The answer; unless `stream` is false, as JSON lines."),
+    **route_options(OllamaGenerateBody, "The answer; unless `stream` is false, as JSON lines."),
 )
 async def ollama_generate(request: Request) -> Response:
     """Answer or continue a prompt, in Ollama's format."""
@@ -102,9 +97,7 @@ async def ollama_generate(request: Request) -> Response:
 
 @embedding_router.post(
     "/api/embed",
-    response_class=Response,
-    openapi_extra=body_of(OllamaEmbedBody),
-    responses=generated("The embeddings, in the order of the inputs.", streams=False),
+    **route_options(OllamaEmbedBody, "The embeddings, in the order of the inputs.", streams=False),
 )
 async def ollama_embed(request: Request) -> Response:
     """Return a vector for each input, in Ollama's format."""
@@ -158,12 +151,7 @@ async def ollama_version(request: Request) -> Response:
     return _json({"version": __version__})
 
 
-@router.post(
-    "/api/show",
-    response_class=Response,
-    openapi_extra=body_of(OllamaShowBody),
-    responses=generated("The description of the model.", streams=False),
-)
+@router.post("/api/show", **route_options(OllamaShowBody, "The description of the model.", streams=False))
 async def ollama_show(request: Request) -> Response:
     """Describe a model, in Ollama's format."""
     services = Services.of(request)
