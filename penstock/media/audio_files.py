@@ -14,15 +14,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InputError, MissingDependencyError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
 
 Samples = npt.NDArray[np.float32]
 """``[S]`` float32 from -1 to 1, one channel."""
@@ -207,7 +204,7 @@ class _Sink(io.RawIOBase):
         self._data.clear()
         return data
 
-    def write(self, data: ReadableBuffer) -> int:
+    def write(self, data: Any) -> int:
         piece = bytes(data)
         size = len(piece)
         start = self._position - self._num_taken
@@ -217,7 +214,7 @@ class _Sink(io.RawIOBase):
         self._data[start : start + len(piece)] = piece
         return size
 
-    def readinto(self, buffer: WriteableBuffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         start, target = max(self._position - self._num_taken, 0), memoryview(buffer)
         piece = self._data[start : start + len(target)]
         target[: len(piece)] = piece
