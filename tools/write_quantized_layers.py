@@ -2,13 +2,14 @@
 
 Each file of ``tests/weights/quantized_layers`` holds the tensors of one layer ``model.layers.0.mlp.up_proj``,
 as the library stores them, and ``expected``: the weight as the library restores it. The metadata holds
-``quantization_config``. Install ``compressed-tensors``, ``bitsandbytes`` and ``torchao`` first, then run
-``python tools/write_quantized_layers.py``.
+``quantization_config`` and what the library adds. Install ``compressed-tensors``, ``bitsandbytes`` and
+``torchao`` first, then run ``python tools/write_quantized_layers.py [NAME ...]``.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ FOLDER = Path(__file__).parents[1] / "tests" / "weights" / "quantized_layers"
 LAYER = "model.layers.0.mlp.up_proj"
 
 Golden = tuple[dict[str, Tensor], Tensor, dict[str, Any]]
+"""The tensors of the layer, the weight they stand for, and ``quantization_config``."""
+_METADATA = "metadata"
+"""Key of ``quantization_config`` for the texts that the library writes beside the tensors."""
 
 COMPRESSED: dict[str, dict[str, Any]] = {
     "w4-symmetric": {"num_bits": 4, "strategy": "group", "group_size": 32},
@@ -122,17 +126,53 @@ def bitsandbytes_int8() -> Golden:
     return tensors, expected, {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
-def torchao(name: str) -> Golden:
+def torchao(name: str, group_size: int | None = None, **options: Any) -> Golden:
     """Return a layer that torchao quantizes."""
     import torchao.quantization as ao
-    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     model = nn.Sequential()
     model.add_module("proj", layer())
-    ao.quantize_(model, getattr(ao, name)(version=2))
-    flat, _ = flatten_tensor_state_dict(model.state_dict())
-    tensors = {key.removeprefix("proj."): tensor for key, tensor in flat.items()}
-    return tensors, model.proj.weight.dequantize(), {"quant_method": "torchao"}
+    if group_size is not None:
+        options["granularity"] = ao.PerGroup(group_size)
+    ao.quantize_(model, getattr(ao, name)(version=2, **options))
+    return flattened(model.proj.weight, model.proj.weight.dequantize())
+
+
+def torchao_asymmetric() -> Golden:
+    """Return a layer of 4-bit integers with zero points that torchao quantizes."""
+    from torchao.quantization import MappingType
+
+    asymmetric = MappingType.ASYMMETRIC
+    return torchao("IntxWeightOnlyConfig", group_size=64, weight_dtype=torch.int4, mapping_type=asymmetric)
+
+
+def torchao_packed(group_size: int) -> Golden:
+    """Return a layer of torchao's `Int4Tensor`.
+
+    Its own quantizer needs a GPU; this follows the documentation of the class.
+    """
+    from torchao.quantization import Int4Tensor
+
+    groups = layer().weight.data.float().unflatten(1, (-1, group_size))
+    low, high = groups.amin(2), groups.amax(2)
+    scales = ((high - low) / 15).bfloat16()
+    zeros = (low + 8 * scales.float()).bfloat16()
+    integers = ((groups - zeros.float()[..., None]) / scales.float()[..., None]).round().clamp(-8, 7)
+    expected = (integers * scales.float()[..., None] + zeros.float()[..., None]).flatten(1)
+    codes = integers.flatten(1).to(torch.int8)
+    packed = codes[:, ::2] & 15 | codes[:, 1::2] << 4
+    sizes = [1, group_size], torch.Size(codes.shape)
+    weight = Int4Tensor(packed, scales.T.contiguous(), zeros.T.contiguous(), *sizes)
+    return flattened(weight, expected)
+
+
+def flattened(weight: Tensor, expected: Tensor) -> Golden:
+    """Return a weight of torchao as torchao flattens it."""
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    flat, metadata = flatten_tensor_state_dict({f"{LAYER}.weight": weight})
+    tensors = {key.removeprefix(f"{LAYER}."): tensor for key, tensor in flat.items()}
+    return tensors, expected, {"quant_method": "torchao", _METADATA: metadata}
 
 
 def goldens() -> Iterator[tuple[str, Callable[[], Golden]]]:
@@ -145,15 +185,26 @@ def goldens() -> Iterator[tuple[str, Callable[[], Golden]]]:
     yield "bitsandbytes-int8", bitsandbytes_int8
     yield "torchao-int8", lambda: torchao("Int8WeightOnlyConfig")
     yield "torchao-fp8", lambda: torchao("Float8WeightOnlyConfig")
+    for bits in (2, 4, 8):
+        dtype = getattr(torch, f"int{bits}")
+        yield (
+            f"torchao-w{bits}-groups",
+            lambda dtype=dtype: torchao("IntxWeightOnlyConfig", group_size=32, weight_dtype=dtype),
+        )
+    yield "torchao-w4-asymmetric", torchao_asymmetric
+    yield "torchao-q4z-packed", lambda: torchao_packed(64)
 
 
 def main() -> None:
     """Write all files."""
     FOLDER.mkdir(exist_ok=True)
     for name, make in goldens():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         tensors, expected, section = make()
+        texts = section.pop(_METADATA, {})
         stored = {f"{LAYER}.{key}": tensor.contiguous() for key, tensor in tensors.items()}
-        metadata = {"quantization_config": json.dumps(section)}
+        metadata = {"quantization_config": json.dumps(section), **texts}
         save_file(
             stored | {"expected": expected.contiguous()}, FOLDER / f"{name}.safetensors", metadata=metadata
         )

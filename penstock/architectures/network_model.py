@@ -70,7 +70,9 @@ class NetworkModel(PipelineModel[BaseContextType]):
             keep_stored=model.keeps_stored_layers,
             shard=shard,
         )
-        network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
+        network: CalibrationNetwork = self.read(
+            self.weights, loader, self.huggingface_config, self.max_seq_len
+        )
         if shard.by_expert and not loader.has_experts:
             raise ConfigError("expert_parallel", f"{model.name} has no experts: leave it out")
         self.calibrate(self.pipeline_config, network, loader.layers, ops)
@@ -111,7 +113,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
     @classmethod
     def read(
         cls, weights: Weights, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int
-    ) -> CalibrationNetwork:
+    ) -> Any:
         """Build the network from all tensors of a checkpoint and show the progress.
 
         Raises:
@@ -152,7 +154,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
                 pack(one)  # layers that the calibration forward did not use
 
     def begin_step(self) -> None:
-        """Check that the process may compute; before the second forward, pack the remaining weights."""
+        """Check the process, and pack the remaining weights before the second forward."""
         self.session.check_process()
         self.lazy_packing.begin_step()
 
@@ -161,8 +163,8 @@ class NetworkModel(PipelineModel[BaseContextType]):
         self.announce("pack_pending")
         return self.lazy_packing.pack_next()
 
-    def announce(self, method: str, *arguments: object) -> None:
-        """Make the other ranks call a method of their `Follower`. Does nothing on a rank above 0."""
+    def announce(self, method: str, *arguments: Any) -> None:
+        """Make the other ranks call a method, see `penstock.architectures.followers`; only rank 0 does."""
         ranks = self.session.ranks
         if ranks is not None and ranks.rank == 0:
             ranks.send(pickle.dumps((method, arguments), protocol=pickle.HIGHEST_PROTOCOL))
@@ -196,7 +198,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         return None
 
     def _warn_of_widened_weights(self) -> None:
-        """Log the memory of quantized weights that are stored as floats because no encoding holds them."""
+        """Log what quantized weights cost that are kept as floats, because no encoding holds them."""
         model = self.pipeline_config.model
         if not model.keeps_stored_layers:
             return

@@ -92,7 +92,7 @@ def narrow_config(config: Mapping[str, object], *, max_length: int) -> dict[str,
         key: value for key, value in tiny.items() if not (isinstance(value, list) and len(value) == depth)
     }
     taken = {key: config[key] for key in _DEPTHS if key in config}
-    longer = {key: max(max_length, length) for key in _LENGTHS if isinstance(length := tiny.get(key), int)}
+    longer = {key: max(max_length, tiny[key]) for key in _LENGTHS if key in tiny}
     return {**whole, **taken, **longer}
 
 
@@ -157,6 +157,9 @@ class _ShapeRecorder:
 
     def stored_encoding(self, name: str) -> None:
         """Return None: all weights are floats."""
+
+    def input_order(self, name: str) -> bytes:
+        return b""
 
     def read_linear(
         self, name: str, shape: tuple[int, int], *, transposed: bool = False

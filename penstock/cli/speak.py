@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -53,7 +53,7 @@ def command(
     file_format: str | None,
     voice_name: str | None,
     print_config: bool,
-    **flags: object,
+    **flags: Any,
 ) -> None:
     """Speak a text; by default that of standard input.
 

@@ -191,7 +191,7 @@ class PipelineConfig:
         return cls.from_given(collect_values(config_fields(), values, source, environment or {}))
 
     @classmethod
-    def from_given(cls, given: Mapping[str, tuple[object, str]]) -> PipelineConfig:
+    def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> PipelineConfig:
         """Build the configuration from flat name -> (converted value, source). Unknown names are ignored.
 
         Raises:
@@ -208,13 +208,12 @@ class PipelineConfig:
             **sections[""],
         )
 
-    def value_of(self, name: str) -> object:
+    def value_of(self, name: str) -> Any:
         """Return the value of a setting by its flat name."""
         one = next(one for one in config_fields() if one.name == name)
-        value: object = getattr(getattr(self, one.section) if one.section else self, one.attribute)
-        return value
+        return getattr(getattr(self, one.section) if one.section else self, one.attribute)
 
-    def describe(self) -> list[tuple[str, object, str]]:
+    def describe(self) -> list[tuple[str, Any, str]]:
         """Return flat name, value and source of every field, for ``--print-config``."""
         rows = []
         for one in config_fields():
@@ -225,7 +224,7 @@ class PipelineConfig:
         return rows
 
     def default_sampling_params(
-        self, *, defaults: Mapping[str, float] | None = None, **given: object
+        self, *, defaults: Mapping[str, float] | None = None, **given: Any
     ) -> SamplingParams:
         """Return sampling parameters with defaults for all values that are not given.
 

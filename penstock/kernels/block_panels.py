@@ -1,13 +1,13 @@
 """Panels of the encodings of blocks, little-endian and contiguous, with N outputs and K inputs.
 
-A panel is ``[N / 64, K / unit, bytes]`` uint8. A unit of 32 inputs is one group. One of 256 inputs is 8
-groups, the 64 float16 factors of the scales, and those of the minima if there are any. A group of 32 inputs
-has, for 64 outputs:
+A panel is ``[N / 64, K / unit, bytes]`` uint8. A unit of 32 inputs is one group. One of 64 inputs is 2
+groups and 64 float32 scales. One of 256 inputs is 8 groups, the 64 float16 factors of the scales, and those
+of the minima if there are any. A group of 32 inputs has, for 64 outputs:
 
 * 1024 bytes: the low four bits of the codes, in the order of `GroupPanels`,
 * of 5 bits: the fifth bits in the order of `GroupPanels`; of 6 bits: words ``[2, 64]``, of 16 inputs each.
   Byte j of a word has the two high bits of the inputs j, j + 4, j + 8 and j + 12, lowest first,
-* the scales ``[32 / group_size, 64]`` and the minima ``[64]``.
+* the scales ``[32 / group_size, 64]`` and the minima ``[64]``, unless the scales are those of units.
 
 Padding is 0.
 """
@@ -25,7 +25,7 @@ from penstock.kernels.encodings._block_kind import SCALE_BYTES, BlockKind
 from penstock.kernels.encodings._sizes import GROUP, PANEL
 from penstock.kernels.panels import FIFTH_BITS, PanelLayout, Tensors
 
-_TYPES = {"u8": torch.uint8, "i8": torch.int8, "f16": torch.float16}
+_TYPES = {"u8": torch.uint8, "i8": torch.int8, "f16": torch.float16, "f32": torch.float32}
 _LOW_BYTES = PANEL * GROUP // 2
 _HIGH_BITS = torch.tensor(
     [[8 * (k % 4) + 2 * (k // 8 * 2 + k % 8 // 4) for k in range(16)] for _ in range(2)]
@@ -61,12 +61,10 @@ class BlockPanels(PanelLayout):
             parts.append(_as_bytes(words.transpose(2, 3).flatten(2)))
         units = padded.shape[1] // kind.unit
         for name, size in (("scales", kind.scaled_inputs), ("minima", GROUP)):
-            if name in rows:
+            if name in rows and size <= GROUP:
                 parts.append(_columns(rows[name], missing, padded.shape[1] // GROUP, GROUP // size))
         records = torch.cat(parts, dim=2).view(len(groups), units, -1)
-        factors = [
-            _columns(rows[one], missing, units, 1) for one in ("factors", "min_factors") if one in rows
-        ]
+        factors = [_columns(rows[one], missing, units, 1) for one in self._unit_names() if one in rows]
         panels = {"panels": torch.cat([records, *factors], dim=2)}
         return panels | ({"scales": rows["row_scales"]} if kind.has_row_scales else {})
 
@@ -74,7 +72,7 @@ class BlockPanels(PanelLayout):
         kind, panels = self._kind, tensors["panels"]
         records, *factors = torch.split(panels, self._unit_sizes(), dim=2)
         groups = records.reshape(len(panels), -1, PANEL * kind.group_bytes)  # [P, G, bytes]
-        low, high, scales, *minima = torch.split(groups, self._group_sizes(), dim=2)
+        low, high, *own = torch.split(groups, self._group_sizes(), dim=2)
         pairs = low.reshape(*low.shape[:2], 4, PANEL, 4)
         steps = torch.stack([pairs & 15, pairs >> 4], dim=-1)  # [P, G, 4, 64, 4, 2]
         codes = steps.permute(0, 1, 3, 2, 5, 4).flatten(3)  # [P, G, 64, 32]
@@ -94,16 +92,22 @@ class BlockPanels(PanelLayout):
             rows = numbers.view(*columns.shape[:2], -1, PANEL).flatten(1, 2).transpose(1, 2).flatten(0, 1)
             found[name] = rows[:out_features, : -(-in_features // size)].contiguous()
 
-        add("scales", scales, kind.scale_type, kind.scaled_inputs)
+        if not kind.has_unit_scales:
+            add("scales", own[0], kind.scale_type, kind.scaled_inputs)
         if kind.min_type:
-            add("minima", minima[0], kind.min_type, GROUP)
-        for name, columns in zip(("factors", "min_factors"), factors, strict=False):
-            add(name, columns, "f16", kind.unit)
+            add("minima", own[1], kind.min_type, GROUP)
+        for name, columns in zip(self._unit_names(), factors, strict=False):
+            add(name, columns, kind.scale_type if kind.has_unit_scales else "f16", kind.unit)
         return found | ({"row_scales": tensors["scales"]} if kind.has_row_scales else {})
+
+    def _unit_names(self) -> tuple[str, ...]:
+        """Return the names of what may follow the groups of a unit."""
+        return ("scales",) if self._kind.has_unit_scales else ("factors", "min_factors")
 
     def _unit_sizes(self) -> list[int]:
         kind = self._kind
-        factors = [2 * PANEL] * (kind.factor_bytes // 2)
+        factors = [SCALE_BYTES[kind.scale_type] * PANEL] if kind.has_unit_scales else []
+        factors = factors or [2 * PANEL] * (kind.factor_bytes // 2)
         return [PANEL * kind.unit // GROUP * kind.group_bytes, *factors]
 
     def _group_sizes(self) -> list[int]:
@@ -111,7 +115,7 @@ class BlockPanels(PanelLayout):
         high = PANEL * GROUP * (kind.bits - 4) // 8
         scales = PANEL * SCALE_BYTES[kind.scale_type] * (GROUP // kind.scaled_inputs)
         minima = [PANEL * SCALE_BYTES[kind.min_type]] if kind.min_type else []
-        return [_LOW_BYTES, high, scales, *minima]
+        return [_LOW_BYTES, high] if kind.has_unit_scales else [_LOW_BYTES, high, scales, *minima]
 
 
 def _columns(numbers: Tensor, missing: int, units: int, parts: int) -> Tensor:

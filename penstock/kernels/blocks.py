@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.encodings._block_kind import BlockKind
+from penstock.kernels.encodings._block_kind import BlockKind, NumberTable
 from penstock.kernels.encodings._sizes import GROUP, SUPERBLOCK
 from penstock.kernels.quantized import quantize
 
@@ -23,10 +23,20 @@ _LARGEST = {"u8": 63, "i8": 127}  # of the integers that scales of superblocks b
 
 def numbers_of(kind: BlockKind, codes: Tensor) -> Tensor:
     """Return the number of each code, without scale and minimum, in float32."""
+    if kind.table is not None:
+        return torch.tensor(kind.table.numbers, device=codes.device)[codes.int()]
     if not kind.are_floats:
         return codes.float() - kind.offset
     values = torch.tensor([*MAGNITUDES, *(-one for one in MAGNITUDES)], device=codes.device)
     return values[codes.int()]
+
+
+def _factors_of(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
+    """Return the numbers of codes as the product takes them, and what 1 of them stands for."""
+    if kind.table is None:
+        return numbers_of(kind, codes), 1.0
+    steps = kind.table.steps
+    return (numbers_of(kind, codes) * steps).round(), 1 / steps
 
 
 def scales_of(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -59,7 +69,8 @@ def unpack_blocks(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
     weight = numbers_of(kind, tensors["weight"])
     inputs, scales, minima = weight.shape[1], scales_of(kind, tensors), minima_of(kind, tensors)
     if kind.has_row_scales:
-        scales = scales * tensors["row_scales"][:, None]
+        row_scales = tensors["row_scales"][:, None]
+        scales, minima = scales * row_scales, None if minima is None else minima * row_scales
     weight = weight * scales.repeat_interleave(kind.scaled_inputs, 1)[:, :inputs]
     return weight if minima is None else weight - minima.repeat_interleave(GROUP, 1)[:, :inputs]
 
@@ -68,22 +79,24 @@ def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], b
     """Return the sum over groups of ``sum(x_q * number) * scale_x * scale - sum(x_q) * scale_x * minimum``.
 
     The sum is in float32, in the order of the groups. It is multiplied by the row scale and rounded once to
-    the type of x.
+    the type of x. Numbers of a table are rounded to `NumberTable.steps`.
     """
-    size = kind.scaled_inputs
+    size = min(kind.scaled_inputs, GROUP)
     padding = (0, -x.shape[1] % GROUP)
     rows, row_scales = quantize(F.pad(x.float(), padding).view(len(x), -1, size))  # [T, G, size], [T, G]
-    numbers = numbers_of(kind, tensors["weight"])
+    numbers, unit = _factors_of(kind, tensors["weight"])
     numbers = F.pad(numbers, padding).view(len(numbers), -1, size)
-    scales, minima = scales_of(kind, tensors), minima_of(kind, tensors)
+    scales = scales_of(kind, tensors).repeat_interleave(kind.scaled_inputs // size, 1)[:, : numbers.shape[1]]
+    minima = minima_of(kind, tensors)
+    exact = torch.float32 if kind.table is None else torch.float64  # below 2^24 half integers, or 2^27
     y = torch.zeros(len(x), len(numbers), dtype=torch.float32, device=x.device)
     for group in range(scales.shape[1]):
-        integers = rows[:, group].float()
-        sums = integers @ numbers[:, group].T  # exact: below 2^24 half integers
-        scaled = sums * row_scales[:, group, None]
+        integers = rows[:, group].to(exact)
+        sums = (integers @ numbers[:, group].to(exact).T).float()
+        scaled = sums * (row_scales[:, group, None] * unit)
         y = (scaled.double() * scales[:, group].double() + y).float()
         if minima is not None:
-            negated = -integers.sum(1) * row_scales[:, group]
+            negated = -integers.sum(1).float() * row_scales[:, group]
             y = (negated.double()[:, None] * minima[:, group].double() + y).float()
     if kind.has_row_scales:
         y = y * tensors["row_scales"]
@@ -97,6 +110,8 @@ def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
     """Return a weight ``[out, in]`` of floats in blocks. A group with a NaN or an infinity becomes NaN."""
     inputs, size = weight.shape[1], kind.scaled_inputs
     groups = F.pad(weight.float(), (0, -inputs % size)).view(len(weight), -1, size)
+    if kind.table is not None:
+        return _table_codes(kind.table, groups, inputs)
     tensors = _float_scales(kind, groups) if kind.are_floats else _integer_scales(kind, groups)
     scales, minima = scales_of(kind, tensors), minima_of(kind, tensors)
     if kind.has_row_scales:
@@ -111,6 +126,21 @@ def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
         codes = (scaled.round() + kind.offset).clamp(0, (1 << kind.bits) - 1).long()
         codes = torch.where(valid[..., None], codes, 1 << kind.bits - 1)
     return {"weight": codes.to(torch.uint8).flatten(1)[:, :inputs].contiguous(), **tensors}
+
+
+def _table_codes(table: NumberTable, groups: Tensor, inputs: int) -> Tensors:
+    """Return the nearest numbers of ``groups [out, G, size]``, scaled to each group's largest magnitude."""
+    scales = groups.abs().amax(-1)
+    scales = scales.masked_fill(~scales.isfinite(), torch.nan)
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    ascending = sorted(set(table.numbers))
+    first_codes = torch.tensor([table.numbers.index(number) for number in ascending])
+    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(ascending)])
+    places = torch.bucketize((groups * inverse[..., None]).nan_to_num(), middles)
+    return {
+        "weight": first_codes[places].to(torch.uint8).flatten(1)[:, :inputs].contiguous(),
+        "scales": scales,
+    }
 
 
 def _float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
@@ -132,6 +162,11 @@ def _integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
     top = (1 << kind.bits) - 1 - kind.offset
     if kind.min_type is None:
         return _stored_numbers(kind.scale_type, torch.maximum(-low, high) / top, "scales", "factors")
+    if kind.is_centred:
+        spread = (high - low).masked_fill(~groups.isfinite().all(-1), torch.nan)
+        halves = (spread / (top + kind.offset)).half()
+        row_scales = torch.ones(len(groups), device=groups.device)
+        return {"scales": halves, "minima": (-low - kind.offset * halves).half(), "row_scales": row_scales}
     scales = _stored_numbers(kind.scale_type, (high - low) / top, "scales", "factors")
     return scales | _stored_numbers(kind.min_type, -low, "minima", "min_factors")
 

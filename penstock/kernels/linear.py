@@ -1,19 +1,24 @@
 """Packed linear layers: each weight has one form in memory, made once at load.
 
-An encoding (`penstock.kernels.encodings`) defines the numbers of a weight. A `Layout` defines their order in
-memory. `ROWS` is the order that the encoding defines; a back end can define other layouts.
+The forms are those of `penstock.kernels.encodings`, in the order of rows, for the C++ kernels in panels, or
+for GPUs in nibbles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.encodings import encoding_named
+
+Layout = Literal["rows", "panels", "nibbles"]
+"""How a packed weight lies in memory: as `LinearEncoding.pack` returns it, or as `kernels.panels` or
+`kernels.nibbles` define."""
 
 ROW_TILE = 16
 """Row counts of torch products are padded to a multiple of this: BLAS uses other kernels for few rows than
@@ -22,23 +27,6 @@ for many. MKL on Intel processors needs 16; with 8 rows the bits differ."""
 INPUT_BLOCK = 256
 """Inputs that one float32 product sums. MKL splits longer sums over its threads on Intel processors, so that
 their bits would depend on the number of threads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The memory layout of packed weights. A back end with a layout of its own defines it as a constant."""
-
-    name: str
-    to_rows: Callable[[PackedLinear], Mapping[str, Tensor]]
-    """Returns the tensors of a weight in this layout as `LinearEncoding.pack` defines them."""
-
-
-def _tensors_of(packed: PackedLinear) -> Mapping[str, Tensor]:
-    return packed.tensors
-
-
-ROWS = Layout("rows", _tensors_of)
-"""The tensors that `LinearEncoding.pack` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +48,9 @@ class PackedLinear:
     out_features: int
     bias: Tensor | None = None  # [out]
     slices: tuple[LinearSlice, ...] = ()
-    layout: Layout = ROWS
+    layout: Layout = "rows"
+    order: Tensor | None = None  # [in] int32
+    """The inputs in the order in which the weight holds them; None: in their own order."""
 
 
 def multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,13 +103,14 @@ def pack_quantized(
     *,
     bias: Tensor | None = None,  # [out]
     slices: Sequence[LinearSlice] = (),
+    order: Tensor | None = None,  # [in] int32
 ) -> PackedLinear:
     """Return the layer of a weight that already has the form of its encoding, with ``weight [out, in]``.
 
     Raises:
         ConfigError: the encoding is unknown.
     """
-    return layer_of(rows, shape_of([rows["weight"]]), encoding, bias, slices)
+    return layer_of(rows, shape_of([rows["weight"]]), encoding, bias, slices, order=order)
 
 
 def layer_of(
@@ -128,12 +119,13 @@ def layer_of(
     encoding: str,
     bias: Tensor | None,  # [out]
     slices: Sequence[LinearSlice],
-    layout: Layout = ROWS,
+    layout: Layout = "rows",
+    order: Tensor | None = None,  # [in] int32
 ) -> PackedLinear:
     """Return the layer of a packed weight, with the bias in the encoding's type of activations."""
     if bias is not None:
         bias = bias.detach().to(encoding_named(encoding).compute_dtype.to_torch()).contiguous()
-    return PackedLinear(encoding, tensors, shape[1], shape[0], bias, tuple(slices), layout)
+    return PackedLinear(encoding, tensors, shape[1], shape[0], bias, tuple(slices), layout, order)
 
 
 def shape_of(parts: Sequence[Tensor]) -> tuple[int, int]:
@@ -142,10 +134,22 @@ def shape_of(parts: Sequence[Tensor]) -> tuple[int, int]:
 
 
 def tensors_in_rows(packed: PackedLinear) -> Mapping[str, Tensor]:
-    """Return the tensors of a packed linear layer as `LinearEncoding.pack` defines them, for any layout."""
-    return packed.layout.to_rows(packed)
+    """Return the tensors of a packed linear layer as `LinearEncoding.pack` defines them, for any layout.
+
+    The inputs are in the order of `PackedLinear.order`.
+    """
+    if packed.layout == "rows":
+        return packed.tensors
+    if packed.layout == "nibbles":
+        from penstock.kernels.nibbles import from_nibbles
+
+        return from_nibbles(packed.tensors, encoding_named(packed.encoding), packed.in_features)
+    layout = encoding_named(packed.encoding).panels
+    assert layout is not None, f"{packed.encoding} weights have no panels"
+    return layout.from_panels(packed.tensors, packed.out_features, packed.in_features)
 
 
 def unpack_linear(packed: PackedLinear) -> Tensor:
     """Return the weight ``[out, in]`` that a packed linear layer represents, for any layout."""
-    return encoding_named(packed.encoding).unpack(tensors_in_rows(packed))
+    weight = encoding_named(packed.encoding).unpack(tensors_in_rows(packed))
+    return weight if packed.order is None else weight[:, packed.order.argsort()]

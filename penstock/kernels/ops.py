@@ -21,7 +21,7 @@ from penstock.kernels.collectives import CollectiveOps
 from penstock.kernels.convolution import ConvolutionOps
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs, SequenceBlocks
-from penstock.kernels.linear import ROWS, Layout, LinearSlice, PackedLinear, pack_linear, pack_quantized
+from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, pack_linear, pack_quantized
 from penstock.kernels.operations import (
     Arguments,
     CFunction,
@@ -56,13 +56,13 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     name: str
     """Name of the back end, as ``penstock env`` prints it."""
 
-    layout: Layout = ROWS
+    layout: Layout = "rows"
     """Memory layout of the weights that it packs."""
 
     @property
     def packs_weights(self) -> bool:
-        """Whether it has its own layout of packed weights. Weights in that layout can be cached in a file."""
-        return self.layout != ROWS
+        """Whether it packs weights into a layout of its own. Such weights can be cached in a file."""
+        return self.layout != "rows"
 
     @property
     def description(self) -> str:
@@ -78,7 +78,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     def require_determinism(self) -> None:  # optional
         """Compute every row with the same bits in any batch from now on.
 
-        Does nothing in a back end whose operations always do this.
+        Does nothing in a back end whose operations always do.
         """
 
     def pack_linear(
@@ -121,13 +121,16 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
         *,
         bias: Tensor | None = None,  # [out]
         slices: Sequence[LinearSlice] = (),
+        order: Tensor | None = None,  # [in] int32
     ) -> PackedLinear:
         """Pack a quantised weight: ``weight [out, in]`` and the other tensors of its encoding.
+
+        ``order`` is that of its inputs, see `PackedLinear.order`.
 
         Raises:
             ConfigError: the encoding is unknown.
         """
-        return pack_quantized(rows, encoding, bias=bias, slices=slices)
+        return pack_quantized(rows, encoding, bias=bias, slices=slices, order=order)
 
     @operation(weights=["table"])
     @abstractmethod
@@ -138,7 +141,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
         weights=["packed"],
         simplify=_own_adapters,
         functions={
-            "linear": CFunction("2q P q 4P 4q", can_be_long=True),
+            "linear": CFunction("2q P q 5P 4q", can_be_long=True),
             "lora": CFunction("q P q P q 2P 4q", can_be_long=True),
         },
     )
@@ -268,7 +271,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks | None:
         """Return what `encoder_attention` needs of ``row_offsets [B + 1]``, once for all layers of a step.
 
-        None in a back end that reads keys and values in place.
+        None in a back end that reads keys and values where they are.
         """
         return None
 

@@ -13,8 +13,7 @@ from penstock.kernels.operations import CFunction, operation
 
 @dataclass(frozen=True, slots=True)
 class ScoreRouting:
-    """Routing by a score of each expert, with a bias that affects the selection of experts but not their
-    weights.
+    """Routing by a score of each expert, with a bias that selects experts but does not weigh them.
 
     Wang et al. 2024 (arXiv:2408.15664); groups and the factor as in DeepSeek-V3 (arXiv:2412.19437).
     """
@@ -26,8 +25,7 @@ class ScoreRouting:
     scale: float = 1.0
     """Factor on the weights."""
     groups: int = 1
-    """Number of groups of consecutive experts. Each row selects groups first, then experts in these
-    groups."""
+    """The experts are G groups of consecutive experts. The group of a row's experts is selected first."""
     top_groups: int = 1
     """The number of groups to select: those with the largest sum of their two largest biased scores."""
     min_sum: float = 1e-20
@@ -49,7 +47,7 @@ Routing = Literal["all", "all_normed", "chosen"] | ScoreRouting | SparseMixer
 
 
 class RoutingOps(ABC):
-    """The operations of routers, and of layers whose outputs a router weights."""
+    """The operations of routers and of layers that a router weighs."""
 
     @operation(
         weights=["bias"],
@@ -71,7 +69,7 @@ class RoutingOps(ABC):
 
         The rules that have names select the experts with the largest logits. The weights are a softmax over
         all N logits (``all``), the same divided by the sum of the selected weights (``all_normed``), or a
-        softmax over the selected logits (``chosen``). Only `ScoreRouting` uses ``bias``.
+        softmax over the selected logits (``chosen``). ``bias`` is an argument of `ScoreRouting` alone.
         """
 
     @operation(functions={"scale_rows": CFunction("2q 3P 5q")})

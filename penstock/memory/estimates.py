@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.dtype import DType
 from penstock.kernels.encodings import encoding_named
 from penstock.memory.demand import wanted_logit_rows, wanted_step_size
-from penstock.weights.safetensors import TensorHeader
+from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
@@ -60,6 +60,8 @@ def estimate_weights_size(
                 encoding = kind.for_layer(layer_role, out_features, in_features)
             kind = encoding_named(encoding)
             size += prod(experts) * kind.num_bytes(out_features, in_features) * share(name)
+            if model.keeps_stored_layers and isinstance(header, QuantizedHeader):
+                size += len(header.order)
         elif role != "head":
             size += _plain_size(header, floats) * (share(name) if role == "table" else 1)
     kind = _encoding(pipeline_config)

@@ -44,6 +44,7 @@ class LayerPacker:
         *,
         is_mapped: bool = False,
         shape: tuple[int, ...] | None = None,
+        order: Tensor | None = None,
     ) -> PackedLinear:
         """Return the next layer of the load.
 
@@ -55,6 +56,7 @@ class LayerPacker:
             skip: called instead of ``read``, to check the weight without reading it.
             is_mapped: whether the weight stays in memory after the load, so that packing can be deferred.
             shape: ``(out, in)`` of this rank's part; by default the sum of ``parts``.
+            order: ``[in]``, the `PackedLinear.order` of a weight that is stored in the encoding.
         """
         slices, start = [], 0
         for name, part in parts.items():
@@ -73,7 +75,8 @@ class LayerPacker:
         if packed is not None:
             skip()
         else:
-            packed = self._pack(read(), bias, slices, encoding, is_mapped and self._is_deferred(encoding))
+            is_deferred = is_mapped and self._is_deferred(encoding)
+            packed = self._pack(read(), bias, slices, encoding, is_deferred, order)
         self.layers.append(packed)
         return packed
 
@@ -93,10 +96,12 @@ class LayerPacker:
         slices: Sequence[LinearSlice],
         encoding: str,
         is_deferred: bool,
+        order: Tensor | None,
     ) -> PackedLinear:
         if isinstance(weight, Mapping):
             rows = {name: tensor.to(self._device) for name, tensor in weight.items()}
-            return self._ops.pack_quantized(rows, encoding, bias=bias, slices=slices)
+            order = order if order is None else order.to(self._device)
+            return self._ops.pack_quantized(rows, encoding, bias=bias, slices=slices, order=order)
         parts = [part.to(self._device) for part in weight]
         pack = self._ops.pack_lazily if is_deferred else self._ops.pack_linear
         return pack(parts, encoding, bias=bias, slices=slices)

@@ -103,24 +103,48 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(tuple(parts))
 
 
-def common_encoding(source: TensorSource, names: Iterable[str], floats: str) -> str | None:
+def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], floats: str) -> str | None:
     """Return the encoding in which all layers are stored; None if they differ or are floats.
+
+    They also differ if the encoding holds their inputs in different orders. A layer whose inputs have another
+    order than their own cannot be cut along them.
 
     Args:
         source: where the layers are stored.
-        names: their names.
+        parts: their parts by name.
         floats: the type to which layers that differ are widened, for the log.
     """
-    names = list(names)
-    stored = {source.stored_encoding(f"{name}.weight") for name in names}
+    stored = {source.stored_encoding(f"{name}.weight") for name in parts}
+    orders = {source.input_order(f"{name}.weight") for name in parts}
+    problem = None
     if len(stored) > 1:
-        _logger.warning(
-            "%s are one layer but stored as %s: they are widened to %s",
-            ", ".join(names),
-            " and ".join(sorted(name or "floats" for name in stored)),
-            floats,
-        )
-    return stored.pop() if len(stored) == 1 else None
+        problem = f"are one layer but stored as {' and '.join(sorted(one or 'floats' for one in stored))}"
+    elif len(orders) > 1:
+        problem = "are one layer but stored with inputs in different orders (desc_act)"
+    elif orders != {b""} and any(part.inputs is not None for part in parts.values()):
+        problem = "have inputs that ranks divide, but are stored with inputs in another order (desc_act)"
+    if problem is not None:
+        _logger.warning("%s %s: they are widened to %s", ", ".join(parts), problem, floats)
+        return None
+    return stored.pop()
+
+
+def order_of(source: TensorSource, parts: Iterable[str], encoding: str) -> Tensor | None:
+    """Return the inputs of a layer in the order in which its encoding holds them, ``[in]`` int32.
+
+    Args:
+        source: where the layer is stored.
+        parts: the names of its parts, which have one order.
+        encoding: the encoding of the layer. A part that is stored in another one is converted.
+
+    Returns:
+        None if the inputs are in their own order.
+    """
+    weights = [f"{name}.weight" for name in parts]
+    found = [source.input_order(one) for one in weights if source.stored_encoding(one) == encoding]
+    order = found[0] if found else b""
+    assert not order or (set(found) == {order} and len(found) == len(weights)), "parts of different orders"
+    return torch.frombuffer(bytearray(order), dtype=torch.int32) if order else None
 
 
 def read_parts(
@@ -163,5 +187,7 @@ def _read_rows(source: TensorSource, name: str, part: LayerPart, encoding: str) 
     if stored is not None and stored == encoding:
         return {key: joined([rows[key] for _, rows in found]) for key in found[0][1]}
     if stored is not None:
-        return [encoding_named(stored).unpack(rows) for _, rows in found]
+        order = order_of(source, [name], stored)
+        weights = [encoding_named(stored).unpack(rows) for _, rows in found]
+        return weights if order is None else [one[:, order.argsort()] for one in weights]
     return [rows["weight"] for _, rows in found]

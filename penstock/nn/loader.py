@@ -20,6 +20,7 @@ from penstock.nn.layer_parts import (
     common_encoding,
     inner_part_of,
     joined,
+    order_of,
     read_parts,
 )
 from penstock.nn.linear import Linear
@@ -164,7 +165,8 @@ class Loader:
     def has_separate_values(self, name: str, out_features: int, in_features: int, *, beside: str) -> bool:
         """Return whether attention's values cannot be fused with queries and keys.
 
-        This is so if they have another encoding, unless they are already stored in that of the model.
+        This is so if they have another encoding or order of inputs, unless they are already stored in that
+        of the model.
 
         Args:
             name: name of the layer of the values.
@@ -174,7 +176,8 @@ class Loader:
         """
         stored = self.source.stored_encoding(f"{name}.weight")
         if self._keep_stored:
-            return stored != self.source.stored_encoding(f"{beside}.weight")
+            orders = {self.source.input_order(f"{one}.weight") for one in (name, beside)}
+            return stored != self.source.stored_encoding(f"{beside}.weight") or len(orders) > 1
         encoding = self._kind.for_layer("values", out_features, in_features)
         return not self._is_uniform and encoding != self.encoding and stored != self.encoding
 
@@ -313,7 +316,8 @@ class Loader:
         def skip() -> None:
             self.source.expect(weight, shape)
 
-        packed = self._packer.layer({}, bias, encoding, read, skip, shape=shape)
+        inputs = order_of(self.source, [name], encoding)
+        packed = self._packer.layer({}, bias, encoding, read, skip, shape=shape, order=inputs)
         self.source.release(weight)
         return Linear(packed)
 
@@ -375,7 +379,8 @@ class Loader:
                 self.source.release(f"{name}.weight")
 
         is_mapped = all(self.source.is_mapped(f"{name}.weight") for name in parts)
-        packed = self._packer.layer(parts, bias, encoding, read, skip, is_mapped=is_mapped)
+        order = order_of(self.source, parts, encoding)
+        packed = self._packer.layer(parts, bias, encoding, read, skip, is_mapped=is_mapped, order=order)
         if isinstance(packed.tensors, LazyWeight):
             packed.tensors.release = release
         else:

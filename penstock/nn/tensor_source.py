@@ -34,14 +34,18 @@ class TensorSource(Protocol):
         """Return the encoding in which a weight is stored; None if it is stored as floats."""
         ...
 
+    def input_order(self, name: str) -> bytes:
+        """Return the inputs of a weight, int32, in the order of its stored encoding; empty for their own."""
+        ...
+
     def read_linear(
         self, name: str, shape: tuple[int, int], *, transposed: bool = False
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         """Return the weight of a linear layer in its stored encoding.
 
-        The tensors are those of `LinearEncoding.pack`. If the weight is not stored in an encoding, None and
-        ``weight [out, in]`` as floats are returned. ``shape`` is ``(out, in)``, also if the stored shape is
-        ``transposed``.
+        The tensors are those of `LinearEncoding.pack`, with inputs in the order of `input_order`. If the
+        weight is not stored in an encoding, None and ``weight [out, in]`` as floats are returned. ``shape``
+        is ``(out, in)``, also if the stored shape is ``transposed``.
         """
         ...
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.config import PipelineConfig
     from penstock.distributed.ranks import Ranks
     from penstock.engine import InferenceSession
-    from penstock.pipelines.task_pipeline import AnyTaskPipeline
+    from penstock.pipelines.task_pipeline import TaskPipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class PipelineRequirements:
         )
 
 
-PipelineFactory: TypeAlias = "Callable[[PipelineRequirements], AnyTaskPipeline]"
+PipelineFactory: TypeAlias = "Callable[[PipelineRequirements], TaskPipeline[Any, Any]]"
 
 
 @dataclass(frozen=True, kw_only=True)

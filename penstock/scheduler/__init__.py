@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 from penstock.scheduler.scheduler import Scheduler
 
-AnyScheduler: TypeAlias = Scheduler[Any, Any]
-"""A scheduler of contexts of any task."""
-
-__all__ = ["AnyScheduler", "Scheduler"]
+__all__ = ["Scheduler"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import CheckpointError, ConfigError, InputError, UnsupportedFeatureError
 
-Message = Mapping[str, object]
+Message = Mapping[str, Any]
 
 # Arguments of transformers' apply_chat_template that are not variables of the template.
 _RESERVED_OPTIONS = frozenset(
@@ -282,9 +282,7 @@ def _with_part(message: Message) -> Message:
 
 
 def _joined(message: Message) -> Message:
-    content = message["content"]
-    assert isinstance(content, list)
-    return {**message, "content": "\n".join(part["text"] for part in content)}
+    return {**message, "content": "\n".join(part["text"] for part in message["content"])}
 
 
 def _variables(options: Mapping[str, object] | None) -> dict[str, object]:

@@ -42,7 +42,6 @@ _FLOATS = {"F16": DType.float16, "BF16": DType.bfloat16, "F32": DType.float32, "
 class GGUFTensor(TensorHeader):
     """One tensor of a GGUF file, or one expert's part of it, with its name and shape on the hub."""
 
-    offset: int = 0  # bytes from the start of the file
     heads: int = 0
     """Number of heads if the rows are interleaved for the rotary embedding; 0 if they are not."""
     fused_heads: int = 0
@@ -164,13 +163,11 @@ def _heads(file: GGUFFile, architecture: str) -> dict[str, int]:
     """Return the number of query heads and of key heads, by the tensor's name."""
     queries = file.metadata.get(f"{architecture}.attention.head_count")
     keys = file.metadata.get(f"{architecture}.attention.head_count_kv", queries)
-    heads = {}
-    for name, count in (("attn_q", queries), ("attn_k", keys)):
-        heads[name] = count if isinstance(count, int) else 0
-        if heads[name] < 1:
+    for count in (queries, keys):
+        if type(count) is not int or count < 1:
             problem = f"{architecture}.attention.head_count and head_count_kv must be numbers, not {count!r}"
             raise WeightsError(file.path, problem)
-    return heads
+    return {"attn_q": queries, "attn_k": keys}
 
 
 def _headers(

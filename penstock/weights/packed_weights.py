@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,10 @@ _TYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
+    "I32": torch.int32,
 }
+_ORDER = "order"
+"""Name of `PackedLinear.order` in the file."""
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
@@ -52,39 +55,14 @@ def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
     except WeightsError as problem:
         logger.warning("packed weights are not used: %s", problem)
         return None
-    if header.metadata.get("made_of") != _made_of(key, layout):
+    metadata = header.pop("__metadata__", {})
+    if metadata.get("made_of") != _made_of(key, layout):
         logger.info("packed weights are not used: %s is of another checkpoint or version", file)
         return None
     logger.info("packed weights are mapped from %s", file)
     content = map_in_huge_pages(file)[start:]
-    tensors = {name: _view(content, entry) for name, entry in header.tensors.items()}
-    layers = [_Layer.parsed(one) for one in json.loads(header.metadata["layers"])]
-    return PackedLayerReader(layers, tensors, layout)
-
-
-class _LayerFields(TypedDict):
-    """A layer as JSON."""
-
-    encoding: str
-    shape: Sequence[int]
-    slices: Sequence[tuple[str, int, int]]
-    tensors: Sequence[str]
-
-
-class _TensorFields(TypedDict):
-    """An entry of a safetensors header."""
-
-    dtype: str
-    shape: list[int]
-    data_offsets: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _FileHeader:
-    """The header of a file."""
-
-    metadata: Mapping[str, str]
-    tensors: Mapping[str, _TensorFields]
+    tensors = {name: _view(content, entry) for name, entry in header.items()}
+    return PackedLayerReader([_Layer.parsed(one) for one in json.loads(metadata["layers"])], tensors, layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +72,19 @@ class _Layer:
     encoding: str
     shape: tuple[int, int]  # [out, in]
     slices: tuple[LinearSlice, ...]
-    tensors: tuple[str, ...]  # names in `PackedLinear.tensors`
+    tensors: tuple[str, ...]  # names in `PackedLinear.tensors`, and perhaps `_ORDER`
 
     @classmethod
     def of(cls, packed: PackedLinear) -> _Layer:
         shape = (packed.out_features, packed.in_features)
-        return cls(packed.encoding, shape, packed.slices, tuple(packed.tensors))
+        return cls(packed.encoding, shape, packed.slices, tuple(_tensors_of(packed)))
 
     @classmethod
-    def parsed(cls, fields: _LayerFields) -> _Layer:
+    def parsed(cls, fields: Mapping[str, Any]) -> _Layer:
         slices = tuple(LinearSlice(*one) for one in fields["slices"])
-        out_features, in_features = fields["shape"]
-        return cls(fields["encoding"], (out_features, in_features), slices, tuple(fields["tensors"]))
+        return cls(fields["encoding"], tuple(fields["shape"]), slices, tuple(fields["tensors"]))
 
-    def fields(self) -> _LayerFields:
+    def fields(self) -> dict[str, Any]:
         slices = [(one.name, one.start, one.stop) for one in self.slices]
         return {
             "encoding": self.encoding,
@@ -140,7 +117,8 @@ class PackedLayerReader:
         if layer is None or layer != _Layer(encoding, shape, tuple(slices), layer.tensors):
             return None
         tensors = {name: self._tensors[f"{place}.{name}"] for name in layer.tensors}
-        return layer_of(tensors, shape, encoding, bias, layer.slices, self._layout)
+        order = tensors.pop(_ORDER, None)
+        return layer_of(tensors, shape, encoding, bias, layer.slices, self._layout, order)
 
 
 def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
@@ -154,21 +132,22 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
     named = [
         (f"{place}.{name}", tensor)
         for place, layer in enumerate(packed)
-        for name, tensor in layer.tensors.items()
+        for name, tensor in _tensors_of(layer).items()
     ]
     named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # tensors that would leave a gap come last
     layers = [_Layer.of(layer).fields() for layer in packed]
-    tensors: dict[str, _TensorFields] = {}
+    header: dict[str, Any] = {
+        "__metadata__": {"made_of": _made_of(key, layout), "layers": json.dumps(layers)}
+    }
     end = 0
     for name, tensor in named:
         begin, end = end, end + tensor.nbytes
-        tensors[name] = {
+        header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
-    metadata = {"made_of": _made_of(key, layout), "layers": json.dumps(layers)}
-    text = json.dumps({"__metadata__": metadata, **tensors}).encode()
+    text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(f".{os.getpid()}.tmp")
@@ -184,7 +163,12 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
     return file
 
 
-def _read_header(file: Path) -> tuple[_FileHeader, int]:
+def _tensors_of(packed: PackedLinear) -> Mapping[str, Tensor]:
+    order = {} if packed.order is None else {_ORDER: packed.order}
+    return {**packed.tensors, **order}
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
     """Return the header and the offset of the tensors.
 
     Raises:
@@ -193,11 +177,10 @@ def _read_header(file: Path) -> tuple[_FileHeader, int]:
     read_header(file)
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        entries = json.loads(stream.read(length))
-    return _FileHeader(entries.pop("__metadata__", {}), entries), 8 + length
+        return json.loads(stream.read(length)), 8 + length
 
 
-def _view(content: Tensor, entry: _TensorFields) -> Tensor:
+def _view(content: Tensor, entry: Mapping[str, Any]) -> Tensor:
     begin, end = entry["data_offsets"]
     return content[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
 
@@ -211,4 +194,4 @@ def _made_of(key: PackedKey, layout: Layout) -> str:
     files = sorted({file.resolve() for file in key.tensor_files})
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(key.config.encode()).hexdigest()
-    return json.dumps([__version__, layout.name, LAYOUTS_VERSION, key.encoding, states, digest])
+    return json.dumps([__version__, layout, LAYOUTS_VERSION, key.encoding, states, digest])

@@ -38,6 +38,8 @@ class TensorHeader:
     """The encoding in which a linear layer is stored; None for floats and other numbers."""
     is_transposed: bool = False
     """Whether the shape is ``[in, out]`` although the file stores one row per output."""
+    offset: int = 0
+    """Bytes from the start of the file to the tensor."""
 
     @property
     def dtype(self) -> DType | None:
@@ -70,6 +72,8 @@ class QuantizedHeader(TensorHeader):
     """Index in the first dimension of all parts; None if the weight is the whole of each part."""
     float_dtype: DType = DType.bfloat16
     """The type in which the weight is read as floats."""
+    order: bytes = b""
+    """The inputs in the order in which the encoding holds them, int32; empty for their own order."""
 
     @property
     def dtype(self) -> DType:
@@ -132,6 +136,21 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     return _parse_header(file, text, size - 8 - length)
 
 
+def read_metadata(file: Path) -> dict[str, str]:
+    """Return the texts that the header of a safetensors file has beside its tensors.
+
+    Raises:
+        WeightsError: the file cannot be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            entries = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    except (OSError, ValueError, RecursionError) as problem:
+        raise WeightsError(file, f"cannot be read: {problem}") from problem
+    found = entries.get("__metadata__") or {}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
 def read_tensor_bytes(header: TensorHeader) -> bytes:
     """Return the content of a small tensor of a safetensors file.
 
@@ -140,11 +159,9 @@ def read_tensor_bytes(header: TensorHeader) -> bytes:
     """
     try:
         with header.file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            begin, end = json.loads(stream.read(length))[header.stored_name]["data_offsets"]
-            stream.seek(8 + length + begin)
-            return stream.read(end - begin)
-    except (OSError, ValueError, KeyError) as problem:
+            stream.seek(header.offset)
+            return stream.read(header.num_bytes)
+    except OSError as problem:
         raise WeightsError(header.file, f"{header.stored_name} cannot be read: {problem}") from problem
 
 
@@ -159,7 +176,8 @@ def _parse_header(file: Path, text: bytes, data_size: int) -> dict[str, TensorHe
     try:
         entries = json.loads(text)
         metadata = entries.pop("__metadata__", None) or {}
-        headers = {name: _tensor_header(file, name, entry) for name, entry in entries.items()}
+        start = 8 + len(text)
+        headers = {name: _tensor_header(file, name, entry, start) for name, entry in entries.items()}
         # If tensors share storage, some writers store one of them and map the other names to it in metadata.
         headers |= {
             name: headers[kept]
@@ -185,10 +203,10 @@ class _Entry(TypedDict):
     data_offsets: tuple[int, int]
 
 
-def _tensor_header(file: Path, name: str, entry: _Entry) -> TensorHeader:
+def _tensor_header(file: Path, name: str, entry: _Entry, start: int) -> TensorHeader:
     shape = tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    header = TensorHeader(file, entry["dtype"], shape, end - begin, name)
+    header = TensorHeader(file, entry["dtype"], shape, end - begin, name, offset=start + begin)
     if not all(isinstance(size, int) and size >= 0 for size in (*shape, begin, end - begin)):
         raise ValueError("a shape or a byte range holds a value that is not a count")
     if header.dtype and header.num_elements * header.dtype.size_in_bytes != header.num_bytes:

@@ -23,8 +23,7 @@ from penstock.errors import ConfigError
 from penstock.pipelines.core.cache_events import BlocksRemoved, BlocksStored, CacheEvent
 
 _MAX_QUEUED = 100_000
-"""Maximum number of messages queued for a slow subscriber. Further messages are dropped, which leaves a gap
-in the sequence numbers."""
+"""Messages that are kept for a slow subscriber; then some are lost, which their numbers show."""
 
 
 class CachePublisher:

@@ -13,10 +13,9 @@ from penstock.worker.messages import WorkerInfo
 from penstock.worker.prefix_map import PrefixMap
 
 MAX_DIGESTS = 512
-"""Maximum number of blocks of a prompt to hash. Hashing runs in the event loop, and a longer common prefix
-rarely changes the choice."""
+"""Blocks of a prompt that are hashed, in the event loop; two prompts differ earlier, or are equally good."""
 REQUEST_COST = 256
-"""Cost of one running request, in prompt tokens that take as long to compute."""
+"""Prompt tokens whose computation delays a request as long as another running request does."""
 MAX_SESSIONS = 100_000
 """Sessions whose worker is known; the least recently used are forgotten."""
 
@@ -39,7 +38,7 @@ class RoutingPolicy(Protocol):
 
 
 class LeastLoaded:
-    """Chooses the worker with the fewest requests; of several, the first."""
+    """Chooses the worker with the fewest requests, the first one of several."""
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: Sequence[int], workers: int
@@ -94,7 +93,7 @@ class PrefixAware:
 
 
 def least_loaded(loads: Sequence[int], workers: int) -> int:
-    """Return the worker of a set with the fewest requests; of several, the first."""
+    """Return the worker of a set with the fewest requests, the first one of several."""
     if workers + 1 == 1 << len(loads):
         return loads.index(min(loads))
     return min((worker for worker in range(len(loads)) if workers >> worker & 1), key=loads.__getitem__)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from support.gguf_files import write_gguf
-from support.packed_checkpoints import gptq, write_packed_checkpoint
+from support.packed_checkpoints import Order, gptq, write_packed_checkpoint
 from support.rank_pair import RankPair
 from support.running import context_of, open_pipeline, random_tokens, step_logits
 from support.tiny_llm import write_tiny_llm
@@ -45,9 +45,16 @@ def compare(pair: RankPair, checkpoint: Path) -> None:
     assert float(error.square().mean().sqrt() / expected.std()) < 0.06
 
 
-def test_gptq(pair: RankPair, wide: Path, tmp_path: Path) -> None:
-    section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
-    compare(pair, write_packed_checkpoint(wide, tmp_path, gptq(4, 32), section))
+@pytest.mark.parametrize("order", ["none", "inputs"])
+def test_gptq(
+    pair: RankPair, wide: Path, tmp_path: Path, order: Order, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Inputs in another order cannot be divided: such layers are widened."""
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
+    section["desc_act"] = order != "none"
+    compare(pair, write_packed_checkpoint(wide, tmp_path, gptq(4, 32, order=order), section))
+    assert ("mlp.down_proj have inputs that ranks divide" in caplog.text) == (order != "none")
+    assert "gate_proj" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", pytest.param("Q5_1", marks=pytest.mark.slow)])

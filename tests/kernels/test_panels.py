@@ -11,12 +11,11 @@ from torch import Tensor
 
 from penstock.kernels import PackedLinear, encoding_named, pack_linear, unpack_linear
 from penstock.kernels.cpu import variants
-from penstock.kernels.cpu.linear import PANELS
 from penstock.kernels.encodings._sizes import FP8_GROUP, GROUP, PANEL
-from penstock.kernels.linear import ROWS, tensors_in_rows
+from penstock.kernels.linear import tensors_in_rows
 from penstock.kernels.panels import PanelLayout
 
-BLOCKS = ("q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "mxfp4", "nvfp4")
+BLOCKS = ("q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "mxfp4", "nvfp4", "nf4", "fp4", "q4_z")
 ENCODINGS = ("float32", "bfloat16", "int8", "int5", "int4", "uint8", "uint4", "fp8", *BLOCKS)
 SIZES = st.integers(1, 150)
 
@@ -74,7 +73,7 @@ def test_there_and_back(encoding: str, outputs: int, inputs: int, seed: int) -> 
     assert panels["panels"].shape == panels_of(encoding).shape(outputs, inputs)
     assert panels["panels"].dtype == panels_of(encoding).dtype.to_torch()
     assert sum(one.nbytes for one in panels.values()) == encoding_named(encoding).num_bytes(outputs, inputs)
-    packed = PackedLinear(encoding, panels, inputs, outputs, layout=PANELS)
+    packed = PackedLinear(encoding, panels, inputs, outputs, layout="panels")
     assert torch.equal(unpack_linear(packed), encoding_named(encoding).unpack(rows))
     assert tensors_in_rows(packed).keys() == rows.keys()
 
@@ -85,9 +84,13 @@ def check_block(
     """Compare a code, its scale, its minimum and the factors with their places in the units of a panel."""
     (n, k), bits = at, encoding_named(encoding).bits
     has_factors, size = "factors" in rows, encoding_named(encoding).group_size or 0
-    unit = units[k // (256 if has_factors else 32)]
+    inputs = 256 if has_factors else max(size, 32)
+    unit = units[k // inputs]
     num_factors = 128 * sum(name in rows for name in ("factors", "min_factors"))
-    groups = unit[: len(unit) - num_factors].view(8 if has_factors else 1, -1)
+    if size > 32:  # a float32 scale for the unit
+        num_factors = 256
+        assert unit[-256:].view(torch.float32)[column] == rows["scales"][n, k // size]
+    groups = unit[: len(unit) - num_factors].view(inputs // 32, -1)
     group, step, place = groups[k // 32 % len(groups)], k % 32 // 8, k % 8
     byte = int(group[256 * step + 4 * column + place % 4])
     code = byte >> 4 if place >= 4 else byte & 15
@@ -97,6 +100,8 @@ def check_block(
         word = int(group[1024 + 256 * (step // 2) + 4 * column + place % 4])
         code |= (word >> 2 * (2 * (step % 2) + place // 4) & 3) << 4
     assert code == rows["weight"][n, k]
+    if size > 32:
+        return
     rest = group[256 * bits :]
     scale = rows["scales"]
     numbers = rest[: 64 * scale.itemsize * 32 // size].view(scale.dtype)
@@ -165,11 +170,11 @@ def test_padding_of_panels_is_zero(encoding: str, outputs: int, inputs: int) -> 
     assert not weight[:, inputs:].any()
 
 
-def test_encodings_without_panels_are_stored_in_rows() -> None:
+def test_encodings_without_panels_lie_in_rows() -> None:
     assert encoding_named("float16").panels is None
     for ops in variants():
-        assert ops.pack_linear(torch.randn(5, 7), "float16").layout == ROWS
-    assert pack_linear(torch.randn(5, 7), "float32").layout == ROWS
+        assert ops.pack_linear(torch.randn(5, 7), "float16").layout == "rows"
+    assert pack_linear(torch.randn(5, 7), "float32").layout == "rows"
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
@@ -179,7 +184,7 @@ def test_back_ends_pack_what_is_defined(encoding: str, outputs: int, inputs: int
     defined = panels_of(encoding).to_panels(encoding_named(encoding).pack(weight))
     for ops in variants():
         packed = ops.pack_linear(weight, encoding)
-        assert packed.layout == PANELS
+        assert packed.layout == "panels"
         assert packed.tensors.keys() == defined.keys()
         assert all(torch.equal(packed.tensors[name], tensor) for name, tensor in defined.items())
         assert all(tensor.data_ptr() % 64 == 0 for tensor in packed.tensors.values())

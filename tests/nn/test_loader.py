@@ -27,6 +27,7 @@ class Source:
         self.released: list[str] = []
         self.mapped: set[str] = set()
         self.expected: dict[str, tuple[int, ...]] = {}
+        self.orders: dict[str, bytes] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -42,6 +43,9 @@ class Source:
 
     def stored_encoding(self, name: str) -> str | None:
         return self.quantized.get(name)
+
+    def input_order(self, name: str) -> bytes:
+        return self.orders.get(name, b"")
 
     def read_linear(
         self, name: str, shape: tuple[int, int], *, transposed: bool = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -48,12 +48,24 @@ def in_words(codes: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view(np.int32).copy())
 
 
+Order = Literal["none", "inputs", "layer"]
+"""How inputs are sorted before they are grouped: not; as other layers of these inputs, which have the same
+activations; or in the order of the layer alone."""
+
+
+def permutation_of(inputs: int, order: Order) -> Tensor:
+    if order == "none":
+        return torch.arange(inputs)
+    generator = torch.Generator().manual_seed(inputs) if order == "inputs" else None
+    return torch.randperm(inputs, generator=generator)
+
+
 def gptq(
-    bits: int = 4, size: int = 32, *, version: int = 1, symmetric: bool = False, order: bool = False
+    bits: int = 4, size: int = 32, *, version: int = 1, symmetric: bool = False, order: Order = "none"
 ) -> Packer:
     def pack(weight: Tensor) -> Packed:
         inputs = weight.shape[1]
-        permutation = torch.randperm(inputs) if order else torch.arange(inputs)
+        permutation = permutation_of(inputs, order)
         codes, scales, zeros, found = quantized_groups(
             weight[:, permutation], bits, size, symmetric=symmetric
         )
@@ -122,11 +134,23 @@ def fp8(
 
 
 def compressed_codes(
-    bits: int = 4, size: int = 32, *, symmetric: bool = True, dtype: torch.dtype = torch.bfloat16
+    bits: int = 4,
+    size: int = 32,
+    *,
+    symmetric: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    order: Order = "none",
 ) -> Packer:
     def pack(weight: Tensor) -> Packed:
-        codes, scales, zeros, found = quantized_groups(weight, bits, size, symmetric=symmetric, dtype=dtype)
+        permutation = permutation_of(weight.shape[1], order)
+        back = permutation.argsort()
+        codes, scales, zeros, found = quantized_groups(
+            weight[:, permutation], bits, size, symmetric=symmetric, dtype=dtype
+        )
+        codes, found = codes[:, back], found[:, back]
         tensors = {"weight_packed": in_words(codes, bits), "weight_scale": scales}
+        if order != "none":
+            tensors["weight_g_idx"] = (torch.arange(weight.shape[1]) // size)[back].int()
         tensors["weight_shape"] = torch.tensor(weight.shape)
         if not symmetric:
             tensors["weight_zero_point"] = in_words(zeros.T.contiguous(), bits).T.contiguous()
@@ -175,6 +199,67 @@ def mxfp4(weight: Tensor) -> Packed:
     spread = (2.0**exponents).repeat_interleave(32, 1)
     octets, numbers = _fp4(weight.float() / spread)
     return {"weight_packed": octets, "weight_scale": (exponents + 127).to(torch.uint8)}, numbers * spread
+
+
+NF4 = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+)
+BNB_FP4 = torch.tensor([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4])
+BNB_TABLES = {"nf4": NF4, "fp4": torch.cat([BNB_FP4, -BNB_FP4])}
+
+
+def bitsandbytes(
+    kind: str = "nf4", block: int = 64, *, nested: bool = False, table: Tensor | None = None
+) -> Packer:
+    def pack(weight: Tensor) -> Packed:
+        numbers = BNB_TABLES[kind] if table is None else table
+        flat = weight.float().flatten()
+        blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
+        factors = blocks.abs().amax(1)
+        tensors = {"weight.quant_map": numbers.clone(), "weight.absmax": factors}
+        state = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": list(weight.shape)}
+        if nested:
+            offset, nested_map = factors.mean(), torch.linspace(-1, 1, 256)
+            padded = torch.nn.functional.pad(factors - offset, (0, -len(factors) % 256)).view(-1, 256)
+            outer = padded.abs().amax(1)
+            indices = ((padded / outer[:, None])[..., None] - nested_map).abs().argmin(-1)
+            factors = (nested_map[indices] * outer[:, None]).flatten()[: len(factors)] + offset
+            tensors["weight.absmax"] = indices.flatten()[: len(factors)].to(torch.uint8)
+            tensors |= {"weight.nested_absmax": outer, "weight.nested_quant_map": nested_map}
+            state |= {"nested_blocksize": 256, "nested_offset": float(offset)}
+        codes = ((blocks / factors[:, None])[..., None] - numbers).abs().argmin(-1)
+        found = (numbers[codes] * factors[:, None]).flatten()[: len(flat)].view(weight.shape)
+        pairs = codes.flatten()[: len(flat)].view(-1, 2)
+        tensors["weight"] = (pairs[:, :1] << 4 | pairs[:, 1:]).to(torch.uint8)
+        text = torch.tensor(list(json.dumps(state).encode())).to(torch.uint8)
+        return tensors | {f"weight.quant_state.bitsandbytes__{kind}": text}, found
+
+    return pack
+
+
+def torchao_int4(size: int = 32) -> Packer:
+    """Signed integers, two in a byte, with float zero points; scales and zero points are transposed."""
+
+    def pack(weight: Tensor) -> Packed:
+        groups = weight.float().unflatten(1, (-1, size))
+        low, high = groups.amin(2), groups.amax(2)
+        scales = ((high - low) / 15).bfloat16()
+        zeros = (low + 8 * scales.float()).bfloat16()
+        integers = ((groups - zeros.float()[..., None]) / scales.float()[..., None]).round().clamp(-8, 7)
+        found = integers * scales.float()[..., None] + zeros.float()[..., None]
+        codes = integers.flatten(1).to(torch.int8)
+        return {
+            "_weight_qdata": codes[:, ::2] & 15 | codes[:, 1::2] << 4,
+            "_weight_scale": scales.T.contiguous(),
+            "_weight_zero_point": zeros.T.contiguous(),
+        }, found.flatten(1)
+
+    return pack
 
 
 def write_packed_checkpoint(

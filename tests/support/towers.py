@@ -26,6 +26,9 @@ class Source:
     def stored_encoding(self, name: str) -> str | None:
         return None
 
+    def input_order(self, name: str) -> bytes:
+        return b""
+
     def is_mapped(self, name: str) -> bool:
         return False
 

@@ -16,6 +16,8 @@ from penstock.weights import Weights
 FOLDER = Path(__file__).parent / "quantized_layers"
 LAYER = "model.layers.0.mlp.up_proj"
 ENCODINGS = {
+    "q4z": "q4_z",
+    "w2": "uint4",
     "w4": "uint4",
     "w3": "uint4",
     "w8": "uint8",
@@ -24,8 +26,8 @@ ENCODINGS = {
     "nvfp4": "nvfp4",
     "mxfp4": "mxfp4",
     "int8": "int8",
-    "nf4": None,
-    "fp4": None,
+    "nf4": "nf4",
+    "fp4": "fp4",
     "int4": "uint4",
 }
 """The encoding of a layer, by the last part of the file's name that is a key."""
@@ -37,8 +39,8 @@ def test_the_weight_is_that_of_the_library(file: Path, tmp_path: Path) -> None:
         metadata = opened.metadata()
     tensors = load_file(file)
     expected = tensors.pop("expected")
-    save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
-    section = json.loads(metadata["quantization_config"])
+    section = json.loads(metadata.pop("quantization_config"))
+    save_file(tensors, tmp_path / "model.safetensors", metadata=metadata or None)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": section}))
     weights, name = Weights.open(tmp_path), f"{LAYER}.weight"
     assert weights.names == (name,)
@@ -53,11 +55,12 @@ def test_the_weight_is_that_of_the_library(file: Path, tmp_path: Path) -> None:
     weights.finish()
 
 
-def refused(tensors: dict[str, torch.Tensor], method: str, folder: Path) -> str:
+def refused(
+    tensors: dict[str, torch.Tensor], method: str, folder: Path, metadata: dict[str, str] | None = None
+) -> str:
     folder.mkdir()
-    save_file(
-        {name: tensor for name, tensor in tensors.items() if name != "expected"}, folder / "model.safetensors"
-    )
+    stored = {name: tensor for name, tensor in tensors.items() if name != "expected"}
+    save_file(stored, folder / "model.safetensors", metadata=metadata)
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
     with pytest.raises(WeightsError) as error:
         Weights.open(folder).tensor(f"{LAYER}.weight", (48, 128))
@@ -85,12 +88,45 @@ def test_damaged_layers_of_bitsandbytes_are_refused(tmp_path: Path) -> None:
     )
 
 
+def described(kind: str) -> dict[str, str]:
+    """Metadata that names the class of the layer's weight, as torchao writes it."""
+    return {f"{LAYER}.weight": json.dumps({"_type": kind})}
+
+
 def test_other_layers_of_torchao_are_refused(tmp_path: Path) -> None:
     good = load_file(FOLDER / "torchao-int8.safetensors")
-    packed = good | {f"{LAYER}._weight_qdata": torch.zeros(48, 16).int()}
-    message = refused(packed, "torchao", tmp_path / "packed")
-    assert "is I32 [48, 16]: 8-bit integers and floats can be read" in message
-    zeros = good | {f"{LAYER}._weight_zero_point": torch.ones(48, 1).to(torch.int8)}
-    assert "has zero points: quantize the model with symmetric" in refused(
-        zeros, "torchao", tmp_path / "zeros"
-    )
+    tiles = good | {f"{LAYER}._weight_qdata": torch.zeros(6, 1, 32, 4).int()}
+    message = refused(tiles, "torchao", tmp_path / "tiles", described("Int4TilePackedTo4dTensor"))
+    assert "is Int4TilePackedTo4dTensor I32 [6, 1, 32, 4]: Int8Tensor and Float8Tensor and" in message
+    words = good | {f"{LAYER}._weight_qdata": torch.zeros(48, 16).int()}
+    assert "_weight_qdata is I32 [48, 16]: Int8Tensor and" in refused(words, "torchao", tmp_path / "words")
+    few = load_file(FOLDER / "torchao-w4-groups.safetensors")
+    few[f"{LAYER}._weight_scale"] = torch.ones(48, 3).bfloat16()
+    assert "_weight_scale has 3 groups for 128 inputs" in refused(few, "torchao", tmp_path / "few")
+    big = load_file(FOLDER / "torchao-w4-groups.safetensors")
+    big[f"{LAYER}._weight_qdata"][3, 5] = 9
+    four_bits = {"_type": "IntxUnpackedToInt8Tensor", "_data": {"target_dtype": {"_data": "int4"}}}
+    metadata = {f"{LAYER}.weight": json.dumps(four_bits)}
+    message = refused(big, "torchao", tmp_path / "big", metadata)
+    assert "has integers from -8 to 9 and zero points from 0, which are not of 4 bits" in message
+    packed = load_file(FOLDER / "torchao-q4z-packed.safetensors")
+    packed[f"{LAYER}._weight_zero_point"] = torch.zeros(2, 48).to(torch.int8)
+    message = refused(packed, "torchao", tmp_path / "packed", described("Int4Tensor"))
+    assert "_weight_zero_point is I8 [2, 48] where torchao needs F16 or BF16 or F32 [2, 48]" in message
+    scaled = good | {f"{LAYER}._weight_act_pre_scale": torch.ones(128)}
+    assert "needs scaled activations" in refused(scaled, "torchao", tmp_path / "scaled")
+
+
+def test_rows_of_torchao_with_zero_points(tmp_path: Path) -> None:
+    tensors = load_file(FOLDER / "torchao-int8.safetensors")
+    expected = tensors.pop("expected").float()
+    zeros = torch.randint(-9, 9, (48, 1)).to(torch.int8)
+    tensors[f"{LAYER}._weight_zero_point"] = zeros
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
+    weights = Weights.open(tmp_path)
+    assert weights.stored_encoding(f"{LAYER}.weight") == "uint8"
+    exact = tensors[f"{LAYER}._weight_qdata"].float() - zeros.float()
+    found = weights.tensor(f"{LAYER}.weight", (48, 128))
+    assert torch.equal(found, exact * tensors[f"{LAYER}._weight_scale"].float())
+    assert not torch.allclose(found, expected)

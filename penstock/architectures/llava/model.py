@@ -68,8 +68,7 @@ _PREFIXES: Mapping[str, str] = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""Prefix of a tensor name in the checkpoint -> prefix in the model. It depends on the version of
-transformers."""
+"""Beginnings of names in checkpoints, and those that the model reads. Versions of transformers differ."""
 
 
 def adapted_name(name: str) -> str:

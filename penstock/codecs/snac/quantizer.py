@@ -1,4 +1,4 @@
-"""The residual vector quantizer of SNAC: each codebook encodes the residual of the coarser ones."""
+"""The residual vector quantizer of SNAC: each codebook describes what the coarser ones leave."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias, TypeVar
 
 from penstock.errors import InputError, UnsupportedFeatureError
@@ -268,11 +268,10 @@ def _text(text: str) -> Node:
     return Text(text) if text else EMPTY
 
 
-def _ids(tokens: Sequence[object]) -> Ranges:
-    ids = [token for token in tokens if isinstance(token, int) and token >= 0]
-    if len(ids) < len(tokens):
+def _ids(tokens: list[Any]) -> Ranges:
+    if not all(isinstance(token, int) and token >= 0 for token in tokens):
         raise InputError("the tokens of a structural_tag must be ids or texts of tokens of this model")
-    return tuple((token, token) for token in sorted(set(ids)))
+    return tuple((token, token) for token in sorted(set(tokens)))
 
 
 def _refuse(part: Part, *names: str) -> None:

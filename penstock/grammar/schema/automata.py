@@ -60,8 +60,8 @@ class Bound:
 
 
 def intersection(
-    wanted: Sequence[regex.RegexNode],
-    excluded: Sequence[regex.RegexNode],
+    wanted: Sequence[regex.Node],
+    excluded: Sequence[regex.Node],
     bound: Bound,
 ) -> Automaton | None:
     """Return the minimal automaton of texts that match all of ``wanted`` and none of ``excluded``.
@@ -98,10 +98,10 @@ def intersection(
 class _Positions:
     """The positions of one expression."""
 
-    def __init__(self, tree: regex.RegexNode) -> None:
-        self._nodes: dict[object, regex.RegexNode] = {}  # equal parts of the tree are one object
+    def __init__(self, tree: regex.Node) -> None:
+        self._nodes: dict[object, regex.Node] = {}  # equal parts of the tree are one object
         self._numbers: dict[tuple[int, int], int] = {}
-        self._made: list[tuple[regex.RegexNode, int] | None] = [None]
+        self._made: list[tuple[regex.Node, int] | None] = [None]
         self._lengths: list[tuple[int, int | None]] = [(0, 0)]
         self._steps: dict[int, tuple[bool, list[tuple[Ranges, int]]]] = {}
         self._rows: dict[frozenset[int], _Row] = {}
@@ -176,14 +176,14 @@ class _Positions:
             node, rest = made
             if isinstance(node, regex.Char):
                 found.append((node.ranges, rest))
-            elif isinstance(node, regex.RegexSeq):
+            elif isinstance(node, regex.Seq):
                 for part in reversed(node.parts):
                     rest = self._position_of(part, rest)
                 pending.append(rest)
-            elif isinstance(node, regex.RegexAlt):
+            elif isinstance(node, regex.Alt):
                 pending += [self._position_of(option, rest) for option in node.options]
             else:
-                assert isinstance(node, regex.RegexRepeat)
+                assert isinstance(node, regex.Repeat)
                 if node.min_count == 0:
                     pending.append(rest)
                 if node.max_count != 0:
@@ -197,7 +197,7 @@ class _Positions:
         if self._work > _MAX_WORK:
             raise TooLargeError
 
-    def _position_of(self, node: regex.RegexNode, rest: int) -> int:
+    def _position_of(self, node: regex.Node, rest: int) -> int:
         """Return the position for ``node`` followed by position ``rest``."""
         key = (id(node), rest)
         if key not in self._numbers:
@@ -212,30 +212,28 @@ class _Positions:
             )
         return self._numbers[key]
 
-    def _repeat(self, part: regex.RegexNode, min_count: int, max_count: int | None) -> regex.RegexNode:
+    def _repeat(self, part: regex.Node, min_count: int, max_count: int | None) -> regex.Node:
         return self._nodes.setdefault(
-            (regex.RegexRepeat, id(part), min_count, max_count), regex.RegexRepeat(part, min_count, max_count)
+            (regex.Repeat, id(part), min_count, max_count), regex.Repeat(part, min_count, max_count)
         )
 
-    def _shared(self, node: regex.RegexNode) -> regex.RegexNode:
+    def _shared(self, node: regex.Node) -> regex.Node:
         """Return the tree with equal parts as one object, so that positions compare by identity."""
-        if isinstance(node, regex.RegexRepeat):
+        if isinstance(node, regex.Repeat):
             return self._repeat(self._shared(node.part), node.min_count, node.max_count)
-        if isinstance(node, regex.RegexSeq):
+        if isinstance(node, regex.Seq):
             parts = tuple(map(self._shared, node.parts))
-            return self._nodes.setdefault((regex.RegexSeq, *map(id, parts)), regex.RegexSeq(parts))
-        if isinstance(node, regex.RegexAlt):
+            return self._nodes.setdefault((regex.Seq, *map(id, parts)), regex.Seq(parts))
+        if isinstance(node, regex.Alt):
             options = tuple(map(self._shared, node.options))
-            return self._nodes.setdefault((regex.RegexAlt, *map(id, options)), regex.RegexAlt(options))
+            return self._nodes.setdefault((regex.Alt, *map(id, options)), regex.Alt(options))
         return self._nodes.setdefault(node, node)
 
 
 class _Product:
     """The product automaton of several expressions and a character count."""
 
-    def __init__(
-        self, wanted: Sequence[regex.RegexNode], excluded: Sequence[regex.RegexNode], bound: Bound
-    ) -> None:
+    def __init__(self, wanted: Sequence[regex.Node], excluded: Sequence[regex.Node], bound: Bound) -> None:
         self._all = [_Positions(tree) for tree in (*wanted, *excluded)]
         self._wanted = self._all[: len(wanted)]
         self._bound = bound

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from penstock.errors import InputError
 from penstock.grammar.schema.ebnf import ALL_CHARACTERS, Ranges, union, without
-from penstock.grammar.schema.regex_tree import Anchor, Char, RegexAlt, RegexNode, RegexRepeat, RegexSeq
+from penstock.grammar.schema.regex_tree import Alt, Anchor, Char, Node, Repeat, Seq
 
 _MAX_DEPTH = 40
 _MAX_REPEAT = 100_000
@@ -43,10 +43,10 @@ _WIDER: dict[str, Ranges] = {  # characters that only one of the two dialects ha
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 
 
-_ANYTHING = RegexRepeat(Char(tuple(map(tuple, ALL_CHARACTERS))), 0, None)  # type: ignore[arg-type]
+_ANYTHING = Repeat(Char(tuple(map(tuple, ALL_CHARACTERS))), 0, None)  # type: ignore[arg-type]
 
 
-def parse_regex(pattern: str, *, search: bool) -> RegexNode:
+def parse_regex(pattern: str, *, search: bool) -> Node:
     """Return the matching texts as a tree without anchors.
 
     Args:
@@ -64,7 +64,7 @@ def parse_regex(pattern: str, *, search: bool) -> RegexNode:
     return _anchored(tree, pattern, starts=not search, ends=not search)
 
 
-def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]]:
+def parse_pattern(pattern: str) -> tuple[Node, list[tuple[Node, bool]]]:
     """Return the texts in which a schema's ``pattern`` matches, and its lookaheads.
 
     Lookaheads are supported directly after a ^ at the start of the pattern. Each is a tree that the whole
@@ -74,7 +74,7 @@ def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]
         InputError: as `parse_regex`.
     """
     parser = _Parser(pattern)
-    lookaheads: list[tuple[RegexNode, bool]] = []
+    lookaheads: list[tuple[Node, bool]] = []
     if pattern.startswith("^"):
         parser.skip(1)
         while parser.rest.startswith(("(?=", "(?!")):
@@ -88,20 +88,20 @@ def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]
     tree = parser.alternatives(0)
     if parser.rest:
         raise parser.error("an unmatched )")
-    if isinstance(tree, RegexAlt):
+    if isinstance(tree, Alt):
         raise parser.error("a lookahead beside | (write the alternatives as a group)")
     return _anchored(tree, pattern, starts=True, ends=False), lookaheads
 
 
-def _anchored(tree: RegexNode, pattern: str, *, starts: bool, ends: bool, is_wide: bool = False) -> RegexNode:
-    options = tree.options if isinstance(tree, RegexAlt) else (tree,)
+def _anchored(tree: Node, pattern: str, *, starts: bool, ends: bool, is_wide: bool = False) -> Node:
+    options = tree.options if isinstance(tree, Alt) else (tree,)
     result = tuple(_whole(option, starts, ends, pattern, is_wide) for option in options)
-    return result[0] if len(result) == 1 else RegexAlt(result)
+    return result[0] if len(result) == 1 else Alt(result)
 
 
-def _whole(option: RegexNode, starts: bool, ends: bool, pattern: str, is_wide: bool) -> RegexNode:
+def _whole(option: Node, starts: bool, ends: bool, pattern: str, is_wide: bool) -> Node:
     """Return a top-level alternative without anchors, extended to match the whole text."""
-    parts = list(option.parts if isinstance(option, RegexSeq) else (option,))
+    parts = list(option.parts if isinstance(option, Seq) else (option,))
     while parts and parts[0] == Anchor("^"):
         starts = True
         del parts[0]
@@ -109,7 +109,7 @@ def _whole(option: RegexNode, starts: bool, ends: bool, pattern: str, is_wide: b
         ends = True
         del parts[-1]
         if is_wide:  # in Python, $ also matches before a line feed at the end
-            parts.append(RegexRepeat(Char(((10, 10),)), 0, 1))
+            parts.append(Repeat(Char(((10, 10),)), 0, 1))
             break
     if any(map(_has_anchor, parts)):
         raise InputError(f"the regular expression {pattern!r} has ^ or $ in its middle: they go at its ends")
@@ -117,17 +117,15 @@ def _whole(option: RegexNode, starts: bool, ends: bool, pattern: str, is_wide: b
         parts.insert(0, _ANYTHING)
     if not ends:
         parts.append(_ANYTHING)
-    return RegexSeq(tuple(parts))
+    return Seq(tuple(parts))
 
 
-def _has_anchor(node: RegexNode) -> bool:
+def _has_anchor(node: Node) -> bool:
     if isinstance(node, Anchor):
         return True
-    if isinstance(node, RegexRepeat):
+    if isinstance(node, Repeat):
         return _has_anchor(node.part)
-    children = (
-        node.parts if isinstance(node, RegexSeq) else node.options if isinstance(node, RegexAlt) else ()
-    )
+    children = node.parts if isinstance(node, Seq) else node.options if isinstance(node, Alt) else ()
     return any(map(_has_anchor, children))
 
 
@@ -153,7 +151,7 @@ class _Parser:
         """Skip characters."""
         self._at += count
 
-    def lookahead(self, *, is_wide: bool) -> RegexNode:
+    def lookahead(self, *, is_wide: bool) -> Node:
         """Parse the content of a lookahead up to its closing parenthesis."""
         self._is_wide = is_wide
         inner = self.alternatives(1)
@@ -162,21 +160,21 @@ class _Parser:
             raise self.error("a group without its )")
         return inner
 
-    def alternatives(self, depth: int) -> RegexNode:
+    def alternatives(self, depth: int) -> Node:
         if depth > _MAX_DEPTH:
             raise self.error(f"groups nested more than {_MAX_DEPTH} deep")
         options = [self._sequence(depth)]
         while self._take("|"):
             options.append(self._sequence(depth))
-        return options[0] if len(options) == 1 else RegexAlt(tuple(options))
+        return options[0] if len(options) == 1 else Alt(tuple(options))
 
-    def _sequence(self, depth: int) -> RegexNode:
-        parts: list[RegexNode] = []
+    def _sequence(self, depth: int) -> Node:
+        parts: list[Node] = []
         while self._at < len(self._pattern) and self._peek() not in "|)":
             parts.append(self._quantified(self._atom(depth)))
-        return parts[0] if len(parts) == 1 else RegexSeq(tuple(parts))
+        return parts[0] if len(parts) == 1 else Seq(tuple(parts))
 
-    def _quantified(self, atom: RegexNode) -> RegexNode:
+    def _quantified(self, atom: Node) -> Node:
         min_count, max_count = 1, 1
         bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(self._peek())
         if bounds is not None:
@@ -191,7 +189,7 @@ class _Parser:
         if self._peek() in tuple("*+?{"):
             raise self.error("a repetition of a repetition")
         min_count, max_count = bounds  # type: ignore[assignment]
-        return RegexRepeat(atom, min_count, max_count)
+        return Repeat(atom, min_count, max_count)
 
     def _bounds(self) -> tuple[int, int | None]:
         end = self._pattern.find("}", self._at)
@@ -207,7 +205,7 @@ class _Parser:
         self._at = end + 1
         return min_count, max_count
 
-    def _atom(self, depth: int) -> RegexNode:
+    def _atom(self, depth: int) -> Node:
         sign = self._next()
         if sign == "(":
             if self._take("?"):
@@ -216,7 +214,7 @@ class _Parser:
             inner = self.alternatives(depth + 1)
             if not self._take(")"):
                 raise self.error("a group without its )")
-            return RegexSeq((inner,))
+            return Seq((inner,))
         if sign == "[":
             return self._class()
         if sign == ".":
@@ -235,7 +233,7 @@ class _Parser:
             return Char(tuple(union([*found, *_WIDER.get(letter, [])]) if self._is_wide else found))
         return Char(((ord(sign), ord(sign)),))
 
-    def _class(self) -> RegexNode:
+    def _class(self) -> Node:
         negated = self._take("^")
         ranges: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []  # further characters that a negated class excludes

@@ -14,24 +14,24 @@ class Char:
 
 
 @dataclass(frozen=True, slots=True)
-class RegexSeq:
+class Seq:
     """A sequence of parts."""
 
-    parts: tuple[RegexNode, ...]
+    parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RegexAlt:
+class Alt:
     """One of several options."""
 
-    options: tuple[RegexNode, ...]
+    options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RegexRepeat:
+class Repeat:
     """A part ``min_count`` to ``max_count`` times; None means unbounded."""
 
-    part: RegexNode
+    part: Node
     min_count: int
     max_count: int | None
 
@@ -43,4 +43,4 @@ class Anchor:
     sign: str
 
 
-RegexNode: TypeAlias = Char | RegexSeq | RegexAlt | RegexRepeat | Anchor
+Node: TypeAlias = Char | Seq | Alt | Repeat | Anchor

@@ -26,7 +26,7 @@ ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 15
+ABI = 16
 """Version of the argument structs; ``penstock_abi`` in csrc/host.cpp returns that of a library."""
 
 Kernel = Callable[..., int]
@@ -44,8 +44,8 @@ FUNCTIONS: Mapping[str, CFunction] = {
 class Kernels:
     """The C functions of one instruction set, as attributes that take pointers and numbers in csrc's order.
 
-    ``long_<name>`` releases the GIL while it runs. Acquiring the GIL again while another thread is busy takes
-    100 us, so short calls keep it.
+    ``long_<name>`` releases the GIL while it runs. Taking the GIL back beside a busy thread costs 100 us, so
+    short calls keep it.
 
     Args:
         isa: the instruction set.

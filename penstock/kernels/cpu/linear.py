@@ -17,42 +17,31 @@ from penstock.kernels.encodings import encoding_named
 from penstock.kernels.encodings._sizes import PANEL
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.lazy_weight import LazyWeight
-from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, layer_of, shape_of
+from penstock.kernels.linear import LinearSlice, PackedLinear, layer_of, shape_of
 from penstock.kernels.reference import ReferenceOps
 
 _logger = logging.getLogger(__name__)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Numbers of the activation types that the kernels support, as in csrc."""
+"""Types of activations that the kernels take, as csrc numbers them."""
 
 LONG = 1 << 27
-"""A kernel with more multiplications than this takes milliseconds and releases the GIL."""
+"""Multiplications from which a kernel takes long enough to release the GIL: some milliseconds."""
 
 
 _SLICE_BYTES = 2 << 20
-"""Bytes of a slice of an unpacked weight that is packed and multiplied at once; fits in the cache of a
-core."""
-
-
-def _from_panels(packed: PackedLinear) -> Mapping[str, Tensor]:
-    panels = encoding_named(packed.encoding).panels
-    assert panels is not None, f"{packed.encoding} weights have no panels"
-    return panels.from_panels(packed.tensors, packed.out_features, packed.in_features)
-
-
-PANELS = Layout("panels", _from_panels)
-"""The layout that `kernels.panels` defines for each encoding."""
+"""Of panels that are made of rows to be multiplied at once: they stay in the caches of the cores."""
 
 
 class CpuLinear(ReferenceOps):
     """Linear layers and adapters, for float32 and bfloat16 activations.
 
     Args:
-        kernels: the kernels of one instruction set.
+        kernels: those of one instruction set.
     """
 
     name = "cpu"
-    layout = PANELS
+    layout = "panels"
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -84,15 +73,17 @@ class CpuLinear(ReferenceOps):
         *,
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
+        order: Tensor | None = None,
     ) -> PackedLinear:
         if encoding not in ENCODINGS or encoding_named(encoding).is_float:
             self._fall_back("pack_quantized", {f"encoding {encoding}": False})
-            return super().pack_quantized(rows, encoding, bias=bias, slices=slices)
+            return super().pack_quantized(rows, encoding, bias=bias, slices=slices, order=order)
         with torch.no_grad():
             tensors = pack_rows(self._kernels, self._weights, encoding, rows)
-        return layer_of(tensors, shape_of([rows["weight"]]), encoding, bias, slices, self.layout)
+        shape = shape_of([rows["weight"]])
+        return layer_of(tensors, shape, encoding, bias, slices, self.layout, order)
 
-    def _can_defer(self, encoding: str, parts: Sequence[Tensor]) -> bool:
+    def _may_wait(self, encoding: str, parts: Sequence[Tensor]) -> bool:
         return encoding in ENCODINGS
 
     def _pack(
@@ -106,13 +97,15 @@ class CpuLinear(ReferenceOps):
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         bias, kind = packed.bias, TYPES.get(x.dtype)
-        fits = packed.layout == PANELS and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
+        fits = packed.layout == "panels" and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
+        fits = fits and takes_order(packed)
         if kind is None or not fits or not takes(packed.encoding, x.dtype):
             self._fall_back(
                 "linear",
                 {
                     f"{packed.encoding} weights with {x.dtype} activations": takes(packed.encoding, x.dtype),
-                    f"weights in layout {packed.layout.name}": packed.layout == PANELS,
+                    f"weights in layout {packed.layout}": packed.layout == "panels",
+                    f"{packed.encoding} weights in an order of inputs": takes_order(packed),
                     "strided rows": x.stride(1) == 1,
                     "a bias of another type": bias is None or bias.dtype == x.dtype,
                 },
@@ -124,13 +117,19 @@ class CpuLinear(ReferenceOps):
         if isinstance(tensors, LazyWeight) and tensors.parts:
             self._multiply_parts(y, x, tensors.parts, bias)
         else:
-            self._multiply(y, x, packed.encoding, tensors, bias)
+            self._multiply(y, x, packed.encoding, tensors, bias, packed.order)
         return y if lora is None else self._add_lora(y, x, packed, lora)
 
     def _multiply(
-        self, y: Tensor, x: Tensor, encoding: str, tensors: Mapping[str, Tensor], bias: Tensor | None
+        self,
+        y: Tensor,
+        x: Tensor,
+        encoding: str,
+        tensors: Mapping[str, Tensor],
+        bias: Tensor | None,
+        order: Tensor | None = None,
     ) -> None:
-        """Write ``x [T, in]`` times a weight in panels to ``y [T, out]``, whose rows may be strided."""
+        """``y [T, out]``, columns of a larger one perhaps, as ``x [T, in]`` times a weight in panels."""
         rows, in_features = x.shape
         out_features, scales = y.shape[1], tensors.get("scales")
         long = rows * in_features * out_features > LONG
@@ -141,6 +140,7 @@ class CpuLinear(ReferenceOps):
             x.stride(0),
             tensors["panels"].data_ptr(),
             0 if scales is None else scales.data_ptr(),
+            0 if order is None else order.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             y.data_ptr(),
             y.stride(0),
@@ -150,10 +150,8 @@ class CpuLinear(ReferenceOps):
         )
 
     def _multiply_parts(self, y: Tensor, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> None:
-        """Multiply by a weight of floats in rows, see `_multiply`.
-
-        One slice of the parts at a time is packed and multiplied, so that it stays in the cache.
-        """
+        """As `_multiply`, by a weight of floats in rows: slices of its parts are packed and multiplied, one
+        after the other, while they are in the cache."""
         encoding = DType.from_torch(x.dtype).value
         height = max(_SLICE_BYTES // panels_size(encoding, PANEL, x.shape[1]), 1) * PANEL
         start = 0
@@ -217,17 +215,23 @@ class CpuLinear(ReferenceOps):
             )
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised contiguous tensor, to which a kernel writes a result."""
+        """Where a kernel writes a result: contiguous, what is in it undefined."""
         return torch.empty(shape, dtype=dtype)
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that is computed only from weights and that a kernel reads."""
+        """A tensor computed only from weights, which a kernel reads."""
         return tensor
 
 
 def takes(encoding: str, dtype: torch.dtype) -> bool:
-    """Return whether a kernel multiplies activations of this type by weights in this encoding."""
+    """Whether there is a product of activations of this type with weights in this encoding."""
     return is_quantized(encoding) or _computes_in(encoding) == dtype
+
+
+def takes_order(packed: PackedLinear) -> bool:
+    """Return whether the product can take inputs in the order of the weight: it quantizes groups of them."""
+    groups = is_quantized(packed.encoding) and encoding_named(packed.encoding).group_size is not None
+    return packed.order is None or groups
 
 
 def _computes_in(encoding: str) -> torch.dtype:
@@ -235,7 +239,5 @@ def _computes_in(encoding: str) -> torch.dtype:
 
 
 def _are_stacked(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether A ``[n, R, in]`` and B, a view of ``[n, R, out]``, have the layout that the kernel
-    reads.
-    """
+    """Whether A ``[n, R, in]`` and B, a view of ``[n, R, out]``, lie in memory as the kernel reads them."""
     return down.dtype == up.dtype == dtype and down.is_contiguous() and up.transpose(1, 2).is_contiguous()

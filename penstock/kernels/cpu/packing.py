@@ -1,4 +1,4 @@
-"""Packs weights in rows, the layout of checkpoints, into panels. The kernel also quantizes floats."""
+"""Weights from rows, as checkpoints have them, to panels, by the kernel that quantises on the way."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.encodings._sizes import PANEL
 
-_BLOCKS = {"q4_k": 8, "q5_k": 9, "q6_k": 10, "q4_1": 11, "q5_1": 12, "mxfp4": 13, "nvfp4": 14}
+_BLOCKS = {
+    **{"q4_k": 8, "q5_k": 9, "q6_k": 10, "q4_1": 11, "q5_1": 12, "mxfp4": 13, "nvfp4": 14},
+    **{"nf4": 15, "fp4": 16, "q4_z": 17},
+}
 _STORED = {"uint4": 5, "uint8": 6, "fp8": 7, **_BLOCKS}
-"""Encodings whose rows are bytes. The kernel only reorders them; torch quantizes floats."""
+"""Encodings whose rows are bytes: the kernel copies them, and torch quantizes floats."""
 
 ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4, **_STORED}
-"""Encodings that have panels -> their numbers in csrc."""
+"""Encodings that have panels, as csrc numbers them."""
 
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""Types of rows -> their numbers in csrc: floats, and quantized integers."""
+"""Types of rows: floats, and integers that are quantised already."""
 
 
 class PanelMemory(Protocol):
-    """Allocates the memory of panels."""
+    """Where panels are put."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, aligned to a cache line."""
+        """An uninitialised tensor, aligned to a cache line."""
         ...
 
 
@@ -41,18 +44,18 @@ def pack_panels(
     scales: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the panels of a weight that is given in parts ``[out, in]``, in order.
+    """A weight in panels, from its parts ``[out, in]`` one behind the other.
 
-    A part that begins at a multiple of a panel's outputs is packed in place, for example from a mapped file.
-    Other parts are concatenated first.
+    Parts that begin with a panel are packed where they lie, in a mapped file perhaps; only others are put
+    together first.
 
     Args:
         kernels: those of one instruction set.
-        memory: allocates the panels.
+        memory: where panels are put.
         encoding: one of `ENCODINGS`.
-        parts: floats of one type, or a single part of quantized integers.
-        scales: the scales of quantized integers.
-        importance: ``[in]``, see `LinearEncoding.pack`.
+        parts: of one type of floats; or one, of the integers of an encoding that is quantised already.
+        scales: what goes with integers.
+        importance: ``[in]``, as of `LinearEncoding.pack`.
     """
     if encoding in _STORED:
         return pack_rows(kernels, memory, encoding, encoding_named(encoding).pack(torch.cat(tuple(parts))))
@@ -94,7 +97,7 @@ def pack_rows(
 
     Args:
         kernels: the kernels of one instruction set.
-        memory: allocates the panels.
+        memory: where panels are put.
         encoding: an encoding that quantizes its weights, or one of bytes.
         rows: the tensors of `LinearEncoding.pack`.
     """
@@ -123,13 +126,13 @@ def pack_rows(
 
 
 def panels_size(encoding: str, rows: int, inputs: int) -> int:
-    """Return the bytes of the panels of a weight ``[rows, inputs]``."""
+    """Bytes of the panels of a weight ``[rows, inputs]``."""
     shape, dtype = _form(encoding, rows, inputs)
     return prod(shape) * dtype.itemsize
 
 
 def _form(encoding: str, rows: int, inputs: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and type of the panels of a weight ``[rows, inputs]``."""
+    """Shape and type of the panels of a weight ``[rows, inputs]``."""
     layout = encoding_named(encoding).panels
     assert layout is not None, f"{encoding} weights have no panels"
     return layout.shape(rows, inputs), layout.dtype.to_torch()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,41 +12,30 @@ from torch import Tensor
 from penstock.kernels.cuda.interpreter import ignored_overflow
 
 _INTERPRETED_PROCESSORS = 132
-"""Number of multiprocessors to assume in the interpreter: that of an H100."""
+"""Multiprocessors that the interpreter stands for: those of an H100."""
 
 
-class Program(Protocol):
-    """A function with `triton.jit`."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        """Return the function that runs the instances of a grid."""
-        ...
-
-
-def launch(
-    program: Program, grid: tuple[int, ...], first: Tensor, *arguments: object, **options: object
-) -> None:
+def launch(program: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Run a program on the device of its first argument, which is a tensor.
 
     Programs are compiled without the fusion of products and sums into one instruction, so that they round as
     the reference does. Matrix products do not depend on it.
 
     Args:
-        program: the program.
+        program: a function with `triton.jit`.
         grid: its numbers of instances; nothing runs if one is 0.
-        first: its first argument.
-        arguments: its other arguments.
+        arguments: its arguments.
         options: its constant arguments, ``num_warps`` and ``num_stages``.
     """
     if 0 in grid:
         return
-    device = first.device
+    device = arguments[0].device
     options.setdefault("enable_fp_fusion", False)
     if device.type == "cuda" and device.index == torch.cuda.current_device():
-        program[grid](first, *arguments, **options)
+        program[grid](*arguments, **options)
         return
     with torch.cuda.device(device) if device.type == "cuda" else ignored_overflow():
-        program[grid](first, *arguments, **options)
+        program[grid](*arguments, **options)
 
 
 @cache

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from penstock.kernels.encodings._sizes import GROUP, SUPERBLOCK
 
-ScaleType = Literal["u8", "i8", "f16", "e8m0", "e4m3"]
-"""Unsigned or signed bytes, float16, powers of two (E8M0), or 8-bit floats (E4M3)."""
-SCALE_BYTES = {"u8": 1, "i8": 1, "f16": 2, "e8m0": 1, "e4m3": 1}
+ScaleType = Literal["u8", "i8", "f16", "f32", "e8m0", "e4m3"]
+"""Unsigned or signed bytes, float16, float32, powers of two (E8M0), or 8-bit floats (E4M3)."""
+SCALE_BYTES = {"u8": 1, "i8": 1, "f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class NumberTable:
+    """The numbers that 16 codes stand for, from -1 to 1."""
+
+    numbers: tuple[float, ...]
+    steps: int
+    """The product takes the numbers as integers of 16 bits: rounded multiples of ``1 / steps``."""
 
 
 class BlockKind:
@@ -16,11 +26,13 @@ class BlockKind:
 
     Args:
         bits: bits of a code.
-        group_size: inputs that share a scale: 16 or 32.
+        group_size: inputs that share a scale: 16, 32, or those of a unit, whose groups then share it.
         scale_type: how a scale is stored.
         min_type: how a minimum is stored; None if there are no minima.
         are_floats: whether codes are E2M1 numbers.
         has_row_scales: whether each output has a further scale.
+        is_centred: whether half of the range is subtracted from codes although there are minima.
+        table: the numbers of the codes, if they are indices.
     """
 
     def __init__(
@@ -32,6 +44,8 @@ class BlockKind:
         *,
         are_floats: bool = False,
         has_row_scales: bool = False,
+        is_centred: bool = False,
+        table: NumberTable | None = None,
     ) -> None:
         self.bits = bits
         self.scaled_inputs = group_size
@@ -39,21 +53,31 @@ class BlockKind:
         self.min_type: ScaleType | None = min_type
         self.are_floats = are_floats
         self.has_row_scales = has_row_scales
+        self.table = table
         self.has_superblocks = scale_type in ("u8", "i8")
-        self.offset = 0 if min_type or are_floats else 1 << bits - 1
+        is_offset = is_centred or not (min_type or are_floats or table)
+        self.is_centred = is_centred
+        self.offset = 1 << bits - 1 if is_offset else 0
 
     @property
     def unit(self) -> int:
         """Inputs of a unit of a panel."""
-        return SUPERBLOCK if self.has_superblocks else GROUP
+        return SUPERBLOCK if self.has_superblocks else max(self.scaled_inputs, GROUP)
+
+    @property
+    def has_unit_scales(self) -> bool:
+        """Whether a unit has one scale for each output, behind its groups."""
+        return self.scaled_inputs > GROUP
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of 32 inputs of one output: codes, scales and minimum, without factors."""
-        scales = SCALE_BYTES[self.scale_type] * (GROUP // self.scaled_inputs)
+        """Bytes of 32 inputs of one output: codes, scales and minimum, without what follows the groups."""
+        scales = SCALE_BYTES[self.scale_type] * (GROUP // self.scaled_inputs)  # 0 with scales of units
         return GROUP * self.bits // 8 + scales + (SCALE_BYTES[self.min_type] if self.min_type else 0)
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of the factors of a unit of one output."""
+        """Bytes that follow the groups of a unit of one output: its scale, or factors."""
+        if self.has_unit_scales:
+            return SCALE_BYTES[self.scale_type]
         return (2 + (2 if self.min_type else 0)) if self.has_superblocks else 0

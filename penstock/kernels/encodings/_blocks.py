@@ -1,10 +1,11 @@
-"""Weights in blocks, as GGUF files and checkpoints of 4-bit floats store them.
+"""Weights in blocks, as GGUF files and checkpoints of 4-bit numbers store them.
 
 A weight is ``scale * (code - offset) - minimum``. Codes have 4, 5 or 6 bits; those of 4-bit floats are E2M1
-numbers. ``weight`` holds the codes, uint8 ``[out, in]``. ``scales`` has one number for ``group_size`` inputs,
-and ``minima``, if there are any, one for 32 inputs. In encodings with superblocks they are small integers, to
-be multiplied by ``factors`` and ``min_factors``, float16 ``[out, ceil(in / 256)]``. ``row_scales``, if there
-are any, are float32 ``[out]``. All products of scales are exact in float32.
+numbers, and those of nf4 and fp4 are indices of a table. ``weight`` holds the codes, uint8 ``[out, in]``.
+``scales`` has one number for ``group_size`` inputs, and ``minima``, if there are any, one for 32 inputs. In
+encodings with superblocks they are small integers, to be multiplied by ``factors`` and ``min_factors``,
+float16 ``[out, ceil(in / 256)]``. ``row_scales``, if there are any, are float32 ``[out]``. All products of
+scales are exact in float32.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class BlockEncoding(LinearEncoding):
         self.name = name
         self.bits = kind.bits
         self.group_size = kind.scaled_inputs
-        self.has_zero_points = not kind.are_floats
+        self.has_zero_points = kind.table.numbers[0] != 0 if kind.table else not kind.are_floats
         self._kind = kind
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import msgspec
 
@@ -54,7 +54,7 @@ class TokenGeneratorRequestFunction(TypedDict):
 
     name: str
     description: str
-    parameters: dict[str, object]
+    parameters: dict[str, Any]
     """A JSON schema."""
 
 
@@ -69,18 +69,18 @@ class TokenGeneratorResponseFormat(TypedDict):
     """The required format of the output."""
 
     type: str
-    json_schema: dict[str, object]
+    json_schema: dict[str, Any]
 
 
 class TokenGeneratorRequestMessage(TypedDict):
     """One message of a chat."""
 
     role: Literal["system", "user", "assistant", "tool", "developer"]
-    content: str | list[dict[str, object]] | None
+    content: str | list[dict[str, Any]] | None
     """A string, or parts such as ``{"type": "text", "text": ...}``; None only with ``tool_calls``."""
     name: NotRequired[str]
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[dict[str, object]]]
+    tool_calls: NotRequired[list[dict[str, Any]]]
     tool_call_id: NotRequired[str]
 
 
@@ -112,7 +112,7 @@ class TokenGeneratorRequest:
     """Whether the prompt is part of the output."""
     stop: str | list[str] | None = None
     """Strings that end the output, in addition to ``sampling_params.stop``."""
-    chat_template_options: dict[str, object] | None = None
+    chat_template_options: dict[str, Any] | None = None
     """Extra variables for the chat template."""
     sampling_params: SamplingParams = _DEFAULT_SAMPLING
     _: KW_ONLY

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar, Unpack, cast
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import numpy as np
@@ -20,7 +20,6 @@ from penstock.pipelines.core import (
     EmbeddingsResponse,
     check_dimensions,
 )
-from penstock.pipelines.core.embeddings import EmbeddingsFields, EmbeddingsOptions
 from penstock.serve.api.embedding_run import EmbeddingRun
 from penstock.serve.api.embedding_schemas import EncodingBody, TextsOrIds, VectorBody
 from penstock.serve.api.generation import cancel_on_disconnect, in_pool
@@ -41,7 +40,8 @@ class ModelInput:
 
     name: str
     """The field of the request, such as ``input[3]``, for errors."""
-    fields: EmbeddingsFields
+    fields: Mapping[str, Any]
+    """Fields of `EmbeddingsGenerationRequest`."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,7 @@ def check_outputs(services: Services, outputs: Sequence[str], hint: str = "") ->
 
 
 def vector_inputs(
-    services: Services,
-    body: VectorBody,
-    outputs: Sequence[EmbeddingsOutput] | None,
-    **more: Unpack[EmbeddingsOptions],
+    services: Services, body: VectorBody, outputs: Sequence[EmbeddingsOutput] | None, **more: Any
 ) -> list[ModelInput]:
     """Return the inputs of a request for vectors.
 
@@ -166,22 +163,20 @@ def vector_inputs(
     if body.dimensions is not None and body.pooling is None and size:
         with map_input_errors("dimensions"):
             check_dimensions(body.dimensions, size, services.pipeline_config.model.trained_dimensions)
-    prompt_name = body.prompt_name
+    prompt = {} if body.prompt_name is None else {"prompt_name": body.prompt_name}
     if body.input_type is not None:
-        prompt_name = tokenizer_of(services).layout.prompt_for(
+        prompt = tokenizer_of(services).layout.prompt_for(
             "query" if body.input_type == "query" else "document"
         )
-    shared: EmbeddingsOptions = {
+    shared = {
+        "outputs": tuple(outputs) if outputs else None,
         "pooling": body.pooling,
         "dimensions": body.dimensions,
         "normalize": body.normalize,
-        "prompt_name": prompt_name,
+        **prompt,
         **more,
     }
-    kinds = tuple(outputs) if outputs else None
-    return [
-        ModelInput(name, {**shared, "input": one, "outputs": kinds, "adapter": None}) for name, one in given
-    ]
+    return [ModelInput(name, {"input": one, **shared}) for name, one in given]
 
 
 def tokenizer_of(services: Services) -> EmbeddingsTokenizer:
@@ -209,15 +204,19 @@ def _contexts(
     contexts = []
     for one in inputs:
         with _input_errors(one.name, is_only=len(inputs) == 1):
-            fields: EmbeddingsFields = {
-                **one.fields,
-                "truncate": body.cuts,
-                "max_tokens": body.max_tokens,
-                "adapter": adapter,
-                "priority": body.priority or 0,
-            }
-            asked = EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields)
-            contexts.append(tokenizer.build_embeddings_context(asked))
+            contexts.append(
+                tokenizer.build_embeddings_context(
+                    EmbeddingsGenerationRequest(
+                        id=uuid4().hex,
+                        model_name=body.model,
+                        truncate=body.cuts,
+                        max_tokens=body.max_tokens,
+                        adapter=adapter,
+                        priority=body.priority or 0,
+                        **one.fields,
+                    )
+                )
+            )
     return contexts, [one.name for one in inputs]
 
 

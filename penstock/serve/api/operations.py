@@ -18,7 +18,7 @@ class Status(BaseModel):
     status: str
 
 
-class ServerLoad(BaseModel):
+class Load(BaseModel):
     """The load of the server."""
 
     server_load: int
@@ -51,9 +51,9 @@ async def ping(request: Request) -> Status:
 
 
 @router.get("/load")
-async def load(request: Request) -> ServerLoad:
+async def load(request: Request) -> Load:
     """Return the number of running and waiting requests."""
-    return ServerLoad(server_load=Services.of(request).gate.num_active)
+    return Load(server_load=Services.of(request).gate.num_active)
 
 
 @router.get("/ready")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container
+from typing import Any
 
 from penstock.grammar.schema_keywords import check_grammar, check_json_schema
 from penstock.pipelines.core import Grammar
@@ -119,13 +120,13 @@ def _of_outputs(outputs: StructuredOutputs) -> tuple[Grammar, str]:
         case "structural_tag":
             grammar = Grammar("structural_tag", json.dumps(_loaded(value, place), ensure_ascii=False))
         case "grammar":
-            grammar = Grammar("ebnf", str(value))
+            grammar = Grammar("ebnf", value)
         case _:
-            grammar = Grammar("regex", str(value))
+            grammar = Grammar("regex", value)
     return grammar, place
 
 
-def _guides(body: GenerationBody) -> dict[str, object]:
+def _guides(body: GenerationBody) -> dict[str, Any]:
     """Return the fields that are aliases of the members of ``structured_outputs``."""
     return {
         "guided_json": body.guided_json,
@@ -135,18 +136,18 @@ def _guides(body: GenerationBody) -> dict[str, object]:
     }
 
 
-def _of_guide(name: str, value: object) -> tuple[Grammar, str]:
+def _of_guide(name: str, value: Any) -> tuple[Grammar, str]:
     match name:
         case "guided_json":
             return _of_schema(_loaded(value, name), name), name
         case "guided_choice":
             return Grammar("choice", json.dumps(value, ensure_ascii=False)), name
         case "guided_grammar":
-            return Grammar("ebnf", str(value)), name
-    return Grammar("regex", str(value)), name
+            return Grammar("ebnf", value), name
+    return Grammar("regex", value), name
 
 
-def _members(outputs: StructuredOutputs) -> dict[str, object]:
+def _members(outputs: StructuredOutputs) -> dict[str, Any]:
     return {
         "json": outputs.json_,
         "regex": outputs.regex,
@@ -156,7 +157,7 @@ def _members(outputs: StructuredOutputs) -> dict[str, object]:
     }
 
 
-def _loaded(value: object, place: str) -> object:
+def _loaded(value: Any, place: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
@@ -165,7 +166,7 @@ def _loaded(value: object, place: str) -> object:
         raise RequestProblem(400, f"{place} is not JSON: {error}", param=place) from None
 
 
-def _of_schema(schema: object, place: str) -> Grammar:
+def _of_schema(schema: Any, place: str) -> Grammar:
     if not isinstance(schema, dict | bool):
         raise RequestProblem(400, f"{place} must be a JSON schema, an object", param=place)
     return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))

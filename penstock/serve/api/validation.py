@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -15,7 +15,7 @@ from penstock.serve.http.problems import RequestProblem
 Body = TypeVar("Body", bound=RequestBody)
 
 
-def validated(kind: type[Body], body: object) -> Body:
+def validated(kind: type[Body], body: Any) -> Body:
     """Validate a body; unknown fields are not checked here.
 
     Raises:
@@ -31,7 +31,7 @@ def validated(kind: type[Body], body: object) -> Body:
         raise _problem_of(error, body) from None
 
 
-def _with_lists_validated(kind: type[RequestBody], body: dict[str, object]) -> dict[str, object]:
+def _with_lists_validated(kind: type[RequestBody], body: dict[str, Any]) -> dict[str, Any]:
     """Validate the elements of long lists one by one, because one call of pydantic holds the GIL.
 
     At an invalid element the list is cut behind that element, so that the validation of the whole body
@@ -45,8 +45,8 @@ def _with_lists_validated(kind: type[RequestBody], body: dict[str, object]) -> d
     return {**body, **done} if done else body
 
 
-def _validated_elements(kind: type[RequestBody], given: list[object]) -> list[object]:
-    elements: list[object] = []
+def _validated_elements(kind: type[RequestBody], given: list[Any]) -> list[Any]:
+    elements: list[Any] = []
     for one in given:
         try:
             elements.append(kind.model_validate(one))
@@ -55,7 +55,7 @@ def _validated_elements(kind: type[RequestBody], given: list[object]) -> list[ob
     return elements
 
 
-def _beginning(body: object) -> str:
+def _beginning(body: Any) -> str:
     return json.dumps(body[:10] if isinstance(body, list | str) else body)[:40]
 
 
@@ -64,7 +64,7 @@ _LISTS: Mapping[str, type[RequestBody]] = {"messages": ChatMessage, "tools": Too
 _LONG_LIST = 64
 
 
-def _problem_of(error: ValidationError, body: Mapping[str, object]) -> RequestProblem:
+def _problem_of(error: ValidationError, body: Mapping[str, Any]) -> RequestProblem:
     """Return the error of the first invalid field; for a union of types, with the error of each type."""
     details = error.errors(include_url=False, include_context=False)
     places = [_place(one, body) for one in details]
@@ -78,7 +78,7 @@ def _problem_of(error: ValidationError, body: Mapping[str, object]) -> RequestPr
     return RequestProblem(400, f"{first}: {text}" if first else text, param=first or None)
 
 
-def _place(error: ErrorDetails, body: Mapping[str, object]) -> str:
+def _place(error: ErrorDetails, body: Mapping[str, Any]) -> str:
     """Return the location, such as ``messages[0].content``, without pydantic's names of union members."""
     place, value = "", _Value(body)
     absent = error["loc"][-1:] if error["type"] == "missing" else ()
@@ -93,7 +93,7 @@ def _place(error: ErrorDetails, body: Mapping[str, object]) -> str:
 class _Value:
     """A value in the body, or None."""
 
-    def __init__(self, value: object) -> None:
+    def __init__(self, value: Any) -> None:
         self.value = value
 
     def has_index(self, index: int) -> bool:
@@ -103,12 +103,7 @@ class _Value:
         return isinstance(self.value, dict) and key in self.value
 
     def at(self, part: int | str) -> _Value:
-        match self.value:
-            case list() if isinstance(part, int) and part < len(self.value):
-                return _Value(self.value[part])
-            case dict() if part in self.value:
-                return _Value(self.value[part])
-        return _Value(None)
+        return _Value(self.value[part]) if self.has_index(part) or self.has_key(part) else _Value(None)  # type: ignore[arg-type]
 
 
 def _sentence(message: str) -> str:
@@ -116,16 +111,15 @@ def _sentence(message: str) -> str:
     return message[:1].lower() + message[1:]
 
 
-def json_schema(kind: type[RequestBody]) -> dict[str, object]:
+def json_schema(kind: type[RequestBody]) -> dict[str, Any]:
     """Return the JSON schema of a body for the OpenAPI document, with all references inlined."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})
-    inlined = _inlined(schema, definitions)
-    assert isinstance(inlined, dict)
+    inlined: dict[str, Any] = _inlined(schema, definitions)
     return inlined
 
 
-def _inlined(node: object, definitions: Mapping[str, object]) -> object:
+def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
     if isinstance(node, list):
         return [_inlined(one, definitions) for one in node]
     if not isinstance(node, dict):
@@ -135,5 +129,5 @@ def _inlined(node: object, definitions: Mapping[str, object]) -> object:
     return {key: _inlined(value, definitions) for key, value in _without_noise(node)}
 
 
-def _without_noise(node: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _without_noise(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((key, value) for key, value in node.items() if key != "additionalProperties" or value is not True)

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
-
-from penstock.pipelines.core import TokenGeneratorRequestTool
+from typing import Any
 
 Schema = dict[str, Any]
-
-
-class ChosenFunction(TypedDict):
-    """The function that a request chooses."""
-
-    name: str
-
-
-class NamedFunction(TypedDict):
-    """A choice of one function, as an object of the OpenAI API."""
-
-    type: str
-    function: ChosenFunction
-
-
-ToolChoice = str | NamedFunction | None
+ToolChoice = str | Mapping[str, Any] | None
 
 _JSON_TYPES: dict[type, str] = {
     str: "string",
@@ -44,7 +27,7 @@ class Tools:
     schemas: dict[str, Schema]
 
     @classmethod
-    def of(cls, tools: Sequence[TokenGeneratorRequestTool], tool_choice: ToolChoice) -> Tools:
+    def of(cls, tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice) -> Tools:
         """Return the callable tools, given validated ``tools`` and ``tool_choice`` of the OpenAI API.
 
         The choice ``"none"`` allows no tool, a named choice only that tool.
@@ -53,7 +36,7 @@ class Tools:
             return cls({})
         functions = [tool["function"] for tool in tools]
         schemas = {function["name"]: _of_object(function.get("parameters")) for function in functions}
-        if isinstance(tool_choice, dict):
+        if isinstance(tool_choice, Mapping):
             name = tool_choice["function"]["name"]
             schemas = {name: schemas[name]}
         return cls(schemas)

@@ -16,12 +16,12 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import ConfigError
 from penstock.host.discovery import modules_in
 from penstock.kernels.encodings import ENCODINGS, encoding_named
-from penstock.weights.safetensors import TensorHeader
+from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ class CheckpointFormat(ABC):
     """If several formats detect a checkpoint, the one with the highest priority reads it."""
 
     @abstractmethod
-    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
         """Return whether a checkpoint is of this format.
 
         Args:
@@ -68,11 +68,11 @@ class CheckpointFormat(ABC):
             headers: the stored tensors by name.
         """
 
-    def policy(self, config: Mapping[str, object]) -> LayerPolicy | None:
+    def policy(self, config: Mapping[str, Any]) -> LayerPolicy | None:
         """Return the encoding of each layer. None, the default: all layers are plain floats."""
         return None
 
-    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
         """Return the tensors that a model sees, by the names and in the shapes of plain checkpoints.
 
         A format that stores one weight as several tensors replaces them by one `QuantizedHeader` named
@@ -110,7 +110,8 @@ class CheckpointFormat(ABC):
         """Return the encoding of a weight ``[out, in]``, and its tensors as `LinearEncoding.pack` does.
 
         The encoding is ``header.encoding``, or None if ``weight`` holds floats. All tensors have one row per
-        output, so that the layers of one input can be concatenated.
+        output, so that the layers of one input can be concatenated. An encoded weight has its inputs in the
+        order of ``header.order``.
         """
         return None, {"weight": source.tensor(header)}
 
@@ -120,6 +121,8 @@ class CheckpointFormat(ABC):
         if encoding is None:
             return tensors["weight"]
         weight = encoding_named(encoding).unpack(tensors)
+        if isinstance(header, QuantizedHeader) and header.order:
+            weight = in_own_order(weight, header.order)
         return weight.T if header.is_transposed else weight
 
 
@@ -145,7 +148,7 @@ class FormatRegistry:
         """All values of ``quant_method`` that some format reads."""
         return tuple(sorted(method for one in self.formats for method in one.quant_methods))
 
-    def detect(self, config: Mapping[str, object], headers: Headers) -> CheckpointFormat:
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> CheckpointFormat:
         """Return the format of a checkpoint.
 
         Args:
@@ -185,7 +188,15 @@ FORMATS = FormatRegistry()
 """The checkpoint formats of this process."""
 
 
-def quantization_section(config: Mapping[str, object]) -> Mapping[str, object]:
+def in_own_order(weight: Tensor, order: bytes) -> Tensor:
+    """Return a weight ``[out, in]`` whose inputs are in the order of `QuantizedHeader.order` in their own."""
+    import torch
+
+    places = torch.frombuffer(bytearray(order), dtype=torch.int32).argsort()
+    return weight[:, places]
+
+
+def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``quantization_config`` of a ``config.json``, or of its text model; empty if there is none."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
@@ -196,7 +207,7 @@ def quantization_section(config: Mapping[str, object]) -> Mapping[str, object]:
     return {}
 
 
-def quant_method(config: Mapping[str, object]) -> object:
+def quant_method(config: Mapping[str, Any]) -> object:
     """Return ``quantization_config.quant_method`` of a ``config.json``, or None."""
     return quantization_section(config).get("quant_method")
 

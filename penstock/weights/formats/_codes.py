@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from penstock.weights.formats._stored import GROUP
+import numpy as np
+
+from penstock.weights.formats._stored import GROUP, StoredTensors
+from penstock.weights.safetensors import read_tensor_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +25,43 @@ def encoding_of(bits: int, group_size: int, in_features: int) -> str | None:
     if group_size % GROUP and group_size < in_features:
         return None
     return "uint4" if bits <= 4 else "uint8"
+
+
+def sorted_encoding(
+    encoding: str | None, tensors: StoredTensors, layer: str, part: str, size: int, groups: int
+) -> tuple[str | None, bytes]:
+    """Return the encoding of a layer whose groups may be out of order, and its `QuantizedHeader.order`.
+
+    Args:
+        encoding: the encoding that holds the layer if its inputs are sorted by group; None for floats.
+        tensors: the stored tensors.
+        layer: the name of the layer.
+        part: the tensor with the group of each input, integers ``[in]``.
+        size: inputs of a group; the last group may be shorter.
+        groups: number of groups.
+
+    Returns:
+        The encoding is None if a group has another number of inputs.
+
+    Raises:
+        WeightsError: a group does not exist.
+    """
+    header = tensors.peek(layer, part)
+    assert header is not None
+    kind = {"I32": "<i4", "I64": "<i8"}.get(header.type_name)
+    if kind is None:
+        return encoding, b""  # `StoredTensors.take` refuses the type
+    group_of_input = np.frombuffer(read_tensor_bytes(header), kind)
+    inputs = len(group_of_input)
+    if not 0 <= int(group_of_input.min()) <= int(group_of_input.max()) < groups:
+        tensors.refuse(layer, part, "names groups that do not exist")
+    counts = np.bincount(group_of_input, minlength=groups)
+    is_regular = bool((counts[:-1] == size).all()) and int(counts[-1]) == inputs - size * (groups - 1)
+    if encoding is None or not is_regular:
+        return None, b""
+    order = np.argsort(group_of_input, kind="stable").astype(np.int32)
+    is_sorted = bool((order == np.arange(inputs)).all())
+    return encoding, b"" if is_sorted else order.tobytes()
 
 
 def read_codes(
@@ -40,7 +80,8 @@ def read_codes(
         scales: floats ``[out, G]``.
         zeros: integers ``[out, G]``.
         group_size: inputs of a group.
-        groups: the group of each input ``[in]``, if inputs are not grouped in order. Only for floats.
+        groups: the group of each input ``[in]``, if inputs are not grouped in order. Only for floats; encoded
+            codes are sorted by group.
     """
     import torch
 

@@ -38,6 +38,14 @@ class LayerHeader(QuantizedHeader):
     group: tuple[int, int] = (0, 0)
     """Outputs and inputs that share a scale."""
 
+    def sorted_inputs(self, codes: Tensor) -> Tensor:
+        """Return ``codes [out, in]`` with their inputs in `order`."""
+        import torch
+
+        if not self.order:
+            return codes
+        return codes[:, torch.frombuffer(bytearray(self.order), dtype=torch.int32)]
+
     def part(self, name: str) -> TensorHeader | None:
         """Return a part by its name, or None."""
         return dict(zip(self.names, self.parts, strict=True)).get(name)
@@ -129,6 +137,7 @@ class StoredTensors:
         layout: str = "",
         bits: int = 0,
         group: tuple[int, int] = (0, 0),
+        order: bytes = b"",
     ) -> None:
         """Add the weight of a layer, ``[out, in]``, made of these parts."""
         found = {name: part for name, part in parts.items() if part is not None}
@@ -145,6 +154,7 @@ class StoredTensors:
             layout=layout,
             bits=bits,
             group=group,
+            order=order,
         )
 
 

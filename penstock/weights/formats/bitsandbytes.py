@@ -6,16 +6,21 @@ weight. The JSON text in ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``) h
 block. The factors may be 8-bit indices in turn, with ``weight.nested_quant_map``, ``weight.nested_absmax``
 and an offset.
 
+The encodings nf4 and fp4 hold such a layer exactly if each 64 inputs of an output share a factor. Layers of
+other sizes or tables are widened.
+
 A layer of 8 bits has ``weight`` int8 and ``SCB``: 127 times the scale of each output.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from penstock.kernels.encodings import fp4, nf4
 from penstock.weights.formats import Headers, TensorReader, quant_method
 from penstock.weights.formats._stored import LayerHeader, StoredFormat, StoredTensors
 from penstock.weights.safetensors import TensorHeader, read_tensor_bytes
@@ -24,7 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STATE = "weight.quant_state.bitsandbytes__"
-_KINDS = ("nf4", "fp4")
+_TABLES = {"nf4": nf4.NUMBERS, "fp4": fp4.NUMBERS}
+_TABLE_ERROR = 1e-6  # float32 tables of other writers may differ in the last digit
+_GROUP = 64  # inputs that share a scale in the encodings
 _LARGEST_STATE = 10_000
 """The text of a layer's state is not longer than this many bytes."""
 
@@ -47,16 +54,16 @@ class BitsAndBytesFormat(StoredFormat):
 
     name = "bitsandbytes"
     quant_methods = ("bitsandbytes",)
-    kept_encodings = ("int8",)
+    kept_encodings = ("nf4", "fp4", "int8")
 
-    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
         tensors = StoredTensors(stored, self.name)
-        for kind in _KINDS:
+        for kind in _TABLES:
             for layer in list(tensors.layers(f"{_STATE}{kind}", ("U8",))):
-                _take_4_bits(tensors, layer, f"{_STATE}{kind}")
+                _take_4_bits(tensors, layer, kind)
         for layer in tensors.layers("SCB"):
             weight = tensors.peek(layer, "weight")
             if weight is None or len(weight.shape) != 2:
@@ -75,7 +82,7 @@ class BitsAndBytesFormat(StoredFormat):
         self, source: TensorReader, header: TensorHeader
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         if isinstance(header, _FourBitHeader):
-            return None, {"weight": _read_4_bits(source, header)}
+            return header.encoding, _read_4_bits(source, header)
         if not isinstance(header, LayerHeader):
             return super().read_linear(source, header)
         scales = header.read(source, "scale") / 127
@@ -85,7 +92,8 @@ class BitsAndBytesFormat(StoredFormat):
 FORMAT = BitsAndBytesFormat()
 
 
-def _take_4_bits(tensors: StoredTensors, layer: str, state_name: str) -> None:
+def _take_4_bits(tensors: StoredTensors, layer: str, kind: str) -> None:
+    state_name = f"{_STATE}{kind}"
     weight, text = tensors.peek(layer, "weight"), tensors.peek(layer, state_name)
     assert text is not None
     state = None if text.num_bytes > _LARGEST_STATE else _parsed(read_tensor_bytes(text))
@@ -112,8 +120,9 @@ def _take_4_bits(tensors: StoredTensors, layer: str, state_name: str) -> None:
         parts["weight"].file,
         "bitsandbytes",
         state.shape,
-        sum(part.num_bytes for part in parts.values()),
+        sum(part.num_bytes for part in (*parts.values(), text)),
         parts["weight"].stored_name,
+        encoding=kind if _is_kept(kind, state, parts["table"]) else None,
         parts=tuple(parts.values()),
         names=tuple(parts),
         state=state,
@@ -134,7 +143,16 @@ def _parsed(text: bytes) -> _State | None:
         return None
 
 
-def _read_4_bits(source: TensorReader, header: _FourBitHeader) -> Tensor:
+def _is_kept(kind: str, state: _State, table: TensorHeader) -> bool:
+    """Return whether the encoding of this name holds a layer exactly."""
+    if state.shape[1] % _GROUP or state.block % _GROUP:
+        return False
+    numbers = struct.unpack("<16f", read_tensor_bytes(table))
+    return all(abs(one - other) < _TABLE_ERROR for one, other in zip(numbers, _TABLES[kind], strict=True))
+
+
+def _read_4_bits(source: TensorReader, header: _FourBitHeader) -> Mapping[str, Tensor]:
+    """Return the tensors of the header's encoding, or the weight in floats."""
     import torch
 
     state, factors = header.state, header.read(source, "factors")
@@ -144,5 +162,8 @@ def _read_4_bits(source: TensorReader, header: _FourBitHeader) -> Tensor:
     packed = header.read(source, "weight").view(torch.uint8).flatten()
     indices = torch.stack([packed >> 4, packed & 15], dim=1).flatten()
     count = state.shape[0] * state.shape[1]
+    if header.encoding is not None:
+        scales = factors.repeat_interleave(state.block // _GROUP)[: count // _GROUP]
+        return {"weight": indices.view(state.shape), "scales": scales.view(state.shape[0], -1)}
     numbers = header.read(source, "table")[indices.int()][:count]
-    return (numbers * factors.repeat_interleave(state.block)[:count]).view(state.shape)
+    return {"weight": (numbers * factors.repeat_interleave(state.block)[:count]).view(state.shape)}

@@ -9,18 +9,19 @@ tell the rest:
 * ``weight`` int8 or 8-bit floats with ``weight_scale``.
 * ``weight_packed`` uint8: 4-bit floats, see `penstock.weights.formats._fp4`.
 
-``weight_g_idx`` gives the group of each input if groups are not in order. Such layers are widened.
+``weight_g_idx`` gives the group of each input if groups are not in order (``actorder``). The encoding holds
+the inputs of such a layer sorted by group (`QuantizedHeader.order`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
-from penstock.weights.formats._codes import MAX_BITS, encoding_of, read_codes
+from penstock.weights.formats._codes import MAX_BITS, encoding_of, read_codes, sorted_encoding
 from penstock.weights.formats._fp4 import read_fp4, take_fp4_layers
 from penstock.weights.formats._fp8 import block_size, read_fp8, take_fp8_layers
 from penstock.weights.formats._stored import (
@@ -46,13 +47,13 @@ class CompressedTensorsFormat(StoredFormat):
     quant_methods = ("compressed-tensors",)
     kept_encodings = ("uint4", "uint8", "int8", "fp8", "nvfp4", "mxfp4")
 
-    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
         section = quantization_section(config)
         _refuse_transforms(section)
-        groups = [one for one in _mapping(section.get("config_groups")).values() if isinstance(one, Mapping)]
+        groups = [one for one in (section.get("config_groups") or {}).values() if isinstance(one, Mapping)]
         tensors = StoredTensors(stored, self.name)
         for layer in tensors.layers("weight_packed", ("I32",)):
             _take_packed(tensors, layer, _weights_of(groups, layer))
@@ -75,7 +76,7 @@ class CompressedTensorsFormat(StoredFormat):
 FORMAT = CompressedTensorsFormat()
 
 
-def _refuse_transforms(section: Mapping[str, object]) -> None:
+def _refuse_transforms(section: Mapping[str, Any]) -> None:
     """Refuse checkpoints whose weights need more than scales.
 
     Raises:
@@ -88,7 +89,7 @@ def _refuse_transforms(section: Mapping[str, object]) -> None:
         raise ConfigError("quantization_config", "models with transforms of activations cannot be read")
 
 
-def _weights_of(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, object]:
+def _weights_of(groups: list[Mapping[str, Any]], layer: str) -> Mapping[str, Any]:
     """Return how a layer's weight is stored. Names count more than patterns, and these more than kinds."""
 
     def rank(target: str) -> int:
@@ -96,15 +97,14 @@ def _weights_of(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, 
             return 2 if re.match(target.removeprefix("re:"), layer) else 0
         return 3 if layer == target or layer.endswith(f".{target}") else 1 if target == "Linear" else 0
 
-    best: tuple[int, Mapping[str, object]] = (0, {})
+    best: tuple[int, Mapping[str, Any]] = (0, {})
     for one in groups:
-        targets = one.get("targets")
-        for target in targets if isinstance(targets, list) else ():
+        for target in one.get("targets") or ():
             best = max(best, (rank(str(target)), _mapping(one.get("weights"))), key=lambda pair: pair[0])
     return best[1]
 
 
-def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, object]) -> None:
+def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, Any]) -> None:
     packed, scale = tensors.peek(layer, "weight_packed"), tensors.peek(layer, "weight_scale")
     assert packed is not None
     bits = weights.get("num_bits")
@@ -130,6 +130,11 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
         assert isinstance(size, int)
         inputs = groups * size
     shape = (outputs, inputs)
+    group_size = inputs if groups == 1 else inputs // groups
+    encoding, order = encoding_of(bits, group_size, inputs), b""
+    group_of_input = tensors.peek(layer, "weight_g_idx")
+    if group_of_input is not None and group_of_input.shape == (inputs,):
+        encoding, order = sorted_encoding(encoding, tensors, layer, "weight_g_idx", group_size, groups)
     parts = {
         "packed": tensors.take(layer, "weight_packed", ("I32",)),
         "scale": tensors.take(layer, "weight_scale", FLOATS),
@@ -139,9 +144,7 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
         "shape": tensors.take_optional(layer, "weight_shape", ("I64", "I32"), (2,)),
         "group_of_input": tensors.take_optional(layer, "weight_g_idx", ("I32", "I64"), (inputs,)),
     }
-    group_size = inputs if groups == 1 else inputs // groups
-    encoding = encoding_of(bits, group_size, inputs) if parts["group_of_input"] is None else None
-    tensors.put(layer, shape, encoding, parts, layout="packed", bits=bits, group=(1, group_size))
+    tensors.put(layer, shape, encoding, parts, layout="packed", bits=bits, group=(1, group_size), order=order)
 
 
 def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -163,6 +166,7 @@ def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None,
     groups = header.read(source, "group_of_input") if header.part("group_of_input") else None
     if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
         raise WeightsError(header.file, f"{header.stored_name}: weight_g_idx names groups that do not exist")
+    codes = header.sorted_inputs(codes)
     return read_codes(header.encoding, codes, scales, zeros, header.group[1], groups)
 
 
@@ -216,5 +220,5 @@ def _read_integers(source: TensorReader, header: LayerHeader) -> tuple[str | Non
     return read_codes(header.encoding, codes, scales, zeros, header.group[1])
 
 
-def _mapping(value: object) -> Mapping[str, object]:
+def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}

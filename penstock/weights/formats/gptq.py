@@ -7,18 +7,18 @@ A layer ``[out, in]`` is stored in columns:
 * ``qzeros`` int32 ``[G, out * bits / 32]``: zero points, packed in the same way. In the first version of the
   format (``checkpoint_format: gptq``) they are stored minus 1.
 * ``scales`` ``[G, out]``.
-* ``g_idx`` int32 ``[in]``: the group of each input. With ``desc_act`` groups are not in order. Such layers
-  are widened.
+* ``g_idx`` int32 ``[in]``: the group of each input. With ``desc_act`` groups are not in order. The encoding
+  holds the inputs of such a layer sorted by group (`QuantizedHeader.order`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
-from penstock.weights.formats._codes import encoding_of, read_codes
+from penstock.weights.formats._codes import encoding_of, read_codes, sorted_encoding
 from penstock.weights.formats._stored import FLOATS, LayerHeader, StoredFormat, StoredTensors, unpack_bits
 from penstock.weights.safetensors import TensorHeader
 
@@ -38,10 +38,10 @@ class GPTQFormat(StoredFormat):
     kept_encodings = ("uint4", "uint8")
     unread_if_zero = ("*.bias",)  # some writers add biases to all layers
 
-    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
         section = quantization_section(config)
         version = section.get("checkpoint_format") or "gptq"
         if version not in ("gptq", "gptq_v2"):
@@ -64,17 +64,17 @@ class GPTQFormat(StoredFormat):
 FORMAT = GPTQFormat()
 
 
-def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], version: object) -> None:
+def _take(tensors: StoredTensors, layer: str, section: Mapping[str, Any], version: object) -> None:
     weight, order, scales = (tensors.peek(layer, part) for part in ("qweight", "g_idx", "scales"))
     assert weight is not None
     bits = section.get("bits")
-    if len(weight.shape) != 2 or scales is None or len(scales.shape) != 2:
+    if len(weight.shape) != 2 or 0 in weight.shape or scales is None or len(scales.shape) != 2:
         tensors.refuse(layer, "qweight", "and scales must be matrices")
     assert scales is not None
     rows, outputs = weight.shape
     if order is not None and len(order.shape) == 1 and order.shape[0]:
         bits = rows * 32 // order.shape[0]  # single layers may differ from the configuration
-    if not isinstance(bits, int) or bits not in BITS or rows * 32 % bits:
+    if bits not in BITS or rows * 32 % bits:
         tensors.refuse(layer, "qweight", f"has {bits!r} bits where 2, 3, 4 or 8 can be read")
     assert isinstance(bits, int)
     inputs, groups = rows * 32 // bits, scales.shape[0]
@@ -83,14 +83,25 @@ def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], ver
         size = -(-inputs // max(groups, 1))
     if not groups or -(-inputs // size) != groups:
         tensors.refuse(layer, "scales", f"has {groups} groups for {inputs} inputs")
+    encoding, sorted_inputs = encoding_of(bits, size, inputs), b""
+    if section.get("desc_act") and order is not None and order.shape == (inputs,):
+        encoding, sorted_inputs = sorted_encoding(encoding, tensors, layer, "g_idx", size, groups)
     parts = {
         "weight": tensors.take(layer, "qweight", ("I32",)),
         "scales": tensors.take(layer, "scales", FLOATS, (groups, outputs)),
         "zeros": tensors.take(layer, "qzeros", ("I32",), (groups, -(-outputs * bits // 32))),
         "group_of_input": tensors.take_optional(layer, "g_idx", ("I32",), (inputs,)),
     }
-    encoding = None if section.get("desc_act") else encoding_of(bits, size, inputs)
-    tensors.put(layer, (outputs, inputs), encoding, parts, layout=str(version), bits=bits, group=(1, size))
+    tensors.put(
+        layer,
+        (outputs, inputs),
+        encoding,
+        parts,
+        layout=str(version),
+        bits=bits,
+        group=(1, size),
+        order=sorted_inputs,
+    )
 
 
 def _read(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -110,8 +121,8 @@ def _read(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mappin
         groups = None
     if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
         raise WeightsError(header.file, f"{header.stored_name}: g_idx names groups that do not exist")
-    if groups is not None and header.encoding is not None:
+    if groups is not None and header.encoding is not None and not header.order:
         raise WeightsError(
             header.file, f"{header.stored_name}: g_idx is not in order, but desc_act is not set"
         )
-    return read_codes(header.encoding, codes, scales, zeros.T, size, groups)
+    return read_codes(header.encoding, header.sorted_inputs(codes), scales, zeros.T, size, groups)

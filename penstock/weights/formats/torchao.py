@@ -1,51 +1,68 @@
-"""torchao: 8-bit integers and 8-bit floats with a scale per output, as torchao flattens them for safetensors.
+"""torchao: integers of up to 8 bits and 8-bit floats, as torchao flattens them for safetensors.
 
-A layer has ``_weight_qdata`` and ``_weight_scale``, and for integers ``_weight_zero_point``, which is 0.
+A layer has ``_weight_qdata`` and ``_weight_scale``, and integers also have ``_weight_zero_point``. The
+metadata of a file names the class of each weight:
+
+* ``Int8Tensor`` and ``Float8Tensor``: 8-bit integers or floats ``[out, in]`` with a scale for each output.
+* ``IntxUnpackedToInt8Tensor``: integers of few bits, each in a byte, with scales and integer zero points
+  ``[out, G]``. A weight is ``(integer - zero) * scale``.
+* ``Int4Tensor``: signed 4-bit integers ``[out, in / 2]``, two in a byte, the first in its lower half. Scales
+  and zero points are floats ``[G, out]``. A weight is ``integer * scale + zero``.
+
+Weights that are packed for one kind of device (such as ``Int4TilePackedTo4dTensor``) are refused.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method
-from penstock.weights.formats._fp8 import E4M3, read_fp8
-from penstock.weights.formats._stored import FLOATS, LayerHeader, StoredFormat, StoredTensors
-from penstock.weights.safetensors import TensorHeader
+from penstock.weights.formats._codes import encoding_of, read_codes
+from penstock.weights.formats._fp8 import E4M3, LAYOUT, read_fp8
+from penstock.weights.formats._stored import FLOATS, GROUP, LayerHeader, StoredFormat, StoredTensors
+from penstock.weights.safetensors import TensorHeader, read_metadata, read_tensor_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TYPES = {"I8": "int8", E4M3: "fp8"}
+_DATA, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+_PACKED = "Int4Tensor"
+_READABLE = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor", _PACKED)
+_ENCODING_OF_4_BITS = "q4_z"
 
 
 class TorchAOFormat(StoredFormat):
-    """8-bit integers and floats of torchao."""
+    """Integers and 8-bit floats of torchao."""
 
     name = "torchao"
     quant_methods = ("torchao",)
-    kept_encodings = ("int8", "fp8")
+    kept_encodings = ("int8", "fp8", "uint4", "uint8", _ENCODING_OF_4_BITS)
 
-    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
-        tensors = StoredTensors(stored, self.name)
-        for layer in tensors.layers("_weight_qdata"):
-            data = tensors.peek(layer, "_weight_qdata")
+    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+        tensors, descriptions = StoredTensors(stored, self.name), _descriptions(stored)
+        for layer in tensors.layers(_DATA):
+            data, scale = tensors.peek(layer, _DATA), tensors.peek(layer, _SCALE)
             assert data is not None
-            if data.type_name not in _TYPES or len(data.shape) != 2:
-                shown = f"is {data.type_name} {list(data.shape)}"
-                tensors.refuse(layer, "_weight_qdata", f"{shown}: 8-bit integers and floats can be read")
-            shape = (data.shape[0], data.shape[1])
-            parts = {
-                "weight": tensors.take(layer, "_weight_qdata", tuple(_TYPES)),
-                "scale": tensors.take(layer, "_weight_scale", FLOATS, (shape[0], 1)),
-                "zero": tensors.take_optional(layer, "_weight_zero_point", ("I8",), (shape[0], 1)),
-            }
-            encoding = _TYPES[data.type_name]
-            tensors.put(layer, shape, encoding, parts, layout=encoding, bits=8, group=(1, shape[1]))
+            own = descriptions.get(data.stored_name.replace(f".{_DATA}", ".weight"), {})
+            kind = own.get("_type")
+            is_matrix = len(data.shape) == 2 and 0 not in data.shape
+            if kind not in (None, *_READABLE) or data.type_name not in ("I8", "U8", E4M3) or not is_matrix:
+                shown = f"is {kind or ''} {data.type_name} {list(data.shape)}".replace("  ", " ")
+                tensors.refuse(layer, _DATA, f"{shown}: {' and '.join(_READABLE)} can be read")
+            if tensors.peek(layer, "_weight_act_pre_scale") is not None:
+                tensors.refuse(layer, _DATA, "needs scaled activations (act_pre_scale), which no kernel has")
+            if data.type_name == E4M3:
+                _take_floats(tensors, layer)
+            elif kind == _PACKED or (kind is None and _is_packed(data, scale)):
+                _take_packed(tensors, layer)
+            else:
+                _take_integers(tensors, layer, _bits(own))
         return tensors.left
 
     def read_linear(
@@ -53,15 +70,121 @@ class TorchAOFormat(StoredFormat):
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         if not isinstance(header, LayerHeader):
             return super().read_linear(source, header)
-        if header.layout == "fp8":
-            return read_fp8(source, header)
-        if header.part("zero") and bool(header.read(source, "zero").any()):
-            raise WeightsError(
-                header.file,
-                f"{header.stored_name} has zero points: quantize the model with symmetric weights",
-            )
-        scales = header.read(source, "scale").float()
-        return "int8", {"weight": header.read(source, "weight"), "scales": scales[:, 0].contiguous()}
+        readers = {LAYOUT: read_fp8, _PACKED: _read_packed, "rows": _read_rows}
+        return readers.get(header.layout, _read_groups)(source, header)
 
 
 FORMAT = TorchAOFormat()
+
+
+def _descriptions(stored: Headers) -> Mapping[str, Mapping[str, Any]]:
+    """Return what the metadata of all files says about each weight, by its stored name."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for file in {header.file for header in stored.values()}:
+        for name, text in read_metadata(file).items():
+            try:
+                one = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(one, dict):
+                found[name] = one
+    return found
+
+
+def _bits(description: Mapping[str, Any]) -> int:
+    """Return the bits of the integers of a weight; 8 if the metadata names no fewer."""
+    data = description.get("_data")
+    dtype = data.get("target_dtype") if isinstance(data, dict) else None
+    name = dtype.get("_data") if isinstance(dtype, dict) else None
+    return int(name[3:]) if name in [f"int{bits}" for bits in range(1, 8)] else 8
+
+
+def _is_packed(data: TensorHeader, scale: TensorHeader | None) -> bool:
+    """Return whether a weight without a description has two integers in a byte: its scales are transposed."""
+    shape = scale.shape if scale else ()
+    return len(shape) == 2 and shape[0] != data.shape[0] and shape[1] == data.shape[0]
+
+
+def _take_floats(tensors: StoredTensors, layer: str) -> None:
+    data = tensors.take(layer, _DATA, (E4M3,))
+    shape = (data.shape[0], data.shape[1])
+    parts = {"weight": data, "scale": tensors.take(layer, _SCALE, FLOATS, (shape[0], 1))}
+    tensors.put(layer, shape, "fp8", parts, layout=LAYOUT, bits=8, group=(1, shape[1]))
+
+
+def _take_integers(tensors: StoredTensors, layer: str, bits: int) -> None:
+    data, scale = tensors.take(layer, _DATA, ("I8",)), tensors.peek(layer, _SCALE)
+    outputs, inputs = data.shape
+    groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
+    if not groups or inputs % groups:
+        tensors.refuse(layer, _SCALE, f"has {groups} groups for {inputs} inputs")
+    parts = {
+        "weight": data,
+        "scale": tensors.take(layer, _SCALE, FLOATS, (outputs, groups)),
+        "zero": tensors.take_optional(layer, _ZERO, ("I8",), (outputs, groups)),
+    }
+    zero, size = parts["zero"], inputs // groups
+    has_zeros = zero is not None and any(read_tensor_bytes(zero)) if groups == 1 else True
+    if bits == 8 and groups == 1 and not has_zeros:
+        tensors.put(layer, (outputs, inputs), "int8", parts, layout="rows", bits=8, group=(1, inputs))
+        return
+    encoding = encoding_of(bits, size, inputs)
+    tensors.put(layer, (outputs, inputs), encoding, parts, layout="groups", bits=bits, group=(1, size))
+
+
+def _take_packed(tensors: StoredTensors, layer: str) -> None:
+    data, scale = tensors.take(layer, _DATA, ("I8", "U8")), tensors.peek(layer, _SCALE)
+    outputs, inputs = data.shape[0], 2 * data.shape[1]
+    groups = scale.shape[0] if scale is not None and len(scale.shape) == 2 else 1
+    if not groups or inputs % groups:
+        tensors.refuse(layer, _SCALE, f"has {groups} groups for {inputs} inputs")
+    parts = {
+        "weight": data,
+        "scale": tensors.take(layer, _SCALE, FLOATS, (groups, outputs)),
+        "zero": tensors.take(layer, _ZERO, FLOATS, (groups, outputs)),
+    }
+    size = inputs // groups
+    encoding = _ENCODING_OF_4_BITS if size % GROUP == 0 or groups == 1 else None
+    tensors.put(layer, (outputs, inputs), encoding, parts, layout=_PACKED, bits=4, group=(1, size))
+
+
+def _read_rows(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
+    scales = header.read(source, "scale").float()[:, 0].contiguous()
+    return header.encoding, {"weight": header.read(source, "weight"), "scales": scales}
+
+
+def _read_groups(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
+    import torch
+
+    weight, scales = header.read(source, "weight"), header.read(source, "scale").float()
+    half = 8 if header.bits <= 4 else 128
+    codes = weight.short() + half
+    zeros = (
+        header.read(source, "zero").int() + half if header.part("zero") else torch.full(scales.shape, half)
+    )
+    if not 0 <= int(codes.min()) <= int(codes.max()) < 2 * half or int(zeros.min()) < 0:
+        low, high, zero = int(weight.min()), int(weight.max()), int(zeros.min()) - half
+        raise WeightsError(
+            header.file,
+            f"{header.stored_name} has integers from {low} to {high} and zero points from {zero}, which "
+            f"are not of {header.bits} bits",
+        )
+    return read_codes(header.encoding, codes.to(torch.uint8), scales, zeros, header.group[1])
+
+
+def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
+    import torch
+
+    from penstock.kernels.codes import split_scales
+
+    packed, size = header.read(source, "weight").view(torch.uint8), header.group[1]
+    codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1) ^ 8  # signed -> counted from -8
+    scales, zeros = (header.read(source, name).T.float() for name in ("scale", "zero"))
+    if header.encoding is None:
+        spread = [one.repeat_interleave(size, 1) for one in (scales, zeros)]
+        return None, {"weight": (codes.float() - 8) * spread[0] + spread[1]}
+    halves, row_scales = split_scales(torch.cat([scales, zeros], dim=1))
+    groups = -(-codes.shape[1] // GROUP)
+    repeats = groups if size >= codes.shape[1] else size // GROUP
+    halves, minima = (one.repeat_interleave(repeats, 1) for one in halves.chunk(2, dim=1))
+    return header.encoding, {"weight": codes, "scales": halves, "minima": -minima, "row_scales": row_scales}

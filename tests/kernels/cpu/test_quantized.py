@@ -11,7 +11,6 @@ from torch import Tensor
 
 from penstock.kernels import PackedLinear, encoding_named
 from penstock.kernels.cpu import variants
-from penstock.kernels.cpu.linear import PANELS
 from penstock.kernels.cpu.ops import CpuOps
 
 VARIANTS = {ops.isa: ops for ops in variants()}
@@ -44,7 +43,7 @@ def _threads() -> Iterator[None]:
 
 def packed_as(ops: CpuOps, weight: Tensor, encoding: str, bias: Tensor | None = None) -> PackedLinear:
     packed = ops.pack_linear(weight, encoding)
-    assert packed.layout == PANELS
+    assert packed.layout == "panels"
     return PackedLinear(
         encoding, packed.tensors, packed.in_features, packed.out_features, bias, (), packed.layout
     )
@@ -143,7 +142,7 @@ def test_more_rows_than_are_quantised_at_once(ops: CpuOps, encoding: str) -> Non
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rows", [5, 40])
 @pytest.mark.parametrize("place", [0, 130])  # in a whole vector, and in the rest of the row
-def test_only_a_row_that_is_not_finite_gives_nan(
+def test_a_row_that_is_not_finite_gives_nan_and_no_other_row_does(
     ops: CpuOps, encoding: str, dtype: torch.dtype, rows: int, place: int, bad: float
 ) -> None:
     x, packed = torch.randn(rows, 131).to(dtype), packed_as(ops, torch.randn(70, 131), encoding)
@@ -202,6 +201,7 @@ def test_nothing_beyond_the_outputs_is_written(ops: CpuOps, encoding: str, dtype
         40,
         packed.tensors["panels"].data_ptr(),
         0 if scales is None else scales.data_ptr(),
+        0,
         0,
         y.data_ptr(),
         72,

@@ -1,10 +1,12 @@
 // Blocks of checkpoints: codes of 4, 5 or 6 bits with a scale, and perhaps a minimum, for each SIZE inputs
 // (kernels/encodings/_blocks.py). A weight is scale * (code - OFFSET) - minimum. In the encodings of 256 inputs (GGUF's K
-// types), scales and minima are small integers times a float16 factor; both products are exact in float32. A
-// code of a 4-bit float selects a number of a table: 12 + 2 * the float.
+// types), scales and minima are small integers times a float16 factor; both products are exact in float32. The codes of
+// 4-bit floats are numbers of a table: 12 + 2 * the float.
 //
 // Rows of x are quantised as for int4, with a scale for each SIZE inputs. The minimum takes part as a float:
 // scale * sum(code * x) - minimum * sum(x). Each output is one chain of additions in the order of the groups.
+//
+// The codes of nf4 and fp4 are indices of numbers of 16 bits. Two tables of bytes hold them, and a product adds both bytes.
 //
 // A unit of a panel: GROUPS groups of GROUP inputs, then the factors. A group: the low four bits of the codes as in int4,
 // the higher bits (a word for each output, or two), the scales and the minima of all outputs.
@@ -38,20 +40,25 @@ struct Fp8Scale {
   }
 };
 
+struct UnitScale {  // a float32 for all inputs of a unit, behind its groups
+  static constexpr int64_t BYTES = 0;
+  INLINE vf read(const char*) { return vf{}; }
+};
+
 // 12 + 2 * E2M1.
-constexpr uint8_t FP4_CODES[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-// Each byte of `indices`, 0 to 15, replaced by that number of FP4_CODES.
-INLINE vu fp4_codes(vu indices) {
+constexpr uint8_t E2M1_CODES[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// Each byte of `indices`, 0 to 15, replaced by that number of a table of 16.
+INLINE vu looked_up(const uint8_t* numbers, vu indices) {
 #if PENSTOCK_LANES == 16
-  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)FP4_CODES));
+  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)numbers));
   return (vu)_mm512_shuffle_epi8(table, (__m512i)indices);
 #elif PENSTOCK_LANES == 8
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)FP4_CODES));
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)numbers));
   return (vu)_mm256_shuffle_epi8(table, (__m256i)indices);
 #else
   typedef uint8_t Bytes __attribute__((vector_size(16)));
   Bytes table;
-  __builtin_memcpy(&table, FP4_CODES, 16);
+  __builtin_memcpy(&table, numbers, 16);
 #ifdef __clang__
   Bytes found, at = (Bytes)indices;
   for (int i = 0; i < 16; i++) found[i] = table[at[i]];
@@ -62,29 +69,89 @@ INLINE vu fp4_codes(vu indices) {
 #endif
 }
 
+// A table of 16 numbers of 16 bits, as bytes. The dot product of AVX-512 takes unsigned bytes: there the numbers are
+// stored + 2^15, and sums start at -2^15 times the sum of x.
+struct NumberTable {
+  float unit;  // what 1 stands for
+  uint8_t low[16], high[16];
+  constexpr NumberTable(int32_t steps, const int16_t (&numbers)[16]) : unit(1.0f / (float)steps), low{}, high{} {
+    for (int i = 0; i < 16; i++) {
+      low[i] = (uint8_t)(numbers[i] & 255);
+      high[i] = (uint8_t)((numbers[i] >> 8 & 255) ^ (W == 16 ? 128 : 0));
+    }
+  }
+};
+constexpr NumberTable NUMBER_TABLES[] = {
+    {32767, {-32767, -22812, -17205, -12940, -9320, -6054, -2983, 0, 2608, 5273, 8064, 11072, 14441, 18435, 23689, 32767}},
+    {32640, {0, 170, 21760, 32640, 10880, 16320, 5440, 8160, 0, -170, -21760, -32640, -10880, -16320, -5440, -8160}},
+};
+
+// The numbers of four inputs of each lane, in two parts.
+struct Numbers {
+  vu first, second;
+};
+INLINE Numbers numbers_of(const NumberTable& table, vu indices) {
+  const vu low = looked_up(table.low, indices), high = looked_up(table.high, indices);
+#if PENSTOCK_LANES == 16
+  return {low, high};
+#else  // of inputs 0 and 2, and of inputs 1 and 3
+  return {(low & 0x00ff00ff) | (high & 0x00ff00ff) << 8, (low >> 8 & 0x00ff00ff) | (high & 0xff00ff00)};
+#endif
+}
+
+template <> struct GroupSum<16> {
+#if PENSTOCK_LANES == 16
+  vi low, high;
+  INLINE_MEMBER void start(int32_t start) { low = start - vi{}, high = vi{}; }
+  INLINE_MEMBER void add(Numbers w, vu x) { low = add_bytes(low, w.first, x), high = add_bytes(high, w.second, x); }
+  INLINE_MEMBER vi total(int32_t) const { return low + (high << 8); }
+#else
+  vi sum;
+  INLINE_MEMBER void start(int32_t) { sum = vi{}; }
+#if PENSTOCK_LANES == 8 || defined(__SSE2__)
+  INLINE_MEMBER void add(Numbers w, vu x) { sum += add_pairs(w.first, (vs)x << 8 >> 8) + add_pairs(w.second, (vs)x >> 8); }
+#else
+  INLINE_MEMBER void add(Numbers w, vu x) {
+    sum += ((vi)(w.first << 16) >> 16) * ((vi)(x << 24) >> 24) + ((vi)w.first >> 16) * ((vi)(x << 8) >> 24);
+    sum += ((vi)(w.second << 16) >> 16) * ((vi)(x << 16) >> 24) + ((vi)w.second >> 16) * ((vi)x >> 24);
+  }
+#endif
+  INLINE_MEMBER vi total(int32_t) const { return sum; }
+#endif
+  INLINE_MEMBER void halfway() {}
+};
+
 struct BlockKind {
   int bits;
   int64_t size, groups;  // inputs of a scale; groups of GROUP inputs of a unit
   int64_t min_bytes;     // of a minimum: 0, none; 1, an integer; 2, a float16
-  bool is_table;
+  bool is_e2m1;
   bool has_row_scales;   // whether a float32 for each output scales the result
+  int table = -1;  // index of NUMBER_TABLES; -1: codes are not indices
+  int offset = 0;  // what is subtracted from codes of kinds with minima
 };
 
 template <class Kind> struct Blocks {
   static constexpr BlockKind KIND = Kind::KIND;
   typedef typename Kind::Scale Scale;
-  static constexpr int64_t SIZE = KIND.size, GROUPS = KIND.groups, SCALED = GROUP / SIZE;
+  static constexpr bool HAS_UNIT_SCALES = KIND.size > GROUP, HAS_TABLE = KIND.table >= 0;
+  static constexpr int64_t SIZE = min(KIND.size, GROUP), GROUPS = KIND.groups, SCALED = GROUP / SIZE;
   static constexpr int64_t HIGH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * KIND.bits / 8;
   static constexpr int64_t MINIMA = SCALES + PANEL * SCALED * Scale::BYTES;
   static constexpr int64_t GROUP_BYTES = MINIMA + PANEL * KIND.min_bytes;
   static constexpr int64_t FACTORS = GROUPS * GROUP_BYTES, MIN_FACTORS = FACTORS + PANEL * 2;
-  static constexpr int64_t UNIT_BYTES = FACTORS + (GROUPS == 1 ? 0 : KIND.min_bytes ? PANEL * 4 : PANEL * 2);
+  static constexpr int64_t UNIT_BYTES = FACTORS + (GROUPS == 1 ? 0 : KIND.min_bytes || HAS_UNIT_SCALES ? PANEL * 4 : PANEL * 2);
   static constexpr int64_t INPUTS = GROUPS * GROUP, LINES = GROUP_BYTES / 64, PASSES = GROUPS;
-  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = GROUPS == 1 ? 40 : 5;
+  static constexpr int64_t ROWS_AT_ONCE = HAS_TABLE && W == 16 ? 4 : GROUP_ROWS, BLOCK_UNITS = 40 / GROUPS;
   static constexpr int FIRST = (LINES + 3) / 4, THEN = FIRST, LAST = FIRST;
-  static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 2 ? 4 : GROUP_VECTORS; }
+  static constexpr float UNIT = HAS_TABLE ? NUMBER_TABLES[max(KIND.table, 0)].unit : KIND.is_e2m1 ? 0.5f : 1;
+  static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (HAS_TABLE ? 1 : 2) ? 4 : GROUP_VECTORS; }
 
-  // Adds the higher bits of the codes of half a step to the lower ones.
+  // Returns the codes of half a step as products take them, from their lower bits.
+  INLINE auto factors_of(vu low, const char* w, int step, int half, int v) {
+    if constexpr (HAS_TABLE) return numbers_of(NUMBER_TABLES[KIND.table], low);
+    else return with_high_bits(low, w, step, half, v);
+  }
   INLINE vu with_high_bits(vu low, const char* w, int step, int half, int v) {
     if (KIND.bits == 5) return low | Groups<5>::fifth_bits(load((const uint32_t*)(w + HIGH) + v * W), 2 * step + half);
     if (KIND.bits == 6) {
@@ -92,7 +159,7 @@ template <class Kind> struct Blocks {
       const int place = 2 * (step % 2 * 2 + half);
       return low | ((place < 4 ? bits << (4 - place) : bits >> (place - 4)) & 0x30303030);
     }
-    return KIND.is_table ? fp4_codes(low) : low;
+    return KIND.is_e2m1 ? looked_up(E2M1_CODES, low) : low;
   }
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
@@ -110,32 +177,33 @@ template <class Kind> struct Blocks {
       const char *unit = block.w, *ahead = block.ahead + column / (VECTORS * W) * ON * block.units * PASSES;
       for (int64_t u = 0; u < block.units; u++, unit += UNIT_BYTES) {
         vf factors[VECTORS], min_factors[VECTORS];
-        // Prefetches the factors of the next unit. The stream would prefetch them too late: all groups of a unit need them.
+        // Those of the next unit: the stream reaches them too late, because all its groups wait for them.
         for (int64_t line = FACTORS; line < UNIT_BYTES; line += LINE) __builtin_prefetch(unit + UNIT_BYTES + line, 0, 2);
         if (GROUPS > 1)
           for (int v = 0; v < VECTORS; v++) {
-            factors[v] = load_half((const uint16_t*)(unit + FACTORS) + column + v * W);
+            factors[v] = HAS_UNIT_SCALES ? load((const float*)(unit + FACTORS) + column + v * W)
+                                         : load_half((const uint16_t*)(unit + FACTORS) + column + v * W);
             if (KIND.min_bytes) min_factors[v] = load_half((const uint16_t*)(unit + MIN_FACTORS) + column + v * W);
           }
         const char* w = unit;
         for (int64_t g = 0; g < GROUPS; g++, w += GROUP_BYTES, ahead += ON) {
 #pragma GCC unroll 2
           for (int scaled = 0; scaled < SCALED; scaled++, x += SIZE, x_scales++, starts++) {
-            GroupSum<KIND.is_table ? 5 : KIND.bits> totals[ROWS][VECTORS];
+            GroupSum<HAS_TABLE ? 16 : KIND.is_e2m1 ? 5 : KIND.bits> totals[ROWS][VECTORS];
             for (int r = 0; r < ROWS; r++)
-              for (int v = 0; v < VECTORS; v++) totals[r][v].start(KIND.min_bytes ? 0 : starts[r * groups]);
+              for (int v = 0; v < VECTORS; v++) totals[r][v].start(KIND.min_bytes ? KIND.offset * starts[r * groups] : starts[r * groups]);
 #pragma GCC unroll 4
             for (int part = 0; part < STEPS; part++) {
               const int step = scaled * STEPS + part;
-              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // the stream would leave too many lines to the hardware
+              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // the gaps between two lines are too long
 #pragma GCC unroll 8
                 for (int64_t line = step; line < LINES; line += 4) __builtin_prefetch(ahead + line * LINE, 0, 2);
               } else fetch<FETCHED>(ahead, LINES, step, 4);
-              vu low[VECTORS], high[VECTORS];
+              decltype(factors_of(vu{}, nullptr, 0, 0, 0)) low[VECTORS], high[VECTORS];
               for (int v = 0; v < VECTORS; v++) {
                 const vu pairs = load((const uint32_t*)(w + column * 4 + step * 4 * PANEL) + v * W);
-                low[v] = with_high_bits(pairs & 0x0f0f0f0f, w + column * 4, step, 0, v);
-                high[v] = with_high_bits(pairs >> 4 & 0x0f0f0f0f, w + column * 4, step, 1, v);
+                low[v] = factors_of(pairs & 0x0f0f0f0f, w + column * 4, step, 0, v);
+                high[v] = factors_of(pairs >> 4 & 0x0f0f0f0f, w + column * 4, step, 1, v);
               }
               for (int r = 0; r < ROWS; r++) {
                 const int8_t* inputs = x + r * x_stride + 8 * part;
@@ -153,15 +221,16 @@ template <class Kind> struct Blocks {
               scales[v] = Scale::read(w + SCALES + (scaled * PANEL + place) * Scale::BYTES);
               if (KIND.min_bytes == 1) minima[v] = load((const uint8_t*)(w + MINIMA) + place);
               if (KIND.min_bytes == 2) minima[v] = load_half((const uint16_t*)(w + MINIMA) + place);
-              if (GROUPS > 1) scales[v] *= factors[v];
+              if (HAS_UNIT_SCALES) scales[v] = factors[v];
+              else if (GROUPS > 1) scales[v] *= factors[v];
               if (GROUPS > 1 && KIND.min_bytes) minima[v] *= min_factors[v];
             }
             for (int r = 0; r < ROWS; r++) {
               const int32_t start = starts[r * groups];
-              const float scale_x = x_scales[r * groups] * (KIND.is_table ? 0.5f : 1);
+              const float scale_x = x_scales[r * groups] * UNIT;
               const vf negated_sum = all((float)start * scale_x);
               for (int v = 0; v < VECTORS; v++) {
-                const vi total = totals[r][v].total(KIND.min_bytes ? 0 : start);
+                const vi total = totals[r][v].total(KIND.min_bytes ? KIND.offset * start : start);
                 sums[r][v] = fma(__builtin_convertvector(total, vf) * scale_x, scales[v], sums[r][v]);
                 if (KIND.min_bytes) sums[r][v] = fma(negated_sum, minima[v], sums[r][v]);
               }
@@ -189,6 +258,9 @@ BLOCK_KIND(Q41, HalfScale, 4, 32, 1, 2, false, false);
 BLOCK_KIND(Q51, HalfScale, 5, 32, 1, 2, false, false);
 BLOCK_KIND(MXFP4, PowerScale, 4, 32, 1, 0, true, false);
 BLOCK_KIND(NVFP4, Fp8Scale, 4, 16, 1, 0, true, true);
+BLOCK_KIND(NF4, UnitScale, 4, 64, 2, 0, false, false, 0);
+BLOCK_KIND(FP4, UnitScale, 4, 64, 2, 0, false, false, 1);
+BLOCK_KIND(Q4Z, HalfScale, 4, 32, 1, 2, false, true, -1, 8);
 
 // Runs the code for the blocks of an encoding.
 template <class F> INLINE void with_blocks(int64_t encoding, F run) {
@@ -200,6 +272,9 @@ template <class F> INLINE void with_blocks(int64_t encoding, F run) {
     case 12: run(Blocks<Q51>{}); break;
     case 13: run(Blocks<MXFP4>{}); break;
     case 14: run(Blocks<NVFP4>{}); break;
+    case 15: run(Blocks<NF4>{}); break;
+    case 16: run(Blocks<FP4>{}); break;
+    case 17: run(Blocks<Q4Z>{}); break;
   }
 }
 
@@ -227,7 +302,7 @@ template <class Form> static void pack_blocks(Form, const PackCodes& a, int64_t 
           if (Form::KIND.bits == 6)
             to[Form::HIGH + step / 2 * 4 * PANEL + byte] |= codes[k] >> 4 << (2 * (step % 2 * 2 + half));
         }
-        for (int64_t scaled = 0; scaled < Form::SCALED && group * Form::SCALED + scaled < scales; scaled++)
+        for (int64_t scaled = 0; SCALE_BYTES && scaled < Form::SCALED && group * Form::SCALED + scaled < scales; scaled++)
           __builtin_memcpy(record + Form::SCALES + (scaled * PANEL + column) * SCALE_BYTES,
                            (const char*)a.scales + (row * scales + group * Form::SCALED + scaled) * SCALE_BYTES,
                            SCALE_BYTES);
@@ -235,7 +310,8 @@ template <class Form> static void pack_blocks(Form, const PackCodes& a, int64_t 
           __builtin_memcpy(record + Form::MINIMA + column * MIN_BYTES,
                            (const char*)a.zeros + (row * minima + group) * MIN_BYTES, MIN_BYTES);
       }
-      if (Form::GROUPS > 1) ((uint16_t*)(unit + Form::FACTORS))[column] = a.factors[row * factors + u];
+      if (Form::HAS_UNIT_SCALES) ((float*)(unit + Form::FACTORS))[column] = ((const float*)a.scales)[row * units + u];
+      else if (Form::GROUPS > 1) ((uint16_t*)(unit + Form::FACTORS))[column] = a.factors[row * factors + u];
       if (Form::GROUPS > 1 && MIN_BYTES)
         ((uint16_t*)(unit + Form::MIN_FACTORS))[column] = a.min_factors[row * factors + u];
     }

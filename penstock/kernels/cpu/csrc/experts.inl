@@ -8,6 +8,7 @@
 struct ExpertWeights {  // one row of the table; null: the encoding or layer has no such tensor
   const void* panels;
   const float* scales;
+  const int32_t* order;
   const void* bias;
 };
 
@@ -144,7 +145,7 @@ static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t
     const Job& job = jobs[piece / runs];
     const ExpertWeights& weights = a.table[2 * job.expert + which];
     Linear own = layer;
-    own.panels = weights.panels, own.scales = weights.scales, own.bias = weights.bias;
+    own.panels = weights.panels, own.scales = weights.scales, own.bias = weights.bias;  // x has the order already
     const int64_t first = piece % runs * run;
     multiply_run(own, x, job.begin - jobs->begin, job.rows, first, min(first + run, panels), sums);
   });
@@ -157,15 +158,20 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   const Team alone = {1, 0, team.state, team.record};
   const QuantizedRows x(memory.x, memory.most, a.E, groups_of(a.gate_up_encoding, a.E));
   const QuantizedRows inner(memory.quantized, memory.most, a.F, groups_of(a.down_encoding, a.F));
+  auto order_of = [&](int64_t i, int64_t which) __attribute__((always_inline)) {
+    const int64_t place = memory.order[first + i];
+    const int64_t expert = a.topk_ids[place / a.top * a.topk_ids_stride + place % a.top] - a.first;
+    return a.table[2 * expert + which].order;
+  };
   over_rows(team, places, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const T* row = (const T*)a.x + memory.order[first + i] / a.top * a.x_stride;
       if (!is_quantized(a.gate_up_encoding)) __builtin_memcpy((T*)memory.x + i * a.E, row, a.E * sizeof(T));
-      else quantize_row(row, a.E, a.gate_up_encoding, x.below(i));
+      else quantize_row(row, a.E, a.gate_up_encoding, x.below(i), order_of(i, 0));
     }
   });
   team.barrier();
-  const Linear gate_up = {a.gate_up_encoding, a.type,       memory.x, a.E,    nullptr,   nullptr, nullptr,
+  const Linear gate_up = {a.gate_up_encoding, a.type,       memory.x, a.E,    nullptr,   nullptr, nullptr, nullptr,
                           memory.gates,       2 * a.F, places,   2 * a.F, a.E};
   multiply_jobs(a, gate_up, 0, memory.most, jobs, count, team);
   team.barrier();
@@ -176,10 +182,10 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
     else run(ClampedSwiGLU{a.type, gates, gated, end - begin, a.F, 2 * a.F, a.alpha, a.limit}, alone);
     if (!is_quantized(a.down_encoding)) return;
     for (int64_t i = begin; i < end; i++)
-      quantize_row((const T*)memory.inner + i * a.F, a.F, a.down_encoding, inner.below(i));
+      quantize_row((const T*)memory.inner + i * a.F, a.F, a.down_encoding, inner.below(i), order_of(i, 1));
   });
   team.barrier();
-  const Linear down = {a.down_encoding, a.type, memory.quantized, a.F, nullptr, nullptr, nullptr,
+  const Linear down = {a.down_encoding, a.type, memory.quantized, a.F, nullptr, nullptr, nullptr, nullptr,
                        memory.y,        a.E,    places,           a.E, a.F};
   multiply_jobs(a, down, 1, memory.most, jobs, count, team);
   team.barrier();

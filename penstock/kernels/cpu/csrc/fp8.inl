@@ -30,13 +30,15 @@ template <bool SUBNORMAL> INLINE vu widen_fp8(vu words, int part) {
 typedef float Fp8Input;
 typedef float Fp8Wide;
 constexpr int FP8_PARTS = 4;
+// One input of each word. Two are widened to bfloat16 together, as above, and each then to float32. A code with the
+// exponent 0 becomes 2^-7 * (1 + m / 8) in place of 2^-6 * m / 8.
 template <bool SUBNORMAL> INLINE vf widen_fp8(vu words, int part) {
-  const vi high = (vi)(words << (24 - 8 * FP8_ORDER[part]));
-  const vf normal = as_float((vu)(high >> 4 & (int32_t)0x87f00000) + (120u << 23));
-  if (!SUBNORMAL) return normal;
-  const vu magnitude = (vu)high >> 4 & 0x07f00000;
-  const vf small = as_float(magnitude + (121u << 23)) - 0x1p-6f;
-  return (high & 0x78000000) == 0 ? as_float(as_bits(small) | ((vu)high & 0x80000000)) : normal;
+  const vs high = (vs)(part / 2 ? words : words << 8);
+  const vu pairs = (vu)((vs)((vu)(high >> 4) & 0x87f087f0) + (int16_t)0x3c00);
+  const vf number = as_float(part % 2 ? pairs & 0xffff0000 : pairs << 16);
+  if (!SUBNORMAL) return number;
+  const vf magnitude = as_float(as_bits(number) & 0x7fffffff), small = magnitude * 2 - 0x1p-6f;
+  return magnitude < 0x1p-6f ? as_float(as_bits(small) | (as_bits(number) & 0x80000000)) : number;
 }
 #endif
 
@@ -46,6 +48,11 @@ template <int COUNT> INLINE bool has_subnormals(const vu (&words)[COUNT]) {
   __mmask64 found = 0;
   for (int i = 0; i < COUNT; i++) found |= _mm512_testn_epi8_mask((__m512i)words[i], _mm512_set1_epi8(0x78));
   return found != 0;
+#elif PENSTOCK_LANES == 8
+  __m256i least = _mm256_set1_epi8(-1);  // of the doubled magnitudes
+  for (int i = 0; i < COUNT; i++)
+    least = _mm256_min_epu8(least, _mm256_add_epi8((__m256i)words[i], (__m256i)words[i]));
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(least, _mm256_set1_epi8(15)), least)) != 0;
 #else
   vu found = {};
   for (int i = 0; i < COUNT; i++) {
@@ -68,22 +75,30 @@ struct Fp8Tile {
 // Adds the products of a step: `weights(part, v)` are the numbers of a part, of W outputs.
 template <int ROWS, int VECTORS, class Weights>
 INLINE void add_fp8_step(vf (&totals)[ROWS][VECTORS], const Fp8Input* x, Weights weights) {
-#pragma GCC unroll 4
+#if PENSTOCK_DOT
+#pragma GCC unroll 2
   for (int part = 0; part < FP8_PARTS; part++) {
-    decltype(weights(0, 0)) numbers[VECTORS];
+    vu numbers[VECTORS];
     for (int v = 0; v < VECTORS; v++) numbers[v] = weights(part, v);
     for (int r = 0; r < ROWS; r++) {
-#if PENSTOCK_DOT
       uint32_t pair;
       __builtin_memcpy(&pair, x + r * FP8_GROUP + 2 * part, 4);
       const __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
       for (int v = 0; v < VECTORS; v++) totals[r][v] = _mm512_dpbf16_ps(totals[r][v], a, (__m512bh)numbers[v]);
-#else
-      const vf a = all(x[r * FP8_GROUP + part]);
-      for (int v = 0; v < VECTORS; v++) totals[r][v] = fma(a, numbers[v], totals[r][v]);
-#endif
     }
   }
+#else  // two inputs of one vector after the other: few registers hold the widened numbers
+#pragma GCC unroll 2
+  for (int part = 0; part < FP8_PARTS; part += 2) {
+    vf a[ROWS], b[ROWS];
+    for (int r = 0; r < ROWS; r++) a[r] = all(x[r * FP8_GROUP + part]), b[r] = all(x[r * FP8_GROUP + part + 1]);
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) {
+      const vf first = weights(part, v), second = weights(part + 1, v);
+      for (int r = 0; r < ROWS; r++) totals[r][v] = fma(b[r], second, fma(a[r], first, totals[r][v]));
+    }
+  }
+#endif
 }
 
 template <int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile) {
@@ -100,7 +115,7 @@ template <int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile
       }
       vu words[VECTORS];
       for (int v = 0; v < VECTORS; v++) words[v] = WIDE ? vu{} : load((const uint32_t*)codes + v * W);
-      // Subnormal numbers are rare in weights that are scaled to the largest number: skip the code that only they need.
+      // Subnormal numbers are rare in weights that are scaled to the largest number: skip what only they need.
 #define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline))
       if (WIDE) add_fp8_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return load(wide + part * PANEL + v * W); });
       else if (__builtin_expect(has_subnormals(words), 0))

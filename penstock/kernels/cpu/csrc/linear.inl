@@ -7,14 +7,16 @@
 // order of k for all rows, tiles and blocks, so that a row's bits do not depend on other rows.
 
 struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales: of encodings that store them separately
+  // order [K]: the inputs in the order of the panels, if rows of x are quantised in groups; null: their own order
   // 0 float32, 1 bfloat16 (then x is of that type), 2 int8, 3 int4, 4 int5 (quantized.inl), 5 uint4, 6 uint8
   // (codes.inl), 7 8-bit floats (fp8.inl, then x is bfloat16), 8 q4_k, 9 q5_k, 10 q6_k, 11 q4_1, 12 q5_1, 13 mxfp4,
-  // 14 nvfp4 (blocks.inl).
+  // 14 nvfp4, 15 nf4, 16 fp4, 17 q4_z (blocks.inl).
   int64_t encoding, type;
   const void* x;
   int64_t x_stride;
   const void* panels;
   const float* scales;
+  const int32_t* order;
   const void* bias;
   void* y;
   int64_t y_stride, rows, N, K;

@@ -154,17 +154,28 @@ INLINE int32_t start_factor(int64_t encoding) {
     case 4: return -16;
     case 10: return -32;
     case 13: case 14: return -12;
+    case 15: case 16: return -32768;
   }
   return -1;
 }
 // Inputs that share a scale of x, and inputs of a unit of a panel, for encodings with groups.
 INLINE int64_t scaled_inputs(int64_t encoding) { return encoding == 10 || encoding == 14 ? 16 : GROUP; }
-INLINE int64_t unit_inputs(int64_t encoding) { return encoding >= 8 && encoding <= 10 ? 256 : GROUP; }
+INLINE int64_t unit_inputs(int64_t encoding) {
+  return encoding == 15 || encoding == 16 ? 64 : encoding >= 8 && encoding <= 10 ? 256 : GROUP;
+}
 INLINE int64_t groups_of(int64_t encoding, int64_t K) {
   return encoding == 2 ? 1 : round_up(K, unit_inputs(encoding)) / scaled_inputs(encoding);
 }
 
-template <class T> static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to) {
+// `order`: the inputs in the order of the panels, for encodings with groups; null: their own order.
+template <class T>
+static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to, const int32_t* order) {
+  T gathered[GROUP];
+  auto inputs = [&](int64_t begin, int64_t count) __attribute__((always_inline)) {
+    if (!order) return x + begin;
+    for (int64_t i = 0; i < count; i++) gathered[i] = x[order[begin + i]];
+    return (const T*)gathered;
+  };
   if (encoding == 2) {
     *to.starts = -128 * quantize_with_extras(x, K, to.integers, to.scales, to.extras);
   } else {
@@ -173,10 +184,13 @@ template <class T> static void quantize_row(const T* x, int64_t K, int64_t encod
     int64_t group = 0;
     if (size == GROUP)
       for (; (group + 1) * GROUP <= K; group++)
-        to.starts[group] = offset * quantize(x + group * GROUP, GROUP, to.integers + group * GROUP, to.scales + group);
-    for (; group * size < K; group++)
-      to.starts[group] = offset * quantize(x + group * size, min(size, K - group * size), to.integers + group * size,
+        to.starts[group] = offset * quantize(inputs(group * GROUP, GROUP), GROUP, to.integers + group * GROUP,
+                                             to.scales + group);
+    for (; group * size < K; group++) {
+      const int64_t count = min(size, K - group * size);
+      to.starts[group] = offset * quantize(inputs(group * size, count), count, to.integers + group * size,
                                            to.scales + group);
+    }
     for (; group < groups; group++) to.starts[group] = 0, to.scales[group] = 0;
   }
   __builtin_memset(to.integers + K, 0, to.stride - K);
@@ -189,7 +203,6 @@ constexpr int BYTE_ROWS = W == 16 ? 6 : 2, BYTE_VECTORS = 4, GROUP_ROWS = W == 1
 #if PENSTOCK_LANES == 16
 INLINE vi add_bytes(vi sum, vu w, vu x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
 #elif PENSTOCK_LANES == 8 || defined(__SSE2__)
-typedef int16_t vs __attribute__((vector_size(W * 4)));
 #if PENSTOCK_LANES == 8
 INLINE vi add_pairs(vu a, vs b) { return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 #else
@@ -497,7 +510,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
     if (first) team.barrier();  // other threads may still read the previous rows
     auto quantize_rows = [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
-        WITH_TYPE(a.type, T, quantize_row((const T*)a.x + (first + row) * a.x_stride, a.K, a.encoding, x.below(row)));
+        WITH_TYPE(a.type, T, quantize_row((const T*)a.x + (first + row) * a.x_stride, a.K, a.encoding, x.below(row), a.order));
     };
     if (redundant) {
       quantize_rows(0, rows);

@@ -7,6 +7,7 @@
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
+typedef int16_t vs __attribute__((vector_size(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2)));
 typedef int8_t vb __attribute__((vector_size(W)));
 typedef uint8_t vub __attribute__((vector_size(W)));
@@ -18,8 +19,8 @@ struct bf16 {
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
 
-template <class T> INLINE T min(T a, T b) { return b < a ? b : a; }
-template <class T> INLINE T max(T a, T b) { return a < b ? b : a; }
+template <class T> INLINE constexpr T min(T a, T b) { return b < a ? b : a; }
+template <class T> INLINE constexpr T max(T a, T b) { return a < b ? b : a; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 

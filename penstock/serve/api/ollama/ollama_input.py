@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from penstock.serve.api.chat_prompt import reads_effort
 from penstock.serve.api.ollama.ollama_schema import (
@@ -43,7 +44,7 @@ def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
     open_calls: list[str] = []
     for number, message in enumerate(body.messages or ()):
         messages.append(_message(message, number, open_calls))
-    chat: dict[str, object] = {**_shared(services, body), "messages": messages}
+    chat = {**_shared(services, body), "messages": messages}
     if body.tools:
         chat["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     places = [f"messages[{number}]" for number in range(len(messages))]
@@ -53,9 +54,7 @@ def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
 
 def chat_of_generate(services: Services, body: OllamaGenerateBody) -> Translation:
     """Return the chat request of ``/api/generate`` with the chat template."""
-    messages: list[dict[str, object]] = (
-        [] if not body.system else [{"role": "system", "content": body.system}]
-    )
+    messages = [] if not body.system else [{"role": "system", "content": body.system}]
     places = ["system"] * len(messages)
     messages.append({"role": "user", "content": _with_images(body.prompt or "", body.images)})
     chat = {**_shared(services, body), "messages": messages}
@@ -146,9 +145,9 @@ def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict
     return plain
 
 
-def _with_images(text: str, images: list[str] | None) -> str | list[dict[str, object]]:
+def _with_images(text: str, images: list[str] | None) -> Any:
     if not images:
         return text
     urls = [image if image.startswith("data:") else f"data:image/png;base64,{image}" for image in images]
-    parts: list[dict[str, object]] = [{"type": "text", "text": text}]
-    return parts + [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"type": "text", "text": text}, *parts]

@@ -1,0 +1,15 @@
+"""fp4: 4-bit floats (sign, 2 bits of exponent, 1 of mantissa) with a float32 for 64 inputs, of bitsandbytes.
+
+The numbers are multiples of 1 / 192. They are not those of E2M1 (`mxfp4`, `nvfp4`): the smallest one is
+1 / 192.
+"""
+
+from __future__ import annotations
+
+from penstock.kernels.encodings._block_kind import BlockKind, NumberTable
+from penstock.kernels.encodings._blocks import BlockEncoding
+
+_MAGNITUDES = tuple(count / 192 for count in (0, 1, 128, 192, 64, 96, 32, 48))
+NUMBERS = (*_MAGNITUDES, *(-one for one in _MAGNITUDES))
+
+ENCODING = BlockEncoding("fp4", BlockKind(4, 64, "f32", table=NumberTable(NUMBERS, 170 * 192)))

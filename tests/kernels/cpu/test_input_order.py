@@ -1,0 +1,62 @@
+"""Weights whose inputs are in another order than the activations: the bits of sorted activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.kernels import PackedExperts, PackedLinear, encoding_named, unpack_linear
+from penstock.kernels.cpu import variants
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.reference import ReferenceOps
+
+VARIANTS = {ops.isa: ops for ops in variants()}
+
+
+@pytest.fixture(params=VARIANTS or [pytest.param("none", marks=pytest.mark.skip("no kernels are built"))])
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    torch.manual_seed(0)
+    return VARIANTS[request.param]
+
+
+def layer(ops: CpuOps, outputs: int, inputs: int, encoding: str = "uint4") -> PackedLinear:
+    """Return a layer of random weights and a random order of its inputs."""
+    rows = encoding_named(encoding).pack(torch.randn(outputs, inputs) / inputs**0.5)
+    order = torch.randperm(inputs).int()
+    return ops.pack_quantized(rows, encoding, bias=torch.randn(outputs).bfloat16(), order=order)
+
+
+@pytest.mark.parametrize("encoding", ["uint4", "uint8", "nf4", "q6_k"])
+@pytest.mark.parametrize("inputs", [96, 300])
+def test_products(ops: CpuOps, encoding: str, inputs: int) -> None:
+    packed = layer(ops, 70, inputs, encoding)
+    assert packed.order is not None
+    x = torch.randn(40, inputs + 8).bfloat16()[:, 4 : 4 + inputs]  # rows apart
+    for rows in (1, 5, 40):
+        y = ops.linear(x[:rows], packed)
+        assert torch.equal(y, ops.linear(x[:rows, packed.order], replace(packed, order=None)))
+        expected = x[:rows].float() @ unpack_linear(packed).T + packed.bias.float()
+        assert float((y.float() - expected).norm() / expected.norm()) < 0.02
+        torch.testing.assert_close(y, ReferenceOps().linear(x[:rows], packed), rtol=0.02, atol=0.02)
+
+
+def test_an_encoding_without_groups_runs_on_the_reference(
+    ops: CpuOps, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed = layer(ops, 70, 96, "int8")
+    x = torch.randn(3, 96).bfloat16()
+    assert torch.equal(ops.linear(x, packed), ReferenceOps().linear(x, packed))
+    assert "int8 weights in an order of inputs" in caplog.text
+
+
+def test_each_expert_has_its_order(ops: CpuOps) -> None:
+    hidden, inner, count = 96, 160, 5
+    gate_up = tuple(layer(ops, 2 * inner, hidden) for _ in range(count))
+    experts = PackedExperts(gate_up, tuple(layer(ops, hidden, inner) for _ in range(count)))
+    for rows in (1, 7, 300):
+        x = torch.randn(rows, hidden).bfloat16()
+        weights, ids = ReferenceOps().route(torch.randn(rows, count), 2, "all")
+        found = ops.experts(x, experts, weights, ids, "silu")
+        assert torch.equal(found, ReferenceOps.experts(ops, x, experts, weights, ids, "silu"))

@@ -1,0 +1,122 @@
+"""Each encoding with adapters and compiled steps, in a model whose linear layers are stored in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.adapters import peft_logits, write_adapter
+from support.checkpoints import DECODERS, write_checkpoint
+from support.networks import parts_of
+from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+from torch import Tensor
+
+from penstock.kernels import ENCODINGS, PackedLinear, encoding_named
+from penstock.kernels.cpu import available_isas
+from penstock.weights.formats import (
+    FORMATS,
+    CheckpointFormat,
+    Headers,
+    LayerPolicy,
+    TensorReader,
+    quant_method,
+)
+from penstock.weights.safetensors import TensorHeader
+
+TOKENS = random_tokens(20, 120, seed=5)
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+QUANTIZED = [name for name, kind in ENCODINGS.items() if not kind.is_float]
+
+
+class StoredFormat(CheckpointFormat):
+    """Floats that are read in the encoding that ``quantization_config`` names."""
+
+    name = "stored"
+    quant_methods = ("stored",)
+    keeps_floats = True
+
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+        return quant_method(config) in self.quant_methods
+
+    def policy(self, config: Mapping[str, Any]) -> LayerPolicy:
+        encoding = config["quantization_config"]["encoding"]
+        return lambda layer: encoding if layer.endswith("_proj") else None
+
+    def read_linear(
+        self, source: TensorReader, header: TensorHeader
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        weight = source.tensor(header)
+        if header.encoding is None:
+            return None, {"weight": weight}
+        return header.encoding, encoding_named(header.encoding).pack(weight)
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (llama,) = (one for one in DECODERS if one.name == "llama")
+    assert llama.tiny_config
+    return write_checkpoint(tmp_path_factory.mktemp("floats"), llama.tiny_config() | SIZES)
+
+
+@pytest.fixture(params=QUANTIZED)
+def checkpoint(request: pytest.FixtureRequest, floats: Path, tmp_path: Path) -> Iterator[Path]:
+    """A checkpoint of an encoding; ``plain`` beside it has the numbers in floats."""
+    kind = encoding_named(request.param)
+    config, tensors = (
+        json.loads((floats / "config.json").read_text()),
+        load_file(floats / "model.safetensors"),
+    )
+    numbers = {
+        name: kind.unpack(kind.pack(one)).contiguous() if name.endswith("_proj.weight") else one
+        for name, one in tensors.items()
+    }
+    stored = config | {"quantization_config": {"quant_method": "stored", "encoding": kind.name}}
+    for folder, content, text in (("model", tensors, stored), ("plain", numbers, config)):
+        (tmp_path / folder).mkdir()
+        save_file(content, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / folder / "config.json").write_text(json.dumps(text))
+    with FORMATS.extended(StoredFormat()):
+        yield tmp_path / "model"
+
+
+def test_adapters(checkpoint: Path, tmp_path: Path) -> None:
+    plain = checkpoint.parent / "plain"
+    adapter = write_adapter(plain, tmp_path / "adapter")
+    expected = peft_logits(plain, adapter, TOKENS)
+    pipeline = open_pipeline(checkpoint, quantization_encoding=None, lora=(f"tone={adapter}",))
+    model: Any = pipeline.model
+    encoding = json.loads((checkpoint / "config.json").read_text())["quantization_config"]["encoding"]
+    layers = [one for one in parts_of(model.network) if isinstance(one, PackedLinear)]
+    assert {one.encoding for one in layers if one.slices[0].name.endswith("_proj")} == {encoding}
+
+    def error(adapter: str | None) -> float:
+        context = context_of(TOKENS, adapter=adapter)
+        logits = step_logits(pipeline, [context])[0].float()
+        pipeline.release(context)
+        return float((logits - expected).norm() / expected.norm())
+
+    assert error("tone") < 0.09  # activations are rounded to 8 bits
+    assert error(None) > 0.2
+
+
+@pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
+def test_compiled_steps_give_the_same_bits(checkpoint: Path) -> None:
+    logits: dict[bool, list[Tensor]] = {}
+    status: dict[bool, str] = {}
+    for planned in (False, True):
+        pipeline = open_pipeline(checkpoint, quantization_encoding=None, enable_prefix_caching=False)
+        pipeline.session.use_plans = planned
+        context, logits[planned] = context_of(TOKENS), []
+        for _ in range(6):
+            (row,) = step_logits(pipeline, [context])
+            logits[planned].append(row)
+            feed(pipeline, context, int(row[-1].argmax()))
+        status[planned] = pipeline.session.plan_status
+    assert status[True].startswith("planned"), status
+    assert not status[False].startswith("planned")
+    assert all(torch.equal(one, other) for one, other in zip(*logits.values(), strict=True))
