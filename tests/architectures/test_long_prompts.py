@@ -1,0 +1,43 @@
+"""Prompts of thousands of tokens: every family, whole and in chunks, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
+from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+
+from penstock.architectures.registry import SupportedArchitecture
+
+pytestmark = pytest.mark.slow
+
+LENGTH = 2600
+TOLERANCES = {"gemma": 2e-4}
+"""Errors as a share of the spread of the logits, where the rounding error of transformers itself (against
+float64) is above 1e-4."""
+CHUNKS = [1, 600, 999, 1000]
+_LENGTHS = ("max_position_embeddings", "n_positions", "original_max_position_embeddings")
+
+
+@pytest.mark.parametrize("architecture", DECODERS, ids=lambda architecture: architecture.name)
+def test_whole_and_in_chunks(architecture: SupportedArchitecture, tmp_path: Path) -> None:
+    config = architecture.tiny_config()
+    config |= {name: 4096 for name in _LENGTHS if name in config}
+    config.setdefault("max_position_embeddings", 4096)
+    write_checkpoint(tmp_path, config)
+    reference = oracle(tmp_path)
+    tokens = random_tokens(LENGTH, reference.config.vocab_size, seed=5)
+    expected = oracle_logits(reference, tokens)
+    tolerance = TOLERANCES.get(architecture.name, 1e-4) * max(1.0, float(expected.std()))
+    pipeline = open_pipeline(tmp_path, kv_cache_block_size=16, num_threads=1, max_batch_input_tokens=LENGTH)
+    for chunks in ([LENGTH], CHUNKS):
+        context = context_of(tokens, log_probabilities_echo=True)
+        for chunk in chunks:
+            start = context.start_idx
+            context.set_token_indices(active_idx=start + chunk)
+            logits = step_logits(pipeline, [context])[0]
+            error = (logits - expected[start : start + chunk]).abs().max()
+            assert error <= tolerance, (chunk, start)
+            feed(pipeline, context, 0)
+        pipeline.release(context)
