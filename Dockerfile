@@ -1,12 +1,12 @@
 # Penstock's server on CPUs:  docker build -t penstock . && docker run -p 8000:8000 -v models:/models penstock
-# What is downloaded from the Hugging Face hub stays in the volume /models. Arguments go to `penstock serve`:
+# Downloads from the Hugging Face hub are kept in the volume /models. Arguments are passed to `penstock serve`:
 #   docker run -p 8000:8000 -v models:/models -e PENSTOCK_API_KEY=... penstock --model Qwen/Qwen3-0.6B
-# PIP_ARGS says where torch comes from, best an index of builds for CPUs, which are a tenth of the size:
+# PIP_ARGS are arguments of pip, such as an index of CPU builds of torch, which have a tenth of the size:
 #   docker build --build-arg PIP_ARGS='--index-url ...' -t penstock .
 # For NVIDIA GPUs, with torch's CUDA build (pip's default) and a C compiler, which triton needs when it runs:
 #   docker build --build-arg EXTRAS='serve grammar cuda' --build-arg SYSTEM_PACKAGES='gcc libc6-dev' -t penstock-cuda .
 #   docker run --gpus all -p 8000:8000 -v models:/models penstock-cuda --model Qwen/Qwen3-0.6B --devices gpu
-# BASE is the Debian with a Python in /usr/local that both stages start from: another version's, or a registry's of your own.
+# BASE is the image of both stages: a Debian with Python in /usr/local. It can be another version, or be in your registry.
 ARG BASE=python:3.12-slim-bookworm
 
 FROM $BASE AS build
@@ -17,7 +17,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/penstock/bin:$P
 RUN python -m venv /opt/penstock
 COPY constraints.txt /source/
 RUN pip install -c /source/constraints.txt $PIP_ARGS torch
-# What Penstock needs comes before its source, so that a change of the source alone installs nothing else anew.
+# The dependencies are installed before the source is copied, so that a change of the source does not reinstall them.
 # Nothing here uses torch's C++ API.
 COPY pyproject.toml /source/
 ARG EXTRAS="serve grammar"
@@ -29,8 +29,8 @@ RUN python -c "import os, tomllib; project = tomllib.load(open('/source/pyprojec
     && cd /opt/penstock/lib/python*/site-packages/torch && rm -rf include test bin/test_*
 COPY CMakeLists.txt LICENSE NOTICE README.md /source/
 COPY penstock /source/penstock
-# Elsewhere a build of the C++ kernels that fails leaves Penstock with the reference kernels: here it is an error.
-# A prefix of its own makes Penstock a small layer of the image over that of the packages.
+# Outside this image Penstock falls back to the reference kernels if the C++ build fails. Here a failure is an error.
+# A separate prefix makes Penstock a small layer of the image, on top of the layer of the packages.
 RUN pip install --no-deps -C wheel.cmake=true --prefix /opt/own /source \
     && PYTHONPATH=$(echo /opt/own/lib/python*/site-packages) python -c "import penstock.kernels.cpu as kernels; \
     assert kernels.isa() != 'none', 'the C++ kernels were built, but cannot be loaded'"
@@ -47,9 +47,9 @@ USER penstock
 WORKDIR /home/penstock
 VOLUME /models
 EXPOSE 8000
-# /health is good once the model is loaded: large ones take their time.
+# /health succeeds when the model is loaded. Large models take long to load.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
-# First signal: running requests finish, for as long as --shutdown-grace says; docker stop -t 40 waits for it.
+# After the first signal, running requests finish within --shutdown-grace seconds; docker stop -t 40 waits for them.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["penstock", "serve", "--host", "0.0.0.0"]

@@ -80,7 +80,7 @@ class FixedCodes(SpeechCodes):
         size = np.arange(codes_per_frame * codebook_size, dtype=np.int64)
         super().__init__(size.reshape(codes_per_frame, codebook_size))
         self.offset = 0
-        """Added to token ids. A codec may keep decoded windows, so each request needs codes of its own."""
+        """Added to token ids. A codec may keep decoded windows, so each request needs other codes."""
 
     def parse(self, tokens: Any) -> tuple[np.ndarray, int, int]:
         """Return the token ids modulo the size of a codebook, as whole frames."""

@@ -19,7 +19,7 @@ from penstock.driver import CPU
 from penstock.errors import ConfigError, PenstockError, UnknownArchitectureError, UnsupportedTaskError
 from penstock.host.memory import PrefaultedMemory
 from penstock.pipelines.tasks import TASKS, PipelineRequirements, TaskRecord, TaskTable
-from penstock.scheduler import Scheduler
+from penstock.scheduler import AnyScheduler, Scheduler
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
     from penstock.config import ModelConfig
     from penstock.kernels import Ops, PackedLinear
     from penstock.pipelines.core import PipelineTask
-    from penstock.pipelines.task_pipeline import TaskPipeline
+    from penstock.pipelines.task_pipeline import AnyTaskPipeline
     from penstock.weights import Weights
     from penstock.worker.process import WorkerRuntime
 
 _MIN_PREFAULTED = 64 << 20
 """Bytes. Smaller allocations take no noticeable time."""
 _PREFAULT_SHARE = 0.7
-"""Share of the free memory; a larger load may have to be refused, which the memory planner decides."""
+"""Nothing is prefaulted for weights larger than this share of the free memory: the planner may refuse
+them."""
 _PHASES = ("tokenizer", "libraries", "model")
 STREAMING_LATENCY_BUDGET = 0.02
 """Default time limit of a scheduler step in seconds. New requests wait up to this long, and streamed tokens
@@ -91,7 +92,7 @@ def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
         ConfigError: the configured chat template is not a template.
     """
     architecture, task = catalog.resolve(config)
-    options = {
+    options: dict[str, Any] = {
         "chat_template": config.model.chat_template,
         "special_tokens_in_content": config.model.special_tokens_in_content,
         **{name: config.value_of(name) for name in task.tokenizer_settings},
@@ -107,7 +108,7 @@ def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
 def load_serving_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
     """Return the tokenizer of `load_tokenizer` for a process that must not load torch.
 
-    If the model reads images, they are prepared in processes of their own, which start here.
+    If the model reads images, other processes prepare them. These processes start here, and
     `close_tokenizer` ends them.
     """
     tokenizer = load_tokenizer(config, catalog)
@@ -116,7 +117,7 @@ def load_serving_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -
     return tokenizer
 
 
-def close_tokenizer(tokenizer: Any) -> None:
+def close_tokenizer(tokenizer: object) -> None:
     """End the processes of a tokenizer, if it has a method for it; `PipelineTokenizer` requires none."""
     close = getattr(tokenizer, "close", None)
     if close is not None:
@@ -141,10 +142,10 @@ def memory_of_weights(config: PipelineConfig) -> PrefaultedMemory:
 
 def load_pipeline(
     config: PipelineConfig,
-    tokenizer: Any,
+    tokenizer: object,
     catalog: Catalog = CATALOG,
     prefaulted: PrefaultedMemory | None = None,
-) -> TaskPipeline[Any, Any]:
+) -> AnyTaskPipeline:
     """Load the configured model and return the pipeline of its task.
 
     Args:
@@ -189,8 +190,9 @@ def check_checkpoint(config: PipelineConfig) -> Any:
         The tokenizer.
 
     Raises:
-        CheckpointError: it cannot be loaded; lists all tensors with errors. ConfigError: it does not run in
-        its encoding, the chat template is invalid, or the model has no network of layers.
+        CheckpointError: it cannot be loaded; lists all tensors with errors.
+        ConfigError: it does not run in its encoding, the chat template is invalid, or the model has no
+            network of layers.
     """
     import torch
 
@@ -297,14 +299,15 @@ def _load_network(config: PipelineConfig) -> type[NetworkModel[Any]]:
 
 
 def load_scheduler(
-    config: PipelineConfig, pipeline: TaskPipeline[Any, Any], *, isolates_faults: bool = False
-) -> Scheduler[Any, Any]:
+    config: PipelineConfig, pipeline: AnyTaskPipeline, *, isolates_faults: bool = False
+) -> AnyScheduler:
     """Return the scheduler of a pipeline, with the limits of its memory plan.
 
     Args:
-        config: the configuration. pipeline: made from the same configuration. isolates_faults: end only the
-        requests that cause an error, as `Scheduler` does; otherwise an error reaches
-            the caller of ``step``.
+        config: the configuration.
+        pipeline: made from the same configuration.
+        isolates_faults: whether an error ends only the requests that cause it; otherwise it reaches the
+            caller of ``step``.
     """
     plan = pipeline.memory_plan
     return Scheduler(
@@ -341,8 +344,8 @@ def load_work(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRunti
 
 def _as_work(
     config: PipelineConfig,
-    pipeline: TaskPipeline[Any, Any],
-    scheduler: Scheduler[Any, Any],
+    pipeline: AnyTaskPipeline,
+    scheduler: AnyScheduler,
     startup: list[tuple[str, float]],
 ) -> WorkerRuntime:
     from penstock.worker.messages import WorkerInfo, WorkerStats

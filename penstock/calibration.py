@@ -10,7 +10,7 @@ after its use, so that every weight is read once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -103,8 +103,8 @@ class _CalibratingOps:
             self._pack(packed.tensors, activation_statistics(x))
         return y
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return cast(Callable[..., Any], getattr(self._ops, name))
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._ops, name)
 
 
 def activation_statistics(x: Tensor) -> Tensor | None:

@@ -1,11 +1,11 @@
-"""Loads a model that several processes divide: rank 0 in this process, the others in new ones."""
+"""Loads a model that several processes divide: rank 0 in this process, the other ranks in new processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import finalize
 
 from penstock.architectures.decoder import DecoderModel
@@ -21,7 +21,7 @@ from penstock.host.processors import pin
 
 if TYPE_CHECKING:
     from penstock.architectures.registry import SupportedArchitecture
-    from penstock.pipelines.task_pipeline import TaskPipeline
+    from penstock.pipelines.task_pipeline import AnyTaskPipeline
     from penstock.pipelines.tasks import PipelineRequirements, TaskRecord
 
 
@@ -29,9 +29,7 @@ Resolve: TypeAlias = "Callable[[PipelineConfig], tuple[SupportedArchitecture, Ta
 """Returns the architecture and the task of a configuration; picklable."""
 
 
-def load_divided(
-    required: PipelineRequirements, task: TaskRecord, resolve: Resolve
-) -> TaskPipeline[Any, Any]:
+def load_divided(required: PipelineRequirements, task: TaskRecord, resolve: Resolve) -> AnyTaskPipeline:
     """Start the other ranks, load the model on all of them, and return the pipeline of rank 0.
 
     Raises:

@@ -1,6 +1,6 @@
-# Sourced by the other scripts: goes to the project's root and sees to .venv, with Penstock installed in it.
-# PYTHON names another Python than the first one found; a torch that it has is used, and none installed.
-# What pip prints goes to .venv/install.log.
+# Sourced by the other scripts: changes to the project's root and creates or updates .venv with Penstock installed.
+# PYTHON selects the Python; by default it is the first usable one. If that Python has torch, .venv uses it and installs
+# no other. The output of pip is written to .venv/install.log.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/share_torch.sh
@@ -16,11 +16,11 @@ find_python() {
     fi
     if [ "$candidate" = "${PYTHON:-}" ]; then break; fi
   done
-  say "error: needs Python 3.11 or newer with venv (on Debian: apt install python3-venv); PYTHON=/path/to/python names one"
+  say "error: needs Python 3.11 or newer with venv (on Debian: apt install python3-venv); PYTHON=/path/to/python selects one"
   return 1
 }
 
-# Changes when what was installed is no longer what the files say: then the install is made again.
+# A checksum of all files that the installation depends on. If it changes, Penstock is installed again.
 fingerprint() {
   {
     pwd
@@ -41,15 +41,15 @@ now=$(fingerprint)
 if [ "$(cat .venv/installed 2>/dev/null || true)" != "$now" ]; then
   say "installing into .venv (the first time takes a minute or two: PyTorch is large)"
   library=penstock/kernels/cpu/libpenstock_cpu.so
-  rm -f "$library" # a build that fails must not leave the last one's behind
+  rm -f "$library" # a failed build must not leave the library of an earlier build
   if ! .venv/bin/python -m pip install -v --disable-pip-version-check --no-input \
     -c "$(constraints_of .venv)" -e '.[dev]' >.venv/install.log 2>&1; then
     tail -n 25 .venv/install.log >&2
-    say "error: the install failed; all of what pip said is in $PWD/.venv/install.log"
+    say "error: the installation failed; the whole output of pip is in $PWD/.venv/install.log"
     exit 1
   fi
   if [ -e penstock/kernels/cpu/CMakeLists.txt ] && [ ! -e "$library" ]; then
-    say "warning: the C++ kernels were not built, the reference kernels are slow; why is in .venv/install.log, and rm .venv/installed has it tried again"
+    say "warning: the C++ kernels were not built, and the reference kernels are slow; .venv/install.log has the reason; 'rm .venv/installed' makes the next run try again"
   fi
   printf '%s\n' "$now" >.venv/installed
 fi

@@ -1,4 +1,4 @@
-# Sourced by wheel, which stands in the project's root.
+# Sourced by scripts/wheel in the project's root.
 
 # check_tag: a commit with a tag vX.Y.Z must have that version in penstock/__init__.py.
 check_tag() {

@@ -1,4 +1,4 @@
-"""What all tests share: settings, real data, and a guard that keeps them off the network."""
+"""Shared by all tests: settings, trained checkpoints, and a guard against network access."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from support.random_draws import (
     register_profiles,
 )
 
-gc.disable()  # until the tests are collected: imports and thousands of test items survive anyway
+gc.disable()  # until the tests are collected: imports and test items are never freed
 
 # Before anything imports torch or huggingface_hub: tiny models are fastest on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# Every run draws the same examples, so that it fails only where the code has changed.
+# Every run draws the same examples, so that a failure is due to a change of the code.
 register_profiles()
 
-# A shell that starts the tests in the background has them ignore Ctrl-C; tests of Ctrl-C send it.
+# A shell that starts the tests in the background makes them ignore Ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -38,31 +38,31 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Trained checkpoints, tokenizers and templates made elsewhere, where they lie beside the project."""
+    """Return the folder of trained checkpoints, tokenizers and templates next to the project."""
     if not SHARED_DATA.is_dir():
-        pytest.skip(f"no real data beside the project ({SHARED_DATA})")
+        pytest.skip(f"no trained checkpoints next to the project ({SHARED_DATA})")
     return SHARED_DATA
 
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that reaches for another machine fails, also where the code under test handles errors."""
+    """Fail a test that connects to another machine, even if the code under test handles the error."""
     connect, getaddrinfo = socket.socket.connect, socket.getaddrinfo
 
     def guarded_connect(self: socket.socket, address: Any) -> None:
         if self.family in (socket.AF_INET, socket.AF_INET6):
-            _refuse_strangers(address[0])
+            _refuse_other_hosts(address[0])
         connect(self, address)
 
     def guarded_getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_strangers(host)
+        _refuse_other_hosts(host)
         return getaddrinfo(host, *args, **kwargs)
 
     monkeypatch.setattr(socket.socket, "connect", guarded_connect)
     monkeypatch.setattr(socket, "getaddrinfo", guarded_getaddrinfo)
 
 
-def _refuse_strangers(host: object) -> None:
+def _refuse_other_hosts(host: object) -> None:
     name = host.decode() if isinstance(host, bytes) else host
     if name not in (None, "", "localhost", "::1") and not str(name).startswith("127."):
         pytest.fail(f"a test tried to reach {name}: tests run without a network")
@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (deselected if left_out & {mark.name for mark in item.iter_markers()} else kept).append(item)
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="gpu: torch finds no NVIDIA GPU here"))
-    if deselected:  # thousands of skipped tests would take seconds
+    if deselected:  # reporting thousands of skipped tests would take seconds
         items[:] = kept
         config.hook.pytest_deselected(items=deselected)
 

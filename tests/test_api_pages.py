@@ -30,14 +30,14 @@ def test_the_name_is_where_the_page_puts_it(module: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, n in NAMES if PAGES[m][n].signature is not None])
-def test_the_constructor_takes_what_the_page_shows(module: str, name: str) -> None:
+def test_the_constructor_has_the_parameters_of_the_page(module: str, name: str) -> None:
     signature = PAGES[module][name].signature
     assert signature is not None
     assert faults(parse(signature), parameters_of(named(module, name))) == []
 
 
 @pytest.mark.parametrize(("module", "name", "method"), METHODS)
-def test_the_method_takes_what_the_page_shows(module: str, name: str, method: str) -> None:
+def test_the_method_has_the_parameters_of_the_page(module: str, name: str, method: str) -> None:
     kind, _, bare = method.rpartition(" ")
     static = inspect.getattr_static(named(module, name), bare)
     assert isinstance(static, classmethod) is (kind == "classmethod")
@@ -69,7 +69,7 @@ def test_the_dictionary_has_the_keys(module: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, n in NAMES if PAGES[m][n].is_protocol])
-def test_protocols_can_be_asked_at_run_time(module: str, name: str) -> None:
+def test_protocols_can_be_checked_at_run_time(module: str, name: str) -> None:
     assert not isinstance(object(), named(module, name))  # TypeError where it may not be asked
 
 

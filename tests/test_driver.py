@@ -20,7 +20,7 @@ def test_the_host() -> None:
     assert 0 < device.stats["free_memory"] <= device.stats["total_memory"]
 
 
-def test_a_gpu_that_is_not_there() -> None:
+def test_a_missing_gpu() -> None:
     with pytest.raises(ConfigError, match="gpu:9999 does not exist") as error:
         Accelerator(9999)
     assert error.value.field == "devices"

@@ -1,4 +1,4 @@
-"""What the README shows works as it stands there."""
+"""What the README and docs/getting-started.md show works as it stands there."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from support.documents import URL
 
 from penstock.cli import cli
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+GETTING_STARTED = (ROOT / "docs" / "getting-started.md").read_text()
 BLOCKS = [
     code
     for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     if URL not in code  # those of a client run in tests/docs/test_code.py
 ]
-NAMES = "generate |serve |bench |list|warm-cache |quantize |env"
-COMMANDS = re.findall(rf"(?:^|\| )\$? ?penstock ((?:{NAMES}).*)$", README, flags=re.MULTILINE)
+NAMES = "generate |chat |encode |rerank |speak |serve |bench |list|warm-cache |quantize |env"
+COMMANDS = [
+    command
+    for page in (README, GETTING_STARTED)
+    for command in re.findall(rf"(?:^|\| )\$? ?penstock ((?:{NAMES}).*)$", page, flags=re.MULTILINE)
+]
 
 
 @pytest.mark.parametrize("code", BLOCKS)
@@ -38,4 +44,4 @@ def test_commands_take_these_flags(line: str) -> None:
 
 def test_there_is_something_to_check() -> None:
     assert BLOCKS
-    assert len(COMMANDS) >= 5
+    assert len(COMMANDS) >= 15

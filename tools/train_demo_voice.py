@@ -5,7 +5,7 @@
 
 `tools/tune_demo_voice.py` trains the result further on common phrases and numbers.
 
-The stages, each of which leaves its result in ``--work``, so that ``--from STAGE`` repeats the later ones:
+The stages. Each writes its result to ``--work``, so that ``--from STAGE`` repeats the later ones:
 
 1. ``speech``: espeak-ng speaks 1,250 texts for the codec and 14,000 for the language model.
 2. ``codec``: a small NeuCodec and an encoder learn to reproduce the speech.

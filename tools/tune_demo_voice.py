@@ -6,7 +6,7 @@
 The texts of the first training come again, with common phrases in all punctuations, pairs of sentences, and
 numbers in words. The codec stays as it is. The voice comes without an encoder, so one is trained first.
 
-The stages, each of which leaves its result in ``--work``, so that ``--from STAGE`` repeats the later ones:
+The stages. Each writes its result to ``--work``, so that ``--from STAGE`` repeats the later ones:
 
 1. ``speech``: espeak-ng speaks the texts.
 2. ``samples``: the voice speaks texts of its first training; codes and decoded speech are kept.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.architectures.model import ModelInputs, ModelOutputs
 from penstock.architectures.network_model import NetworkModel
-from penstock.architectures.step_messages import pack_inputs
+from penstock.architectures.step_messages import StepMessage
 from penstock.architectures.step_tensors import (
     eager_reason,
     shape_of,
@@ -195,7 +195,7 @@ class DecoderModel(NetworkModel[TextContext]):
         else:
             with ranks.step():
                 if ranks.rank == 0:
-                    self.announce("execute", pack_inputs(model_inputs))
+                    self.announce("execute", StepMessage.of(model_inputs))
                 results = self._run(model_inputs)
         logits, *states = results
         return ModelOutputs(
@@ -250,7 +250,9 @@ class DecoderModel(NetworkModel[TextContext]):
             return None
         with nullcontext() if ranks is None else ranks.step():
             if ranks is not None and ranks.rank == 0:
-                self.announce("execute_steps", pack_inputs(model_inputs), len(uniforms), ends.cpu().numpy())
+                self.announce(
+                    "execute_steps", StepMessage.of(model_inputs), len(uniforms), ends.cpu().numpy()
+                )
             return plans.run_loop(
                 key,
                 tensors_of_step(model_inputs),

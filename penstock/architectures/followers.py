@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.architectures.decoder import DecoderModel
-from penstock.architectures.step_messages import unpack_inputs
+from penstock.architectures.step_messages import StepMessage
 from penstock.distributed.ranks import Ranks
 from penstock.kernels import SamplingInputs
 from penstock.kv_cache import KVCacheManager
@@ -45,13 +44,13 @@ class Follower:
             method, arguments = pickle.loads(ranks.receive())
             getattr(self, method)(*arguments)
 
-    def execute(self, fields: Mapping[str, Any]) -> None:
+    def execute(self, message: StepMessage) -> None:
         """Run one forward; see `penstock.architectures.step_messages`."""
-        self._model.execute(unpack_inputs(fields, self._kv, self._model.lora_manager))
+        self._model.execute(message.inputs(self._kv, self._model.lora_manager))
 
-    def execute_steps(self, fields: Mapping[str, Any], num_steps: int, ends: np.ndarray) -> None:
+    def execute_steps(self, message: StepMessage, num_steps: int, ends: np.ndarray) -> None:
         """Run several decode steps in one call. Rank 0 samples, so the sampling parameters have no effect."""
-        inputs = unpack_inputs(fields, self._kv, self._model.lora_manager)
+        inputs = message.inputs(self._kv, self._model.lora_manager)
         rows = len(inputs.tokens)
         unused = SamplingInputs(
             torch.zeros(rows),

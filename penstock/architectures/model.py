@@ -246,7 +246,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         return 0
 
     def estimate_memory_footprint(self) -> int:
-        """Return the bytes available to the KV cache beside weights and activations."""
+        """Return the bytes that remain for the KV cache after weights and activations."""
         plan = self.memory_plan
         return plan.available_memory - plan.static_size
 
@@ -359,7 +359,9 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         return ranks.minimum([own])[0]
 
     def _weights_size_of_rank(self) -> int:
-        """Return the bytes of the loaded weights of the rank that has most; without ranks, of all weights."""
+        """Return the bytes of the loaded weights of the rank with the largest part; without ranks, of all
+        weights.
+        """
         config, shard = self.pipeline_config, self.session.shard
         size = self.estimate_weights_size(config)
         if shard.is_whole:

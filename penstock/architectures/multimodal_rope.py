@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -97,13 +96,13 @@ def patches_and_grid(
 
 
 def merged_grid(image: ImageMetadata, merge: int) -> tuple[int, int]:
-    """Return how many rows and columns of the encoder's rows an image has."""
+    """Return the rows and columns of an image's grid after patches are merged."""
     _, height, width = image.arguments[GRID].tolist()
     return height // merge, width // merge
 
 
 def sectioned_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
-    """Return the axis of each pair of dims if each axis turns adjacent pairs.
+    """Return the axis of each pair of dims if each axis rotates adjacent pairs.
 
     Raises:
         ConfigError: the sections do not cover the pairs of a head.
@@ -119,7 +118,7 @@ def sectioned_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
 def interleaved_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
     """Return the axis of each pair of dims if the axes take turns.
 
-    Axis 1 and 2 turn every third pair until they have as many as their section says; axis 0 turns the others.
+    Axes 1 and 2 each rotate every third pair, up to the length of their section. Axis 0 rotates the rest.
     """
     return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs))
 
@@ -130,7 +129,7 @@ def rope_sections(parameters: ConfigValues, default: Sequence[int]) -> tuple[int
     Raises:
         ConfigError: the value is not a list of three numbers.
     """
-    given: Any = parameters.get("mrope_section")
+    given = parameters.get("mrope_section")
     if given is None:
         return tuple(default)
     if (

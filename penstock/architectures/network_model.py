@@ -70,9 +70,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
             keep_stored=model.keeps_stored_layers,
             shard=shard,
         )
-        network: CalibrationNetwork = self.read(
-            self.weights, loader, self.huggingface_config, self.max_seq_len
-        )
+        network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         if shard.by_expert and not loader.has_experts:
             raise ConfigError("expert_parallel", f"{model.name} has no experts: leave it out")
         self.calibrate(self.pipeline_config, network, loader.layers, ops)
@@ -113,7 +111,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
     @classmethod
     def read(
         cls, weights: Weights, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int
-    ) -> Any:
+    ) -> CalibrationNetwork:
         """Build the network from all tensors of a checkpoint and show the progress.
 
         Raises:
@@ -154,7 +152,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
                 pack(one)  # layers that the calibration forward did not use
 
     def begin_step(self) -> None:
-        """Check the process, and pack the remaining weights before the second forward."""
+        """Check that the process may compute; before the second forward, pack the remaining weights."""
         self.session.check_process()
         self.lazy_packing.begin_step()
 
@@ -163,8 +161,8 @@ class NetworkModel(PipelineModel[BaseContextType]):
         self.announce("pack_pending")
         return self.lazy_packing.pack_next()
 
-    def announce(self, method: str, *arguments: Any) -> None:
-        """Make the other ranks call a method, see `penstock.architectures.followers`; only rank 0 does."""
+    def announce(self, method: str, *arguments: object) -> None:
+        """Make the other ranks call a method of their `Follower`. Does nothing on a rank above 0."""
         ranks = self.session.ranks
         if ranks is not None and ranks.rank == 0:
             ranks.send(pickle.dumps((method, arguments), protocol=pickle.HIGHEST_PROTOCOL))
@@ -198,7 +196,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         return None
 
     def _warn_of_widened_weights(self) -> None:
-        """Log what quantized weights cost that are kept as floats, because no encoding holds them."""
+        """Log the memory of quantized weights that are stored as floats because no encoding holds them."""
         model = self.pipeline_config.model
         if not model.keeps_stored_layers:
             return

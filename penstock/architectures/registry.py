@@ -24,6 +24,7 @@ from penstock.pipelines.core import PipelineTask
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
+    from penstock.media.family import VisionFamily
 
 _BUILT_IN = "penstock.architectures"
 
@@ -33,8 +34,8 @@ class SupportedArchitecture:
     """The registry's record of a model family and a task; creating it loads none of the family's code.
 
     A class is given as the class itself or as ``"module:Class"``. The module is relative to the family's
-    folder; it is absolute where there is no folder (``package`` is None), as for a record that is registered
-    by hand."""
+    folder. It is absolute if there is no folder (``package`` is None), as in a record that is registered by
+    hand."""
 
     name: str
     """The ``model_type`` in ``config.json``."""
@@ -56,7 +57,7 @@ class SupportedArchitecture:
     """The `penstock.media.family.VisionFamily` of a family that reads images; its module loads no torch.
 
     The `pipeline_model` is a `penstock.architectures.vision.VisionModel` then."""
-    tiny_config: Callable[[], dict[str, Any]] | None = None
+    tiny_config: Callable[[], dict[str, object]] | None = None
     """Values of a ``config.json`` small enough for tests with random weights; every folder has them."""
     package: str | None = None
     """The folder as a package; the registry fills it in."""
@@ -65,7 +66,7 @@ class SupportedArchitecture:
         """Return the class of the model; loads torch."""
         return load_class(self.pipeline_model, self.package)
 
-    def load_media(self) -> type[Any] | None:
+    def load_media(self) -> type[VisionFamily] | None:
         """Return the class that prepares images, None for a family that reads text only; loads no torch."""
         return None if self.media is None else load_class(self.media, self.package)
 
@@ -91,12 +92,13 @@ class SupportedArchitecture:
 def speech_architectures(
     name: str,
     pipeline_model: str,
-    tiny_config: Callable[[], dict[str, Any]],
+    tiny_config: Callable[[], dict[str, object]],
     example_repo_ids: tuple[str, ...] = (),
 ) -> tuple[SupportedArchitecture, SupportedArchitecture]:
     """Return the records of a decoder that can write speech: one for speech tokens, one for audio.
 
-    The model is that of text generation; the speech format of the checkpoint makes the difference.
+    Both use the family's text generation model; the speech format of the checkpoint defines prompt and
+    tokens.
     """
     tasks = (PipelineTask.SPEECH_TOKEN_GENERATION, PipelineTask.AUDIO_GENERATION)
     tokens, audio = (
@@ -123,7 +125,7 @@ class PipelineRegistry:
         self._more_folders = tuple(folders)
         self._registered: dict[tuple[str, PipelineTask], SupportedArchitecture] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Another process has to register the folders as packages itself.
         return {name: value for name, value in vars(self).items() if name != "_folders"}
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,65 +13,93 @@ from penstock.kernels import KVCacheInputs, KVGroupInputs, LoRAInputs
 from penstock.kv_cache import KVCacheManager
 from penstock.lora import LoRAManager
 
-_TENSORS = ("tokens", "row_offsets", "positions", "logit_rows", "logit_offsets", "text_lengths", "spans")
-"""Fields of `ModelInputs` that a message holds."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMessage:
+    """The tensors of `ModelInputs` as arrays, with the block tables of rank 0."""
+
+    tokens: np.ndarray
+    row_offsets: np.ndarray
+    positions: np.ndarray
+    logit_rows: np.ndarray
+    logit_offsets: np.ndarray
+    text_lengths: np.ndarray | None
+    spans: np.ndarray | None
+    lengths: np.ndarray
+    groups: tuple[tuple[np.ndarray, np.ndarray, int | None, bool], ...]
+    """For each group of the cache: block tables, slots, window, and whether windows are chunks."""
+    adapters: np.ndarray | None
+    embeds: tuple[np.ndarray, np.ndarray, torch.dtype] | None
+    """Rows, their embeddings in float32, and the type of the embeddings."""
+
+    @classmethod
+    def of(cls, inputs: ModelInputs) -> StepMessage:
+        """Return the message of a step."""
+        kv, embeds = inputs.kv, inputs.input_embeds
+        assert kv is not None
+        return cls(
+            tokens=_array(inputs.tokens),
+            row_offsets=_array(inputs.row_offsets),
+            positions=_array(inputs.positions),
+            logit_rows=_array(inputs.logit_rows),
+            logit_offsets=_array(inputs.logit_offsets),
+            text_lengths=None if inputs.text_lengths is None else _array(inputs.text_lengths),
+            spans=None if inputs.spans is None else _array(inputs.spans),
+            lengths=_array(kv.lengths),
+            groups=tuple(
+                (_array(group.block_tables), _array(group.slots), group.window, group.is_chunked)
+                for group in kv.groups
+            ),
+            adapters=None if inputs.lora is None else _array(inputs.lora.rows),
+            embeds=None
+            if embeds is None
+            else (_array(embeds[0]), _array(embeds[1].float()), embeds[1].dtype),
+        )
+
+    def inputs(self, kv: KVCacheManager, adapters: LoRAManager | None) -> ModelInputs:
+        """Return the inputs of the step on another rank.
+
+        Args:
+            kv: the cache of this rank.
+            adapters: the adapters of this rank.
+        """
+
+        def tensor(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(kv.device)
+
+        groups = tuple(
+            KVGroupInputs(tensor(tables), tensor(slots), window, is_chunked)
+            for tables, slots, window, is_chunked in self.groups
+        )
+        cache = KVCacheInputs(
+            lengths=tensor(self.lengths),
+            groups=groups,
+            group_of_layer=kv.spec.group_of_layer,
+            caches=kv.storage.caches,
+            scales=kv.storage.scales,
+            block_size=kv.block_size,
+        )
+        lora: LoRAInputs | None = None
+        if self.adapters is not None:
+            assert adapters is not None
+            lora = adapters.inputs_of_rows(tensor(self.adapters))
+        embeds = None
+        if self.embeds is not None:
+            rows, values, dtype = self.embeds
+            embeds = (tensor(rows), tensor(values).to(dtype))
+        return ModelInputs(
+            tokens=tensor(self.tokens),
+            row_offsets=tensor(self.row_offsets),
+            positions=tensor(self.positions),
+            logit_rows=tensor(self.logit_rows),
+            logit_offsets=tensor(self.logit_offsets),
+            kv=cache,
+            lora=lora,
+            input_embeds=embeds,
+            spans=None if self.spans is None else tensor(self.spans),
+            text_lengths=None if self.text_lengths is None else tensor(self.text_lengths),
+        )
 
 
-def pack_inputs(inputs: ModelInputs) -> dict[str, object]:
-    """Return the tensors of a step as arrays, for a message."""
-    kv, embeds = inputs.kv, inputs.input_embeds
-    assert kv is not None
-    return {
-        **{name: _array(getattr(inputs, name)) for name in _TENSORS},
-        "lengths": _array(kv.lengths),
-        "groups": [
-            (_array(group.block_tables), _array(group.slots), group.window, group.is_chunked)
-            for group in kv.groups
-        ],
-        "adapters": None if inputs.lora is None else _array(inputs.lora.rows),
-        "embeds": None if embeds is None else (_array(embeds[0]), _array(embeds[1].float())),
-        "embeds_dtype": None if embeds is None else embeds[1].dtype,
-    }
-
-
-def unpack_inputs(fields: Mapping[str, Any], kv: KVCacheManager, adapters: LoRAManager | None) -> ModelInputs:
-    """Return the inputs of a step on another rank.
-
-    Args:
-        fields: the result of `pack_inputs` on rank 0.
-        kv: the cache of this rank.
-        adapters: the adapters of this rank.
-    """
-
-    def tensor(array: np.ndarray | None) -> Tensor | None:
-        return None if array is None else needed(array)
-
-    def needed(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(kv.device)
-
-    groups = tuple(
-        KVGroupInputs(needed(tables), needed(slots), window, is_chunked)
-        for tables, slots, window, is_chunked in fields["groups"]
-    )
-    cache = KVCacheInputs(
-        lengths=needed(fields["lengths"]),
-        groups=groups,
-        group_of_layer=kv.spec.group_of_layer,
-        caches=kv.storage.caches,
-        scales=kv.storage.scales,
-        block_size=kv.block_size,
-    )
-    lora: LoRAInputs | None = None
-    if fields["adapters"] is not None:
-        assert adapters is not None
-        lora = adapters.inputs_of_rows(needed(fields["adapters"]))
-    embeds = None
-    if fields["embeds"] is not None:
-        rows, values = fields["embeds"]
-        embeds = (needed(rows), needed(values).to(fields["embeds_dtype"]))
-    tensors: dict[str, Any] = {name: tensor(fields[name]) for name in _TENSORS}
-    return ModelInputs(**tensors, kv=cache, lora=lora, input_embeds=embeds)
-
-
-def _array(tensor: Tensor | None) -> np.ndarray | None:
-    return None if tensor is None else tensor.cpu().numpy()
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.cpu().numpy()

@@ -110,7 +110,7 @@ def _check(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> None:
     """Refuse an attention that differs from that of the layer's group of the cache."""
     name = type(module).__name__
@@ -119,8 +119,13 @@ def _check(
         shape = (tensor.shape[1], tensor.shape[3])
         if shape != wanted:
             raise UnsupportedFeatureError(name, f"its {part} have [heads, size] {shape}, the cache {wanted}")
-    window = options.get("sliding_window") or None
-    if window is not None and window != group.window and not (group.window is None and window >= _NO_WINDOW):
+    window = options.get("sliding_window")
+    if (
+        isinstance(window, int)
+        and window
+        and window != group.window
+        and not (group.window is None and window >= _NO_WINDOW)
+    ):
         raise UnsupportedFeatureError(name, f"its window is {window}, that of the cache {group.window}")
     if attention_mask is not None:
         raise UnsupportedFeatureError(name, "it makes an attention mask of its own")

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.architectures.decoder import DecoderModel, Network, kv_dtype
 from penstock.architectures.model import ModelInputs
@@ -28,6 +28,8 @@ from penstock.nn import Loader, ReturnHiddenStates
 from penstock.weights.lazy_packing import LazyPacking
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from penstock.config import HuggingFaceConfig, PipelineConfig
 
 _logger = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_atte
 class ModuleNetwork:
     """A module of transformers with its head."""
 
-    module: Any
+    module: nn.Module
     spec: KVCacheSpec
     length_dependent: bool = False
 
@@ -76,12 +78,6 @@ class TransformersModel(DecoderModel):
 
     network: ModuleNetwork
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.lazy_packing = LazyPacking([], self.session.reservations)
-        if self.return_hidden_states is not ReturnHiddenStates.NONE:
-            raise UnsupportedFeatureError("hidden states", "the module of transformers returns logits only")
-
     @classmethod
     def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
         _check(pipeline_config)
@@ -118,10 +114,13 @@ class TransformersModel(DecoderModel):
             "model_impl", "transformers loads the weights of its module: they cannot be checked and packed"
         )
 
-    def _load_network(self) -> Any:
+    def _load_network(self) -> ModuleNetwork:
+        if self.return_hidden_states is not ReturnHiddenStates.NONE:
+            raise UnsupportedFeatureError("hidden states", "the module of transformers returns logits only")
         register()
         from transformers import AutoModelForCausalLM
 
+        self.lazy_packing = LazyPacking([], self.session.reservations)
         model, spec = self.pipeline_config.model, self.kv_cache_spec
         assert spec is not None
         _logger.warning(
@@ -129,7 +128,7 @@ class TransformersModel(DecoderModel):
             self.huggingface_config.model_type,
         )
         try:
-            module: Any = AutoModelForCausalLM.from_pretrained(
+            module: nn.Module = AutoModelForCausalLM.from_pretrained(
                 model.checkpoint,
                 config=_module_config(self.pipeline_config),
                 dtype=self.dtype.to_torch(),
@@ -183,7 +182,7 @@ def check_positions(network: ModuleNetwork, ops: Ops, device: torch.device) -> N
         raise UnsupportedFeatureError(name, "it does not read position_ids")
 
 
-def _module_config(pipeline_config: PipelineConfig) -> Any:
+def _module_config(pipeline_config: PipelineConfig) -> PreTrainedConfig:
     """Return the configuration of the module.
 
     Raises:
@@ -195,7 +194,7 @@ def _module_config(pipeline_config: PipelineConfig) -> Any:
     path = Path(model.checkpoint)
     has_code = model.huggingface_config.get("auto_map") is not None
     try:
-        return AutoConfig.from_pretrained(
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
             path, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
     except (ValueError, KeyError, OSError) as problem:
@@ -206,6 +205,7 @@ def _module_config(pipeline_config: PipelineConfig) -> Any:
                 "then pass --trust-remote-code",
             ) from problem
         raise ConfigError("model_impl", f"transformers cannot read {path}: {problem}") from problem
+    return config
 
 
 def _check(pipeline_config: PipelineConfig) -> None:
@@ -224,7 +224,7 @@ def _check(pipeline_config: PipelineConfig) -> None:
         raise ConfigError("model_impl", f"{config.model_type} cannot run through transformers: {problem}")
 
 
-def _problem_of_config(config: Any) -> str | None:
+def _problem_of_config(config: PreTrainedConfig) -> str | None:
     """Return why a configuration cannot run; None if it can."""
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder"
@@ -249,13 +249,13 @@ def _problem_of_config(config: Any) -> str | None:
     return f"its configuration has no {', '.join(missing)}" if missing else None
 
 
-def _problem_of_class(config: Any, pipeline_config: PipelineConfig) -> str | None:
+def _problem_of_class(config: PreTrainedConfig, pipeline_config: PipelineConfig) -> str | None:
     """Return why the class of a module cannot run; None if it can."""
     from transformers import AutoModelForCausalLM
 
     if not AutoModelForCausalLM._model_mapping.get(type(config), None):
         return None if pipeline_config.model.trust_remote_code else "it generates no text"
-    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    kind: object = AutoModelForCausalLM._model_mapping[type(config)]
     if getattr(kind, "_is_stateful", False):
         return "it has recurrent layers"
     if not getattr(kind, "_supports_attention_backend", False):
@@ -263,7 +263,7 @@ def _problem_of_class(config: Any, pipeline_config: PipelineConfig) -> str | Non
     return None
 
 
-def _windows(config: Any) -> list[tuple[int | None, bool]]:  # [L]
+def _windows(config: PreTrainedConfig) -> list[tuple[int | None, bool]]:  # [L]
     """Return for each layer its window, and whether the windows are chunks."""
     layers = int(config.num_hidden_layers)
     window = getattr(config, "sliding_window", None) or None

@@ -22,16 +22,16 @@ class VisionModel(ABC):
     """
 
     max_encoder_rows: ClassVar[int] = 4096
-    """Rows that one call of `encode_images` may compute, over all images; an image with more rows is encoded
-    by itself."""
+    """Rows that one call of `encode_images` may compute, over all images. An image with more rows is encoded
+    in a separate call."""
 
     @abstractmethod
     def encode_images(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
         """Return the embeddings ``[embedding_rows, W]`` of each image, in the type of the activations.
 
         The result for an image must not depend on the other images of the call. W is the hidden size of the
-        decoder; a family whose decoder adds rows in further layers returns them in the same rows, ``W = (1 +
-        n) E``, and its network splits them.
+        decoder; a family whose decoder adds image rows in n further layers returns them as further columns,
+        ``W = (1 + n) E``, and its network splits them.
         """
 
     @abstractmethod

@@ -92,7 +92,7 @@ def narrow_config(config: Mapping[str, object], *, max_length: int) -> dict[str,
         key: value for key, value in tiny.items() if not (isinstance(value, list) and len(value) == depth)
     }
     taken = {key: config[key] for key in _DEPTHS if key in config}
-    longer = {key: max(max_length, tiny[key]) for key in _LENGTHS if key in tiny}
+    longer = {key: max(max_length, length) for key in _LENGTHS if isinstance(length := tiny.get(key), int)}
     return {**whole, **taken, **longer}
 
 

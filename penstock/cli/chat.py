@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
-from penstock.cli.chat_backends import Backend, LocalBackend, ServerBackend
+from penstock.cli.chat_backends import ChatBackend, LocalBackend, ServerBackend
 from penstock.cli.chat_session import ChatSession
 from penstock.cli.formatting import GroupedCommand, GroupedOption
 from penstock.cli.options import config_from_flags, config_options, print_settings
@@ -61,7 +60,7 @@ def command(
     seed: int | None,
     max_tokens: int,
     print_config: bool,
-    **flags: Any,
+    **flags: object,
 ) -> None:
     """Chat with a model in the terminal, in this process or on a server.
 
@@ -75,13 +74,14 @@ def command(
         "seed": seed,
         "max_tokens": max_tokens,
     }
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     if url is not None:
         others = sorted(name for name, value in flags.items() if value not in (None, ()) and name != "model")
         if others or print_config:
             name = others[0] if others else "print_config"
             raise click.UsageError(f"--{name.replace('_', '-')} is for a model in this process: omit --url")
-        _converse(ServerBackend(url, flags["model"], api_key), system, settings, load)
+        model = flags["model"]
+        _converse(ServerBackend(url, None if model is None else str(model), api_key), system, settings, load)
         return
     config = config_from_flags(flags)
     if print_config:
@@ -93,7 +93,9 @@ def command(
         _converse(LocalBackend(llm), system, settings, load)
 
 
-def _converse(backend: Backend, system: str | None, settings: dict[str, Any], load: Path | None) -> None:
+def _converse(
+    backend: ChatBackend, system: str | None, settings: dict[str, object], load: Path | None
+) -> None:
     """Read lines and answer them until the end of the input."""
     session = ChatSession(backend, system, settings)
     if load is not None:

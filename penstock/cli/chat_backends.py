@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
 
 from penstock.errors import InputError, RequestFailedError, UnavailableError
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 Messages: TypeAlias = Sequence[Mapping[str, object]]
 
 _TIMEOUT = 600.0
-"""Seconds without data after which the server is taken for dead."""
+"""Seconds without data after which the server is assumed to be dead."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """A piece of an answer."""
 
     text: str
@@ -33,13 +33,13 @@ class Piece:
     """The number of tokens of the answer so far; None if unknown."""
 
 
-class Backend(Protocol):
+class ChatBackend(Protocol):
     """Answers conversations."""
 
     name: str
     """The name of the model."""
 
-    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[Piece]:
+    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
         """Yield the answer in pieces. Closing the iterator cancels the request.
 
         Raises:
@@ -58,12 +58,12 @@ class LocalBackend:
         self._llm = llm
         self._parsers = ParserFactory.choose(llm.tokenizer.chat_template_source, "none", "auto")
 
-    def answer(self, messages: Messages, settings: Mapping[str, Any]) -> Iterator[Piece]:
+    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
         """Yield the answer in pieces; reasoning is separated from the text."""
         from penstock.serve.parsers import Content, Reasoning
 
         names = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-        given = {names.get(name, name): value for name, value in settings.items()}
+        given: dict[str, Any] = {names.get(name, name): value for name, value in settings.items()}
         params = self._llm.config.default_sampling_params(**given)
         with closing(self._llm.stream(sampling_params=params, messages=messages)) as stream:
             opens = self._parsers.prompt_opens_reasoning(stream.prompt)
@@ -73,10 +73,10 @@ class LocalBackend:
                 events = parser.push(text)
                 for event in events:
                     if isinstance(event, Content | Reasoning):
-                        yield Piece(event.text, isinstance(event, Reasoning), stream.num_tokens)
+                        yield AnswerPiece(event.text, isinstance(event, Reasoning), stream.num_tokens)
             for event in parser.finish():
                 if isinstance(event, Content | Reasoning):
-                    yield Piece(event.text, isinstance(event, Reasoning), stream.num_tokens)
+                    yield AnswerPiece(event.text, isinstance(event, Reasoning), stream.num_tokens)
 
 
 class ServerBackend:
@@ -107,7 +107,7 @@ class ServerBackend:
             model = str(listed[0]["id"])
         self.name = model
 
-    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[Piece]:
+    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
         """Yield the answer in pieces."""
         body = {
             "model": self.name,
@@ -139,19 +139,37 @@ class ServerBackend:
         return response
 
 
-def _pieces(chunk: Mapping[str, Any]) -> Iterator[Piece]:
+class _Delta(TypedDict, total=False):
+    content: str | None
+    reasoning_content: str | None
+    reasoning: str | None
+
+
+class _Choice(TypedDict, total=False):
+    delta: _Delta
+
+
+class _Chunk(TypedDict, total=False):
+    """What this client reads of an event of a stream."""
+
+    error: Mapping[str, object]
+    usage: Mapping[str, int] | None
+    choices: list[_Choice]
+
+
+def _pieces(chunk: _Chunk) -> Iterator[AnswerPiece]:
     """Yield the pieces of one event of a stream."""
     if "error" in chunk:
         raise RequestFailedError(f"the server ended the answer: {chunk['error'].get('message')}")
     usage = chunk.get("usage")
     if usage:
-        yield Piece("", num_tokens=usage["completion_tokens"])
+        yield AnswerPiece("", num_tokens=usage["completion_tokens"])
     for choice in chunk.get("choices", ()):
         delta = choice.get("delta", {})
         if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-            yield Piece(thought, is_reasoning=True)
+            yield AnswerPiece(thought, is_reasoning=True)
         if text := delta.get("content"):
-            yield Piece(text)
+            yield AnswerPiece(text)
 
 
 def _message(body: bytes) -> str:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import click
 
-from penstock.cli.chat_backends import Backend
+from penstock.cli.chat_backends import ChatBackend
 from penstock.errors import InputError, PenstockError
 
-SETTINGS: dict[str, Callable[[str], Any]] = {
+SETTINGS: dict[str, Callable[[str], object]] = {
     "temperature": float,
     "top_p": float,
     "top_k": int,
@@ -52,8 +51,8 @@ class ChatSession:
         settings: the sampling parameters by their names in the OpenAI API.
     """
 
-    def __init__(self, backend: Backend, system: str | None, settings: dict[str, Any]) -> None:
-        self.messages: list[dict[str, Any]] = []
+    def __init__(self, backend: ChatBackend, system: str | None, settings: dict[str, object]) -> None:
+        self.messages: list[Mapping[str, str]] = []
         """The conversation without the system message."""
         self.system = system
         self.settings = settings
@@ -123,7 +122,7 @@ class ChatSession:
         """Read a conversation from a file.
 
         Raises:
-            InputError: the file cannot be read, or is not such a file; nothing changes.
+            InputError: the file cannot be read, or is not a saved conversation; nothing changes.
         """
         try:
             state = json.loads(path.read_text())
@@ -139,7 +138,7 @@ class ChatSession:
             raise InputError(f"{path} is not a conversation that /save has written") from None
         click.echo(f"loaded {len(self.messages)} messages from {path}", err=True)
 
-    def _print(self, messages: list[dict[str, Any]]) -> str:
+    def _print(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Print an answer while it arrives, then its speed. Return its text."""
         begin, first, num_tokens = time.perf_counter(), None, 0
         texts: list[str] = []
@@ -193,17 +192,17 @@ class ChatSession:
         while self.messages:
             message = self.messages.pop()
             if message["role"] == "user":
-                return str(message["content"])
+                return message["content"]
         raise InputError("there is no question yet")
 
 
-def _reader(name: str) -> Callable[[str], Any]:
+def _reader(name: str) -> Callable[[str], object]:
     if name not in SETTINGS:
         raise InputError(f"{name!r} is not a setting: use one of {', '.join(SETTINGS)}")
     return SETTINGS[name]
 
 
-def _check_message(message: Any) -> None:
+def _check_message(message: Mapping[str, object]) -> None:
     if not isinstance(message["role"], str) or not isinstance(message["content"], str):
         raise ValueError("not a message")
 

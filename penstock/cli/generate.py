@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from penstock.cli.formatting import GroupedCommand, GroupedOption
+from penstock.cli.generate_output import (
+    print_memory_plan,
+    print_several,
+    print_speculation,
+    print_stream,
+    speculation_counts,
+    timed,
+)
 from penstock.cli.options import config_from_flags, config_options, print_settings
 from penstock.errors import InputError
 
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.config import PipelineConfig
     from penstock.llm.llm import LLM
     from penstock.llm.outputs import GenerationOutput, TextStream
+    from penstock.pipelines.core import SamplingParams
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -148,71 +156,64 @@ def command(
     with LLM.from_config(config) as llm:
         loaded = time.perf_counter() - start
         if verbose:
-            _print_memory_plan(llm)
-        what: dict[str, Any] = {"response_format": _response_format(json_schema), "logprobs": logprobs}
+            print_memory_plan(llm)
         if num_beams is not None:
             beams = partial(llm.beam_search, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
             search = partial(beams, [text], num_beams=num_beams, num_return_sequences=n)
-            _print_several(*_timed(search), loaded, as_json=as_json)
+            print_several(*timed(search), loaded, as_json=as_json)
             return  # beam search uses no drafts, so there are no counts to print
         if image and not chat:
             chat = not llm.tokenizer.reads_images or llm.tokenizer.image_placeholder not in text
         messages = _messages(text, system, image) if chat else None
-        given = list(image) or None
+        request = _Request(text, messages, list(image), params, _response_format(json_schema), logprobs)
         if n > 1:
-            answers = partial(llm.chat, [messages]) if messages else partial(llm.generate, text, images=given)
-            outputs, seconds = _timed(partial(answers, params, n=n, **what))
-            _print_several(outputs, seconds, loaded, as_json=as_json, more=_speculation(llm))
-            if verbose:
-                _print_speculation(llm)
-            return
-        prompt = None if messages else text
-        if prompt is not None:
-            what["images"] = given
-        with closing(llm.stream(prompt, params, messages=messages, **what)) as stream:
-            timings = _run(stream, loaded, silent=as_json)
-            output = stream.output
-        if as_json:
-            click.echo(json.dumps(_as_json(output, timings) | _speculation(llm), ensure_ascii=False))
+            outputs, seconds = timed(partial(request.outputs, llm, n))
+            print_several(outputs, seconds, loaded, as_json=as_json, more=speculation_counts(llm))
         else:
-            click.echo(f"penstock: {timings.summary(output.num_generated_tokens)}", err=True)
+            print_stream(llm, request.stream(llm), loaded, as_json=as_json)
         if verbose:
-            _print_speculation(llm)
+            print_speculation(llm)
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """The duration of a generation, in seconds."""
+@dataclass(frozen=True)
+class _Request:
+    """A prompt to continue, or a conversation to answer, and the form of the output."""
 
-    load: float
-    """From the start of the command until the model is loaded, including the import of torch."""
-    first_token: float
-    """From the end of the load to the first text."""
-    others: float
-    """From the first text to the end."""
-    num_first: int = 1
-    """The number of tokens in the first text."""
+    prompt: str
+    messages: list[Mapping[str, object]] | None
+    """The conversation; None to continue the prompt."""
+    images: list[Path]
+    """The images of the prompt; those of a conversation are in its messages."""
+    params: SamplingParams
+    response_format: Mapping[str, object] | None
+    logprobs: int | None
 
-    def tokens_per_second(self, num_tokens: int) -> float:
-        """Return the speed after the first text; if nothing followed, the speed including it."""
-        if num_tokens > self.num_first and self.others > 0:
-            return (num_tokens - self.num_first) / self.others
-        return num_tokens / max(self.first_token, 1e-9)
+    def outputs(self, llm: LLM, n: int) -> list[GenerationOutput]:
+        """Return several outputs."""
+        form, logprobs = self.response_format, self.logprobs
+        if self.messages is not None:
+            return llm.chat([self.messages], self.params, n=n, logprobs=logprobs, response_format=form)
+        images = self.images or None
+        return llm.generate(
+            self.prompt, self.params, n=n, logprobs=logprobs, response_format=form, images=images
+        )
 
-    def summary(self, num_tokens: int) -> str:
-        """Return the last line that ``penstock generate`` prints."""
-        return (
-            f"loaded in {self.load:.2f} s, first token after {self.first_token * 1000:.0f} ms, "
-            f"{num_tokens} tokens at {self.tokens_per_second(num_tokens):.1f} tokens/s"
+    def stream(self, llm: LLM) -> TextStream:
+        """Return the stream of one output."""
+        return llm.stream(
+            None if self.messages else self.prompt,
+            self.params,
+            messages=self.messages,
+            logprobs=self.logprobs,
+            response_format=self.response_format,
+            images=None if self.messages else self.images or None,
         )
 
 
-def _messages(text: str, system: str | None, images: Sequence[Path]) -> list[Any]:
-    content: Any = text
-    if images:
-        content = [{"type": "image", "image": path} for path in images] + [{"type": "text", "text": text}]
+def _messages(text: str, system: str | None, images: Sequence[Path]) -> list[Mapping[str, object]]:
+    parts = [*({"type": "image", "image": path} for path in images), {"type": "text", "text": text}]
     before = [{"role": "system", "content": system}] if system is not None else []
-    return [*before, {"role": "user", "content": content}]
+    return [*before, {"role": "user", "content": parts if images else text}]
 
 
 def _response_format(path: Path | None) -> dict[str, object] | None:
@@ -222,95 +223,6 @@ def _response_format(path: Path | None) -> dict[str, object] | None:
         return {"type": "json_schema", "json_schema": json.loads(path.read_text("utf-8"))}
     except ValueError as error:
         raise InputError(f"{path} is not a JSON schema: {error}") from error
-
-
-def _timed(generate: Callable[[], list[GenerationOutput]]) -> tuple[list[GenerationOutput], float]:
-    """Return the outputs, and the seconds that they took together."""
-    start = time.perf_counter()
-    return generate(), time.perf_counter() - start
-
-
-def _print_several(
-    outputs: list[GenerationOutput],
-    seconds: float,
-    loaded: float,
-    *,
-    as_json: bool,
-    more: dict[str, object] | None = None,
-) -> None:
-    num_generated = sum(output.num_generated_tokens for output in outputs)
-    speed = num_generated / max(seconds, 1e-9)
-    if as_json:
-        several = {
-            "outputs": [{"index": output.index, **_output_as_json(output)} for output in outputs],
-            "usage": _usage(outputs),
-            "timings": {"load_s": round(loaded, 4), "tokens_per_s": round(speed, 2)},
-            **(more or {}),
-        }
-        click.echo(json.dumps(several, ensure_ascii=False))
-        return
-    for output in outputs:
-        click.echo(f"[{output.index}] {output.text}")
-    click.echo(
-        f"penstock: loaded in {loaded:.2f} s, {len(outputs)} outputs with {num_generated} tokens in total "
-        f"at {speed:.1f} tokens/s",
-        err=True,
-    )
-
-
-def _run(stream: TextStream, loaded: float, *, silent: bool) -> Timings:
-    """Print the text as it is generated, unless ``silent``, and return the timings."""
-    start = time.perf_counter()
-    first, num_first = None, 1
-    for piece in stream:
-        if first is None:
-            first, num_first = time.perf_counter(), stream.num_tokens
-        if not silent:
-            click.echo(piece, nl=False)
-    end = time.perf_counter()
-    if not silent:
-        click.echo()
-    first = first or end
-    return Timings(loaded, first - start, end - first, num_first)
-
-
-def _as_json(output: GenerationOutput, timings: Timings) -> dict[str, object]:
-    num_generated = output.num_generated_tokens
-    return {
-        **_output_as_json(output),
-        "usage": _usage([output]),
-        "timings": {
-            "load_s": round(timings.load, 4),
-            "time_to_first_token_s": round(timings.first_token, 4),
-            "tokens_per_s": round(timings.tokens_per_second(num_generated), 2),
-        },
-    }
-
-
-def _output_as_json(output: GenerationOutput) -> dict[str, object]:
-    shown: dict[str, object] = {
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-    }
-    if output.score is not None:
-        shown["score"] = output.score
-    rows = output.log_probabilities
-    if rows is not None:
-        shown["token_log_probabilities"] = rows.token_log_probabilities
-        shown["top_log_probabilities"] = rows.top_log_probabilities
-    return shown
-
-
-def _usage(outputs: list[GenerationOutput]) -> dict[str, int]:
-    """Return the token counts of one prompt and of all its outputs; the prompt counts once."""
-    num_prompt = len(outputs[0].prompt_token_ids)
-    num_generated = sum(output.num_generated_tokens for output in outputs)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_generated,
-        "total_tokens": num_prompt + num_generated,
-    }
 
 
 def _check_model(name: object) -> None:
@@ -357,27 +269,3 @@ def _standard_input() -> str:
         return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise InputError(f"standard input is not valid UTF-8, at byte {error.start}") from None
-
-
-def _print_memory_plan(llm: LLM) -> None:
-    from rich.console import Console
-
-    Console(stderr=True).print(llm.pipeline.memory_plan.table())
-
-
-def _speculation(llm: LLM) -> dict[str, object]:
-    """Return the speculation counts for the JSON object; empty without speculation."""
-    stats = llm.pipeline.speculation_stats
-    is_used = llm.config.speculative.method is not None or stats.num_forced > 0
-    return {"speculation": stats.summary()} if is_used else {}
-
-
-def _print_speculation(llm: LLM) -> None:
-    stats = llm.pipeline.speculation_stats
-    if _speculation(llm):
-        click.echo(
-            f"penstock: {stats.num_accepted} of {stats.num_proposed} drafted tokens accepted "
-            f"({stats.acceptance_rate:.0%}), {stats.mean_tokens:.2f} tokens per verified step, "
-            f"{stats.num_forced} tokens forced by a grammar",
-            err=True,
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TypedDict
 
 import click
 
@@ -21,16 +21,35 @@ def command(as_json: bool) -> None:
         for one in found["architectures"]
     ]
     _print_table(["architecture", "task", "encodings", "known to work"], rows)
-    for title, key in (
-        ("tool calls", "tool_call_parsers"),
-        ("reasoning", "reasoning_parsers"),
-        ("checkpoint formats", "checkpoint_formats"),
-        ("GGUF blocks", "gguf_types"),
+    for title, names in (
+        ("tool calls", found["tool_call_parsers"]),
+        ("reasoning", found["reasoning_parsers"]),
+        ("checkpoint formats", found["checkpoint_formats"]),
+        ("GGUF blocks", found["gguf_types"]),
     ):
-        click.echo(f"\n{title}: {_joined(found[key])}")
+        click.echo(f"\n{title}: {_joined(names)}")
 
 
-def describe() -> dict[str, Any]:
+class ArchitectureSupport(TypedDict):
+    """An architecture that is supported."""
+
+    name: str
+    task: str
+    encodings: list[str]
+    examples: list[str]
+
+
+class Support(TypedDict):
+    """What is supported."""
+
+    architectures: list[ArchitectureSupport]
+    tool_call_parsers: list[str]
+    reasoning_parsers: list[str]
+    checkpoint_formats: list[str]
+    gguf_types: list[str]
+
+
+def describe() -> Support:
     """Return all that is supported, read from the registries; loads no torch."""
     from penstock.architectures.registry import PIPELINE_REGISTRY
     from penstock.serve.parsers.formats import TOOL_FORMATS

@@ -44,7 +44,7 @@ def parse_model(text: str) -> ModelFlag:
     {'served_model_name': 'small', 'devices': 'gpu:0,1'}
 
     Raises:
-        ConfigError: a setting is given twice, or the memory is no size.
+        ConfigError: a setting is given twice, or the memory is not a size.
     """
     path, *rest = _SETTING.split(text)
     settings: dict[str, str] = {}
@@ -137,7 +137,7 @@ def served_models(
 
 
 def estimate_memory(config: PipelineConfig) -> int:
-    """Return the memory of a model that names none: for each worker 1.5 times its weights, and 512 MiB."""
+    """Return the memory of a model without the setting: 1.5 times its weights and 512 MiB for each worker."""
     size = sum(header.num_bytes for header in config.model.tensor_headers.values())
     return config.data_parallel_size * (size + size // 2 + _RESERVE)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -27,7 +26,7 @@ _CHOICES = tuple(name for name in ENCODINGS.names if not ENCODINGS[name].is_floa
 @click.option("--out", metavar="DIR", help="New folder for the checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @config_options
-def command(encoding: str, out: str | None, as_json: bool, print_config: bool, **flags: Any) -> None:
+def command(encoding: str, out: str | None, as_json: bool, print_config: bool, **flags: object) -> None:
     """Write a quantized checkpoint in the format of compressed-tensors.
 
     Penstock and transformers load it. All linear layers have the encoding: int4 has 4-bit integers in

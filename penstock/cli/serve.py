@@ -43,8 +43,8 @@ def command(print_config: bool, **flags: object) -> int:
     """Serve models through an OpenAI-compatible API until a signal arrives.
 
     Give --model several times to serve several models. --model PATH,name=value,... sets settings of one
-    model, and memory=SIZE the memory that it may use. The first one is loaded at the start, the others when
-    requests name them.
+    model, and memory=SIZE the memory that it may use. The first one is loaded at the start, every other one
+    when a request names it.
 
     After the first SIGTERM or Ctrl-C the server finishes the running requests; the second one stops it at
     once.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -53,7 +53,7 @@ def command(
     file_format: str | None,
     voice_name: str | None,
     print_config: bool,
-    **flags: Any,
+    **flags: object,
 ) -> None:
     """Speak a text; by default that of standard input.
 

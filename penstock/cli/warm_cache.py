@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import click
 
@@ -49,16 +49,32 @@ def command(checksums: bool, pack: bool, as_json: bool, print_config: bool, **fl
         click.echo(f"  weights       {model['num_tensors']:,} tensors, {model['num_bytes'] / 2**20:,.1f} MiB")
         template = "with" if model["has_chat_template"] else "without"
         click.echo(f"  tokenizer     {model['vocab_size']:,} tokens, {template} a chat template")
-        if checksums:
+        if "num_checksums" in model:
             click.echo(f"  checksums     {model['num_checksums']} files match the hub")
-        if pack:
+        if "packed" in model:
             size = model["num_packed_bytes"] / 2**20
             click.echo(f"  packed        {size:,.1f} MiB in {model['packed']}")
     for name, path in adapters.items():
         click.echo(f"adapter {name}: {path}")
 
 
-def _checked(config: PipelineConfig, checksums: bool, pack: bool) -> dict[str, Any]:
+class CheckedModel(TypedDict):
+    """A model whose checkpoint was checked."""
+
+    model: str
+    checkpoint: str
+    architecture: str
+    encoding: str
+    num_tensors: int
+    num_bytes: int
+    vocab_size: int
+    has_chat_template: bool
+    num_checksums: NotRequired[int]
+    packed: NotRequired[str]
+    num_packed_bytes: NotRequired[int]
+
+
+def _checked(config: PipelineConfig, checksums: bool, pack: bool) -> CheckedModel:
     from penstock.assembly import check_checkpoint, pack_checkpoint
     from penstock.weights.checksums import check_checksums
 
@@ -67,7 +83,7 @@ def _checked(config: PipelineConfig, checksums: bool, pack: bool) -> dict[str, A
     tokenizer = check_checkpoint(config)
     packed = pack_checkpoint(config) if pack else None
     headers = model.tensor_headers
-    return {
+    found: CheckedModel = {
         "model": model.model_path,
         "checkpoint": str(model.checkpoint),
         "architecture": str(model.huggingface_config.model_type),
@@ -76,9 +92,12 @@ def _checked(config: PipelineConfig, checksums: bool, pack: bool) -> dict[str, A
         "num_bytes": sum(header.num_bytes for header in headers.values()),
         "vocab_size": tokenizer.vocab_size,
         "has_chat_template": tokenizer.has_chat_template,
-        **({} if num_checksums is None else {"num_checksums": num_checksums}),
-        **({} if packed is None else {"packed": str(packed), "num_packed_bytes": packed.stat().st_size}),
     }
+    if num_checksums is not None:
+        found["num_checksums"] = num_checksums
+    if packed is not None:
+        found["packed"], found["num_packed_bytes"] = str(packed), packed.stat().st_size
+    return found
 
 
 def _checked_adapters(config: PipelineConfig) -> dict[str, str]:

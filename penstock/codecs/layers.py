@@ -18,7 +18,8 @@ _NORMALISED = (
     ("parametrizations.weight.original0", "parametrizations.weight.original1"),
     ("weight_g", "weight_v"),
 )
-"""Names of the length and the direction of a normalised weight: of torch now, and before."""
+"""Tensor names of a weight-normalised layer, magnitude and direction: the current ones of torch, the former
+ones."""
 
 
 @dataclass(slots=True)
@@ -86,8 +87,8 @@ class CodecLoader:
         weights: the checkpoint.
         ops: the back end that packs the layers.
         encoding: encoding of convolutions with one group and of linear layers.
-        min_channels: convolutions with fewer output channels are float32. They cost little, and their errors
-            go into the samples unfiltered.
+        min_channels: convolutions with fewer output channels are float32. They take little time, and no later
+            layer filters their rounding errors.
     """
 
     def __init__(
@@ -179,6 +180,6 @@ class CodecLoader:
 def _with_bias(linear: PackedLinear | None, bias: Tensor | None) -> PackedLinear | None:
     """Return a layer with its bias as float32, the type of a codec's activations.
 
-    The encoding of quantized weights gives it the type of a language model's activations.
+    `Ops.pack_linear` converts it to the compute type of the encoding, such as bfloat16.
     """
     return linear if linear is None else replace(linear, bias=bias)

@@ -22,7 +22,7 @@ class PickledWeights:
     It has the methods of `penstock.weights.Weights` that codecs use.
 
     Raises:
-        WeightsError: the file cannot be read, or holds something else than tensors.
+        WeightsError: the file cannot be read, or holds objects other than tensors.
     """
 
     def __init__(self, file: Path) -> None:

@@ -27,8 +27,8 @@ _KEYS: Mapping[str, type[float] | type[int]] = {
 
 
 def complete_sampling_params(
-    given: Mapping[str, Any],
-    generation_config: Mapping[str, Any],
+    given: Mapping[str, object],
+    generation_config: Mapping[str, object],
     path: Path,
     more_defaults: Mapping[str, float] | None = None,
 ) -> SamplingParams:
@@ -48,7 +48,7 @@ def complete_sampling_params(
     Raises:
         CheckpointError: the file has a value of the wrong type or out of range.
     """
-    values = {name: value for name, value in given.items() if value is not None}
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     defaults = {**OPENAI_DEFAULTS, **(more_defaults or {}), **_sampling_values(generation_config, path)}
     if "seed" not in values:
         values["seed"] = randbits(32)
@@ -72,7 +72,8 @@ def _checked(key: str, value: object, kind: type[float] | type[int], path: Path)
     """Return the value converted to its type, after `SamplingParams` has checked it.
 
     Raises:
-        CheckpointError: the value is invalid. The error names the file, so that the request is not blamed.
+        CheckpointError: the value is invalid. The error names the file, because the request did not set the
+            value.
     """
     try:
         converted: Any = msgspec.convert(value, kind)

@@ -25,7 +25,7 @@ class HuggingFaceConfig(Mapping[str, object]):
     key raises a `CheckpointError` with the name of the key. The error is also an `AttributeError` or
     `KeyError`, so ``getattr`` with a default, ``get`` and ``in`` work.
 
-    The typed accessors (`integer`, `number`, `flag`, `text`, `section` and the others) check the type of a
+    The typed accessors (`integer`, `number`, `flag`, `text`, `section` and so on) check the type of a
     value. Model code uses them in place of plain access.
 
     >>> config = HuggingFaceConfig({"hidden_size": 64, "rope_scaling": {"factor": 8.0}})

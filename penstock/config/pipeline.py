@@ -191,7 +191,7 @@ class PipelineConfig:
         return cls.from_given(collect_values(config_fields(), values, source, environment or {}))
 
     @classmethod
-    def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> PipelineConfig:
+    def from_given(cls, given: Mapping[str, tuple[object, str]]) -> PipelineConfig:
         """Build the configuration from flat name -> (converted value, source). Unknown names are ignored.
 
         Raises:
@@ -208,12 +208,13 @@ class PipelineConfig:
             **sections[""],
         )
 
-    def value_of(self, name: str) -> Any:
+    def value_of(self, name: str) -> object:
         """Return the value of a setting by its flat name."""
         one = next(one for one in config_fields() if one.name == name)
-        return getattr(getattr(self, one.section) if one.section else self, one.attribute)
+        value: object = getattr(getattr(self, one.section) if one.section else self, one.attribute)
+        return value
 
-    def describe(self) -> list[tuple[str, Any, str]]:
+    def describe(self) -> list[tuple[str, object, str]]:
         """Return flat name, value and source of every field, for ``--print-config``."""
         rows = []
         for one in config_fields():
@@ -224,7 +225,7 @@ class PipelineConfig:
         return rows
 
     def default_sampling_params(
-        self, *, defaults: Mapping[str, float] | None = None, **given: Any
+        self, *, defaults: Mapping[str, float] | None = None, **given: object
     ) -> SamplingParams:
         """Return sampling parameters with defaults for all values that are not given.
 

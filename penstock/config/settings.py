@@ -47,7 +47,7 @@ class ConfigField:
     parse: Callable[[str], object] | None
     secret: bool = False
 
-    def convert(self, value: object, *, from_text: bool = False, source: str = "") -> Any:
+    def convert(self, value: object, *, from_text: bool = False, source: str = "") -> object:
         """Convert a value to the field's type and check it.
 
         Args:
@@ -81,7 +81,7 @@ class ConfigField:
 
 
 def setting(
-    default: Any,
+    default: object,
     rule: Rule,
     help: str,
     *,

@@ -2,8 +2,7 @@
 
 Rank 0 is the process that loads the model: a worker, or a program. It starts the other ranks and holds one
 end of a connection to each. A rank that reads the end of its connection knows that rank 0 has ended, and
-ends too. Rank 0 has a thread that waits for the end of the others. If one ends, the collectives of all ranks
-fail.
+ends too. Rank 0 has a thread that waits for the other ranks. If one ends, the collectives of all ranks fail.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _BOOT = (
 )
 _SHORT_SPIN = {"GOMP_SPINCOUNT": "100"}
 START_TIMEOUT = 600.0
-"""Seconds in which a rank must have imported its libraries."""
+"""Seconds within which a rank must have imported its libraries."""
 _END_TIMEOUT = 5.0
-"""Seconds that a rank gets to end by itself."""
+"""Seconds to wait for a rank to exit before it is killed."""
 _DIAGNOSIS = 2.0
-"""Seconds to wait for the end of a rank that explains why a collective failed."""
+"""Seconds to wait, after a collective failed, for the rank that caused the failure to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,7 @@ class RankProcesses:
         """Wait until all other ranks have marked an event (`Ranks.mark`).
 
         Raises:
-            PenstockError: a rank has ended; the error that it has reported, if it has.
+            PenstockError: a rank has ended. It is the error that the rank reported, if there is one.
         """
         deadline = time.monotonic() + START_TIMEOUT
         names = [f"{event}/{rank}" for rank in range(1, self._settings.world)]

@@ -32,7 +32,7 @@ class Ranks:
     Args:
         rank: the number of this rank.
         world: the number of ranks.
-        store: where the ranks meet; shared by all.
+        store: the store of torch.distributed through which the ranks find each other.
         timeout: seconds that a collective waits for the other ranks.
         device: the device of the tensors: gloo for ``cpu``, NCCL for ``cuda``.
         connections: on rank 0 one to each other rank, for messages; on another rank the one to rank 0.
@@ -151,7 +151,7 @@ class Ranks:
             raise self._failure from error
 
     def abort(self) -> None:
-        """Make the collectives of all ranks fail, those that wait now included. Any thread may call it."""
+        """Make the collectives of all ranks fail, also those that wait. Any thread may call it."""
         if self._region is not None:
             self._region.abort()
 
@@ -180,7 +180,7 @@ class Ranks:
         return connection.recv_bytes()
 
     def mark(self, event: str) -> None:
-        """Tell rank 0 that this rank has done something, see `RankProcesses.wait_for`."""
+        """Report an event of this rank to rank 0, see `RankProcesses.wait_for`."""
         self._store.set(f"{event}/{self.rank}", "1")
 
     def close(self) -> None:
@@ -215,13 +215,15 @@ def _unknown_failure(error: Exception) -> PenstockError:
     return RankFailedError(f"a process of tensor parallelism has failed: {error}")
 
 
-def _group_of(store: Store, rank: int, world: int, timeout: float, device: torch.device) -> Any:
+def _group_of(store: Store, rank: int, world: int, timeout: float, device: torch.device) -> dist.ProcessGroup:
     """Return the process group of the ranks. It is not the default group of torch.distributed."""
     limit, group = timedelta(seconds=timeout), cast(Any, dist)
     if device.type == "cuda":
-        return group.ProcessGroupNCCL(store, rank, world, limit)
+        nccl: dist.ProcessGroup = group.ProcessGroupNCCL(store, rank, world, limit)
+        return nccl
     options = group.ProcessGroupGloo._Options()
     options._devices = [group.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = limit
     options._threads = 1
-    return group.ProcessGroupGloo(store, rank, world, options)
+    gloo: dist.ProcessGroup = group.ProcessGroupGloo(store, rank, world, options)
+    return gloo

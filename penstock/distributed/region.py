@@ -3,7 +3,7 @@
 ::
 
     header   64 bytes   abort flag, time limit, capacity, number of ranks
-    control  per rank   64 bytes: the number of its last message, the number of sleepers
+    control  per rank   64 bytes: the number of its last message, the number of sleeping threads
     buffers  per rank   two buffers of `CAPACITY` bytes, used in turn
 
 ``csrc/collectives.inl`` describes the protocol.

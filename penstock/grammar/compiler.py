@@ -1,4 +1,4 @@
-"""Compile grammars in threads beside the model, and cache them."""
+"""Compile grammars in background threads, and cache them."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ _BACKENDS: dict[str, Callable[[TextTokenizer, int, StructuredOutputConfig], Gram
 
 
 class GrammarCompiler:
-    """Creates the matchers of contexts with a grammar, in threads beside the model's thread.
+    """Creates the matchers of contexts with a grammar, in background threads.
 
     Low-priority threads compile the grammars one after another. If a grammar takes more than a second, the
-    next one starts beside it, so a large schema does not delay small ones. A grammar that exceeds the time
+    next one starts in parallel, so a large schema does not delay small ones. A grammar that exceeds the time
     limit is refused. Further grammars wait for a free thread. Compiled grammars and refusals are cached
     within ``grammar_cache_size`` bytes, and the least recently used ones are evicted.
 

@@ -20,7 +20,6 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.kernels.graph import GraphCompiler
-    from penstock.kernels.linear import Layout
     from penstock.kernels.ops import Ops
 
 _BUILT_IN = "penstock.kernels"
@@ -56,14 +55,14 @@ class Backend:
     """Return one instance per form that runs here, such as one per instruction set. The tests compare all."""
     priority: int
     """The back end with the highest priority runs, unless the configuration names one. The reference: 0."""
-    layout: Layout = "rows"
-    """Memory layout of packed weights; equal to `Ops.layout` of its operations."""
+    layout: str = "rows"
+    """Name of the memory layout of packed weights, `Ops.layout` of its operations."""
     graphs: Callable[[Ops], GraphCompiler | None] = _no_graphs
     """Return what compiles steps of these operations, or None if it cannot compile them."""
 
     @property
     def packs_weights(self) -> bool:
-        """Whether it packs weights into a layout of its own. Such weights can be cached in a file."""
+        """Whether it has its own layout of packed weights. Weights in that layout can be cached in a file."""
         return self.layout != "rows"
 
 

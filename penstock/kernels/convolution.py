@@ -227,7 +227,7 @@ class ConvolutionOps(ABC):
     def polar(self, x: Tensor, limit: float) -> Tensor:
         """Return real and imaginary parts ``[T, 2F]`` float32 of log magnitudes and phases ``x [T, 2F]``.
 
-        The first F columns of x are log magnitudes, the others phases. Magnitudes are at most ``limit``.
+        The first F columns of x are log magnitudes, the last F phases. Magnitudes are at most ``limit``.
         """
 
     @operation(weights=["squares"], is_recordable=False, functions={"overlap_add": CFunction("3P 4q")})

@@ -32,7 +32,7 @@ class Graph(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """How a replay runs, for people: ``130 kernels in one call``."""
+        """How a replay runs, as text: ``130 kernels in one call``."""
 
     @abstractmethod
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -71,7 +71,7 @@ class Graph(ABC):
             sampling: parameters for the rows of the first result, ``[R]``; its own uniforms are not read.
             uniforms: one draw per step and row.
             ends: tokens that end a row; -1 pads.
-            ranks: the ranks that run these steps together. Rank 0 samples, the others take its tokens.
+            ranks: the ranks that run these steps together. Rank 0 samples; the other ranks use its tokens.
 
         Returns:
             The tokens of each step; m < n if every row has ended. A row of non-finite logits gives -1, and
@@ -88,9 +88,9 @@ class GraphCompiler(ABC):
     """Captures steps for one instance of `Ops`."""
 
     max_rows: int
-    """Steps of up to this many rows are captured. A longer step gains nothing from it."""
+    """Steps of up to this many rows are captured. Longer steps would not become faster."""
     max_graphs: int = 64
-    """Graphs that are kept; the least recently used one is dropped."""
+    """Maximum number of graphs; the least recently used graph is dropped."""
 
     @abstractmethod
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[Graph, tuple[Tensor, ...]]:
@@ -133,7 +133,7 @@ class GraphCache:
 
     @property
     def status(self) -> str | None:
-        """How the last step ran, for people: ``planned`` or ``eager`` and why; None before the first step."""
+        """How the last step ran, as text: ``planned``, or ``eager`` and why; None before the first step."""
         if self._last is not None:
             return f"planned: {self._last.description}"
         return None if self._reason is None else f"eager: {self._reason}"

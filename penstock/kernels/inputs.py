@@ -17,7 +17,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SequenceBlocks:
-    """Where `Ops.encoder_attention` copies the keys and values of a ragged batch, in blocks as of a KV cache.
+    """Where `Ops.encoder_attention` copies the keys and values of a ragged batch, in blocks like those of a
+    KV cache.
 
     Each sequence begins with a new block. All layers of a step share it, see `Ops.sequence_blocks`.
     """

@@ -1,24 +1,19 @@
 """Packed linear layers: each weight has one form in memory, made once at load.
 
-The forms are those of `penstock.kernels.encodings`, in the order of rows, for the C++ kernels in panels, or
-for GPUs in nibbles.
+An encoding (`penstock.kernels.encodings`) defines the numbers of a weight. A `Layout` defines their order in
+memory. `ROWS` is the order that the encoding defines; a back end can define other layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.encodings import encoding_named
-
-Layout = Literal["rows", "panels", "nibbles"]
-"""How a packed weight lies in memory: as `LinearEncoding.pack` returns it, or as `kernels.panels` or
-`kernels.nibbles` define."""
 
 ROW_TILE = 16
 """Row counts of torch products are padded to a multiple of this: BLAS uses other kernels for few rows than
@@ -27,6 +22,23 @@ for many. MKL on Intel processors needs 16; with 8 rows the bits differ."""
 INPUT_BLOCK = 256
 """Inputs that one float32 product sums. MKL splits longer sums over its threads on Intel processors, so that
 their bits would depend on the number of threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The memory layout of packed weights. A back end with a layout of its own defines it as a constant."""
+
+    name: str
+    to_rows: Callable[[PackedLinear], Mapping[str, Tensor]]
+    """Returns the tensors of a weight in this layout as `LinearEncoding.pack` defines them."""
+
+
+def _tensors_of(packed: PackedLinear) -> Mapping[str, Tensor]:
+    return packed.tensors
+
+
+ROWS = Layout("rows", _tensors_of)
+"""The tensors that `LinearEncoding.pack` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,7 @@ class PackedLinear:
     out_features: int
     bias: Tensor | None = None  # [out]
     slices: tuple[LinearSlice, ...] = ()
-    layout: Layout = "rows"
+    layout: Layout = ROWS
     order: Tensor | None = None  # [in] int32
     """The inputs in the order in which the weight holds them; None: in their own order."""
 
@@ -119,7 +131,7 @@ def layer_of(
     encoding: str,
     bias: Tensor | None,  # [out]
     slices: Sequence[LinearSlice],
-    layout: Layout = "rows",
+    layout: Layout = ROWS,
     order: Tensor | None = None,  # [in] int32
 ) -> PackedLinear:
     """Return the layer of a packed weight, with the bias in the encoding's type of activations."""
@@ -138,15 +150,7 @@ def tensors_in_rows(packed: PackedLinear) -> Mapping[str, Tensor]:
 
     The inputs are in the order of `PackedLinear.order`.
     """
-    if packed.layout == "rows":
-        return packed.tensors
-    if packed.layout == "nibbles":
-        from penstock.kernels.nibbles import from_nibbles
-
-        return from_nibbles(packed.tensors, encoding_named(packed.encoding), packed.in_features)
-    layout = encoding_named(packed.encoding).panels
-    assert layout is not None, f"{packed.encoding} weights have no panels"
-    return layout.from_panels(packed.tensors, packed.out_features, packed.in_features)
+    return packed.layout.to_rows(packed)
 
 
 def unpack_linear(packed: PackedLinear) -> Tensor:

@@ -2,8 +2,8 @@
 
 ``weight`` is uint8 ``[out, ceil(in / 64) * 32]``. Byte ``32 * p + j`` of a row holds the input ``64 * p + j``
 in its low half and ``64 * p + 32 + j`` in its high half. So 32 bytes hold two groups of 32 inputs. Signed
-integers are stored with half of their range added, and so are inputs that do not exist. The other tensors are
-those of `LinearEncoding.pack`.
+integers are stored with half of their range added. Inputs after the last one are stored as 0 plus that
+offset. The other tensors are those of `LinearEncoding.pack`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.dtype import DType
-from penstock.kernels.encodings import LinearEncoding
+from penstock.kernels.encodings import LinearEncoding, encoding_named
+from penstock.kernels.linear import Layout, PackedLinear
 
 _PAIR = 64
 """Inputs of two groups."""
@@ -27,7 +28,7 @@ def fits_nibbles(encoding: LinearEncoding) -> bool:
 
 
 def signed_offset(encoding: LinearEncoding) -> int:
-    """Return what is added to an integer before it is stored: half of the range of signed ones, else 0."""
+    """Return the offset that is added to a stored integer: half of the range of signed integers, else 0."""
     return 1 << encoding.bits - 1 if encoding.storage_dtype is DType.int8 else 0
 
 
@@ -49,3 +50,11 @@ def from_nibbles(
     stored = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, :in_features]
     weight = (stored.short() - signed_offset(encoding)).to(encoding.storage_dtype.to_torch())
     return {**tensors, "weight": weight.contiguous()}
+
+
+def _to_rows(packed: PackedLinear) -> dict[str, Tensor]:
+    return from_nibbles(packed.tensors, encoding_named(packed.encoding), packed.in_features)
+
+
+NIBBLES = Layout("nibbles", _to_rows)
+"""The layout of integers of up to 4 bits on GPUs."""

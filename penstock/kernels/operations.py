@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Method = TypeVar("_Method", bound=Callable[..., object])
 
 Arguments = dict[str, Any]
 """The arguments of a call, by parameter name."""
@@ -49,9 +49,9 @@ class Operation:
     simplify: Callable[[Arguments], Arguments] | None
     """Applied to the arguments before they are recorded; may raise `UnrecordableStepError`."""
     functions: Mapping[str, CFunction]
-    """Name -> C function. A function that several operations call stands in one row."""
+    """Name -> C function. A function that several operations call is listed in one row only."""
 
-    def bind(self, *args: Any, **kwargs: Any) -> Arguments:
+    def bind(self, *args: object, **kwargs: object) -> Arguments:
         """Return the arguments of a call by parameter name, with defaults."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()

@@ -21,7 +21,7 @@ from penstock.kernels.collectives import CollectiveOps
 from penstock.kernels.convolution import ConvolutionOps
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs, SequenceBlocks
-from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, pack_linear, pack_quantized
+from penstock.kernels.linear import ROWS, Layout, LinearSlice, PackedLinear, pack_linear, pack_quantized
 from penstock.kernels.operations import (
     Arguments,
     CFunction,
@@ -56,13 +56,13 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     name: str
     """Name of the back end, as ``penstock env`` prints it."""
 
-    layout: Layout = "rows"
+    layout: Layout = ROWS
     """Memory layout of the weights that it packs."""
 
     @property
     def packs_weights(self) -> bool:
-        """Whether it packs weights into a layout of its own. Such weights can be cached in a file."""
-        return self.layout != "rows"
+        """Whether it has its own layout of packed weights. Weights in that layout can be cached in a file."""
+        return self.layout != ROWS
 
     @property
     def description(self) -> str:
@@ -78,7 +78,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     def require_determinism(self) -> None:  # optional
         """Compute every row with the same bits in any batch from now on.
 
-        Does nothing in a back end whose operations always do.
+        Does nothing in a back end whose operations always do this.
         """
 
     def pack_linear(
@@ -271,7 +271,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks | None:
         """Return what `encoder_attention` needs of ``row_offsets [B + 1]``, once for all layers of a step.
 
-        None in a back end that reads keys and values where they are.
+        None in a back end that reads keys and values in place.
         """
         return None
 

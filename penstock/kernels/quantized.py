@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.kernels.encodings._sizes import GROUP
 
 _MIN_MAGNITUDE = 1e-30
-"""Smaller largest magnitudes count as 0, so that 127 / x is finite and x / 127 is not subnormal."""
+"""A largest magnitude below this counts as 0, so that 127 / x is finite and x / 127 is not subnormal."""
 _MAX_HALF = 65504.0
 _DIVISORS = tuple(7 + i / 3 for i in range(7))
 """Integers, negated, that the scale search tries for a group's largest weight in 4 bits: from -7 (-8 stays
@@ -24,7 +24,7 @@ unused) to -9 (clipped to -8). Weights that already lie on such a grid do not ch
 these values."""
 
 MAX_EXTRAS = 15
-"""Maximum number of extra bytes of a quantized row of activations, besides one byte per input."""
+"""Maximum number of extra bytes of a quantized row of activations, in addition to one byte per input."""
 INPUTS_PER_EXTRA = 32
 """Inputs of a row per extra byte, if the row is short."""
 _RANGES = (1.5, 2, 3, 4, 6, 8, 12, 16)
@@ -129,11 +129,10 @@ def _scaled(x: Tensor, largest: Tensor, target: Tensor) -> tuple[Tensor, Tensor]
 def _search_scales(groups: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return the integers and the float16 scales of groups of weights ``[out, G, 32]``.
 
-    The largest weight of a group is seldom the best measure for its other weights, so each of `_DIVISORS` is
-    tried. For the integers q of weights w, and importance h ``[1, G, 32]`` of the inputs, the best scale is
-    ``sum(hwq) / sum(hqq)``. The first candidate with the smallest weighted squared error is chosen: the one
-    with the largest ``sum(hwq)^2 / sum(hqq)``.
-    A group with a NaN or an infinity gets the scale NaN and integers 0.
+    A scale from the largest weight of a group is seldom the best one, so each of `_DIVISORS` is tried. For
+    the integers q of weights w, and importance h ``[1, G, 32]`` of the inputs, the best scale is ``sum(hwq) /
+    sum(hqq)``. The first candidate with the smallest weighted squared error is chosen: the one with the
+    largest ``sum(hwq)^2 / sum(hqq)``. A group with a NaN or an infinity gets the scale NaN and integers 0.
     """
     low, high = -(1 << bits - 1), (1 << bits - 1) - 1
     index = groups.abs().argmax(-1, keepdim=True)  # the first of the largest

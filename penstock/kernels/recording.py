@@ -17,16 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.experts import PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs
-from penstock.kernels.operations import Operation, UnrecordableStepError, operations_of
+from penstock.kernels.operations import Arguments, Operation, UnrecordableStepError, operations_of
 from penstock.kernels.ops import Ops
 
+T = TypeVar("T")
+Results: TypeAlias = Tensor | tuple[Tensor, ...] | None
+"""What an operation returns."""
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register."""
 
@@ -51,10 +54,10 @@ class Record:
     """
 
     operation: str
-    arguments: Mapping[str, Any]
+    arguments: Arguments
     results: tuple[TensorRef, ...]
 
-    def resolved(self, resolve: Callable[[TensorRef], Tensor]) -> dict[str, Any]:
+    def resolved(self, resolve: Callable[[TensorRef], Tensor]) -> Arguments:
         """Return the arguments with tensors in place of the references."""
         return {name: _map(value, TensorRef, resolve) for name, value in self.arguments.items()}
 
@@ -145,7 +148,7 @@ class _Recorder:
         }
         assert len(self._homes) == len(inputs), "two inputs share their memory"
 
-    def add(self, operation: str, arguments: dict[str, Any], results: Any) -> None:
+    def add(self, operation: str, arguments: Arguments, results: Results) -> None:
         """Append a record and remember the locations of its results."""
         refs = tuple(self._result(tensor) for tensor in tensors_of(results))
         self.records.append(Record(operation, arguments, refs))
@@ -167,7 +170,7 @@ class _Recorder:
             self.weights.append(tensor)
         return _ref(self._homes[pointer], tensor)
 
-    def references(self, value: Any) -> Any:
+    def references(self, value: object) -> object:
         """Return an argument with a `TensorRef` in place of each tensor that changes from step to step."""
         if isinstance(value, LayerKV):  # the cache stays in place; block tables and slots change
             known: dict[str, Any] = {
@@ -179,8 +182,12 @@ class _Recorder:
             return replace(value, **known)
         if isinstance(value, LoRAInputs):  # the matrices stay in place; their contents may change
             matrices, ranks = (_map(one, Tensor, self.weight) for one in (value.matrices, value.ranks))
-            changed: dict[str, Any] = {"rows": self.activation(value.rows), "matrices": matrices}
-            return replace(value, ranks=ranks, **changed)
+            changed: dict[str, Any] = {
+                "rows": self.activation(value.rows),
+                "matrices": matrices,
+                "ranks": ranks,
+            }
+            return replace(value, **changed)
         return _map(value, Tensor, self.activation)
 
     def _result(self, tensor: Tensor) -> TensorRef:
@@ -201,11 +208,11 @@ def recording_ops(inner: Ops, recorder: _Recorder) -> Ops:
     return cls()
 
 
-def _recorded(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., Any]:
+def _recorded(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., Results]:
     """Return the method that runs and records one operation."""
-    run = getattr(inner, row.name)
+    run: Callable[..., Results] = getattr(inner, row.name)
 
-    def method(_self: Ops, *args: Any, **kwargs: Any) -> Any:
+    def method(_self: Ops, *args: object, **kwargs: object) -> Results:
         if not row.is_recordable:
             raise UnrecordableStepError(f"{row.name} cannot be recorded")
         arguments = row.bind(*args, **kwargs)
@@ -257,20 +264,20 @@ def _ref(home: tuple[str, int], tensor: Tensor) -> TensorRef:
     return TensorRef(*home, shape, tensor.stride(), offset, tensor.dtype)
 
 
-def _refs_of(value: Any) -> list[TensorRef]:
+def _refs_of(value: object) -> list[TensorRef]:
     found: list[TensorRef] = []
     _map(value, TensorRef, found.append)
     return found
 
 
-def tensors_of(results: Any) -> tuple[Tensor, ...]:
+def tensors_of(results: Results) -> tuple[Tensor, ...]:
     """Return the results of an operation as a tuple."""
     if results is None:
         return ()
     return results if isinstance(results, tuple) else (results,)
 
 
-def _map(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+def _map(value: object, kind: type[T], function: Callable[[T], object]) -> object:
     """Apply ``function`` to each ``kind`` in a value, inside dataclasses, mappings and tuples too."""
     if isinstance(value, kind):
         return function(value)

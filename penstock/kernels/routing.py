@@ -13,7 +13,8 @@ from penstock.kernels.operations import CFunction, operation
 
 @dataclass(frozen=True, slots=True)
 class ScoreRouting:
-    """Routing by a score of each expert, with a bias that selects experts but does not weigh them.
+    """Routing by a score of each expert, with a bias that affects the selection of experts but not their
+    weights.
 
     Wang et al. 2024 (arXiv:2408.15664); groups and the factor as in DeepSeek-V3 (arXiv:2412.19437).
     """
@@ -25,7 +26,8 @@ class ScoreRouting:
     scale: float = 1.0
     """Factor on the weights."""
     groups: int = 1
-    """The experts are G groups of consecutive experts. The group of a row's experts is selected first."""
+    """Number of groups of consecutive experts. Each row selects groups first, then experts in these
+    groups."""
     top_groups: int = 1
     """The number of groups to select: those with the largest sum of their two largest biased scores."""
     min_sum: float = 1e-20
@@ -47,7 +49,7 @@ Routing = Literal["all", "all_normed", "chosen"] | ScoreRouting | SparseMixer
 
 
 class RoutingOps(ABC):
-    """The operations of routers and of layers that a router weighs."""
+    """The operations of routers, and of layers whose outputs a router weights."""
 
     @operation(
         weights=["bias"],
@@ -69,7 +71,7 @@ class RoutingOps(ABC):
 
         The rules that have names select the experts with the largest logits. The weights are a softmax over
         all N logits (``all``), the same divided by the sum of the selected weights (``all_normed``), or a
-        softmax over the selected logits (``chosen``). ``bias`` is an argument of `ScoreRouting` alone.
+        softmax over the selected logits (``chosen``). Only `ScoreRouting` uses ``bias``.
         """
 
     @operation(functions={"scale_rows": CFunction("2q 3P 5q")})

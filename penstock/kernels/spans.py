@@ -20,7 +20,7 @@ class SpanPart:
     lengths: Tensor  # [S] int32
     sequences: Tensor  # [S] int64: the sequence of the step that a run belongs to
     ahead: int
-    """The number of keys after its position that a row sees at most."""
+    """Maximum number of keys after its position that a row sees."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,14 @@ class ImageSpans:
 
     bounds: Tensor
     """[T, 2] int32: row t belongs to the tokens ``bounds[t, 0]:bounds[t, 1]`` of its sequence. A row of text
-    is a span by itself."""
+    is a span of length 1."""
     row_offsets: Tensor  # [B + 1] int32, see `StepInputs`
     lengths: Tensor  # [B] int32, see `KVCacheInputs`
 
     @cached_property
     def parts(self) -> tuple[SpanPart, ...]:
-        """The part of the texts and that of the images, for a kernel with one number of later keys in a call.
+        """The text rows and the image rows as separate parts, because one kernel call has one value of
+        `ahead`.
 
         Rows of text see no key after their position, rows of an image all keys of it. Each run of text and
         each image becomes a sequence that ends with its last key. Empty parts are left out.

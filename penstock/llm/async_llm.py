@@ -1,4 +1,4 @@
-"""`AsyncLLM`: generation from an asyncio program; the model runs in a process of its own."""
+"""`AsyncLLM`: generation from an asyncio program; the model runs in another process."""
 
 from __future__ import annotations
 
@@ -22,18 +22,11 @@ from penstock.engines import make_engine
 from penstock.errors import ConfigError, InputError, TaskMismatchError
 from penstock.llm.async_runner import AsyncRunner, gathered
 from penstock.llm.async_speech import AsyncSpeechMethods
-from penstock.llm.embeddings import EmbeddingsInput, is_single
-from penstock.llm.images import Image, images_of_prompts, prompts_with_images
+from penstock.llm.embeddings import EmbeddingsInput, as_inputs, is_single
+from penstock.llm.images import Image, images_of_prompts
 from penstock.llm.outputs import GenerationOutput, OutputBuilder, OutputOptions, best_first
-from penstock.llm.prompts import (
-    Conversation,
-    Prompt,
-    Tools,
-    as_conversations,
-    broadcast,
-    params_for_each,
-)
-from penstock.llm.text_requests import builders_of, text_request
+from penstock.llm.prompts import Conversation, Prompt, Tools, params_for_each
+from penstock.llm.text_requests import BatchFields, TextFields, builders_of, text_request
 from penstock.pipelines.core import (
     EmbeddingsGenerationRequest,
     EmbeddingsResponse,
@@ -42,6 +35,7 @@ from penstock.pipelines.core import (
     PoolingType,
     SamplingParams,
 )
+from penstock.pipelines.core.embeddings import EmbeddingsFields, EmbeddingsOptions
 from penstock.pipelines.core.parameter_hints import hinting
 from penstock.worker.engine_client import EngineClient
 
@@ -84,7 +78,7 @@ class AsyncLLM(AsyncSpeechMethods):
     """
 
     def __init__(self, model: str | PathLike[str] = "demo", **config: Unpack[PipelineOptions]) -> None:
-        given: dict[str, Any] = {**config}
+        given: dict[str, object] = {**config}
         if "model_path" in given:
             raise ConfigError("model_path", "is the first argument of AsyncLLM: leave out model_path")
         self._begin(PipelineConfig.from_flat({"model_path": model, **given}, "AsyncLLM"), None)
@@ -156,11 +150,11 @@ class AsyncLLM(AsyncSpeechMethods):
         *,
         messages: Conversation | None = None,
         tools: Tools | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, object] | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         grammar: Grammar | None = None,
-        response_format: Mapping[str, Any] | None = None,
+        response_format: Mapping[str, object] | None = None,
         adapter: str | None = None,
         priority: int = 0,
         images: Image | Sequence[Image] | None = None,
@@ -178,7 +172,7 @@ class AsyncLLM(AsyncSpeechMethods):
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
         (own,) = images_of_prompts(images, 1, is_one_prompt=True)
-        fields: dict[str, Any] = {
+        fields: TextFields = {
             "prompt": prompt,
             "images": own,
             "messages": messages,
@@ -203,7 +197,7 @@ class AsyncLLM(AsyncSpeechMethods):
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
-        response_format: Mapping[str, Any] | None = None,
+        response_format: Mapping[str, object] | None = None,
         adapter: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
         images: Image | Sequence[Image] | None = None,
@@ -211,15 +205,15 @@ class AsyncLLM(AsyncSpeechMethods):
         """Complete prompts; the arguments are those of `LLM.generate`.
 
         Raises:
-            InputError: a prompt cannot be served; the others are cancelled.
+            InputError: a prompt cannot be served; all other prompts are cancelled.
             TaskMismatchError: the model does not generate text.
             UnavailableError: the worker has died.
         """
         options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
-        given = prompts_with_images(prompts, images)
-        requests = [{**one, "response_format": response_format} for one in given]
-        each = {"grammar": grammar, "adapter": adapter, "priority": priority}
-        return await self._generate(requests, sampling_params, options, each)
+        batch = BatchFields(
+            response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
+        )
+        return await self._generate(batch.of_prompts(prompts, images), sampling_params, options)
 
     @hinting
     async def chat(
@@ -227,33 +221,30 @@ class AsyncLLM(AsyncSpeechMethods):
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         tools: Tools | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, object] | None = None,
         *,
         n: int = 1,
         best_of: int | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
-        response_format: Mapping[str, Any] | None = None,
+        response_format: Mapping[str, object] | None = None,
         adapter: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
     ) -> list[GenerationOutput]:
         """Generate the next message of conversations; the arguments are those of `LLM.chat` and `generate`.
 
         Raises:
-            InputError: a conversation cannot be served; the others are cancelled.
+            InputError: a conversation cannot be served; all other conversations are cancelled.
             TaskMismatchError: the model does not generate text.
             UnavailableError: the worker has died.
         """
         options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
-        more = {
-            "tools": tools,
-            "chat_template_options": chat_template_kwargs,
-            "response_format": response_format,
-        }
-        requests = [{"messages": one, **more} for one in as_conversations(messages)]
-        each = {"grammar": grammar, "adapter": adapter, "priority": priority}
-        return await self._generate(requests, sampling_params, options, each)
+        batch = BatchFields(
+            response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
+        )
+        fields = batch.of_conversations(messages, tools, chat_template_kwargs)
+        return await self._generate(fields, sampling_params, options)
 
     @hinting
     async def embed(
@@ -267,7 +258,7 @@ class AsyncLLM(AsyncSpeechMethods):
         normalize: bool | None = None,
         truncate: bool = False,
         adapter: str | None = None,
-    ) -> npt.NDArray[Any]:
+    ) -> npt.NDArray[np.floating]:
         """Return the dense embeddings of texts, as `LLM.embed`.
 
         Args:
@@ -284,51 +275,42 @@ class AsyncLLM(AsyncSpeechMethods):
             ``[n, E]`` float32, in the order of the inputs; ``[E]`` for a single input.
 
         Raises:
-            InputError: an input cannot be served; the others are cancelled.
+            InputError: an input cannot be served; all other inputs are cancelled.
             TaskMismatchError: the model computes no embeddings.
             UnavailableError: the worker has died.
         """
         self._check_task("AsyncLLM.embed", PipelineTask.EMBEDDINGS_GENERATION)
-        batch: Sequence[Any] = [inputs] if is_single(inputs) else list(inputs)
+        batch = as_inputs(inputs)
         if not batch:
             return np.zeros((0, dimensions or self._worker.info.embedding_size), np.float32)
-        options = {
+        options: EmbeddingsOptions = {
             "prompt": prompt,
             "prompt_name": prompt_name,
             "pooling": pooling,
             "dimensions": dimensions,
             "normalize": normalize,
             "truncate": truncate,
-            "adapter": adapter,
         }
-        responses = await gathered([partial(self._embedding, one, options) for one in batch])
+        fields: list[EmbeddingsFields] = [
+            {**options, "input": one, "outputs": ("dense",), "adapter": adapter} for one in batch
+        ]
+        responses = await gathered([partial(self._embedding, one) for one in fields])
         vectors = np.stack([response.embeddings for response in responses])
         return vectors[0] if is_single(inputs) else vectors
 
     async def _generate(
         self,
-        requests: Sequence[dict[str, Any]],
+        fields: Sequence[TextFields],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         options: OutputOptions,
-        each: Mapping[str, Any],
     ) -> list[GenerationOutput]:
-        """Run requests; `each` has fields with one value for all requests or one for each."""
-        num = len(requests)
-        params = params_for_each(self.config, sampling_params, num)
-        values = {name: broadcast(name, value, num) for name, value in each.items()}
-        calls = [
-            partial(
-                self._outputs,
-                params[index],
-                options,
-                {**requests[index], **{name: one[index] for name, one in values.items()}},
-            )
-            for index in range(num)
-        ]
+        """Run one request for each entry of `fields`."""
+        params = params_for_each(self.config, sampling_params, len(fields))
+        calls = [partial(self._outputs, own, options, one) for own, one in zip(params, fields, strict=True)]
         return [output for outputs in await gathered(calls) for output in outputs]
 
     async def _outputs(
-        self, params: SamplingParams, options: OutputOptions, fields: Mapping[str, Any]
+        self, params: SamplingParams, options: OutputOptions, fields: TextFields
     ) -> list[GenerationOutput]:
         """Run one prompt and return its outputs."""
         builders = await self._builders(params, options, fields)
@@ -344,7 +326,7 @@ class AsyncLLM(AsyncSpeechMethods):
         return num_cached
 
     async def _stream(
-        self, params: SamplingParams | None, options: OutputOptions, fields: Mapping[str, Any]
+        self, params: SamplingParams | None, options: OutputOptions, fields: TextFields
     ) -> AsyncGenerator[StreamedOutput, None]:
         (params,) = params_for_each(self.config, params, 1)
         (builder,) = await self._builders(params, options, fields)
@@ -358,7 +340,7 @@ class AsyncLLM(AsyncSpeechMethods):
                     yield StreamedOutput(builder.new_text, tokens, output)
 
     async def _builders(
-        self, params: SamplingParams, options: OutputOptions, fields: Mapping[str, Any]
+        self, params: SamplingParams, options: OutputOptions, fields: TextFields
     ) -> list[OutputBuilder]:
         """Encode a prompt. Return one builder for each choice."""
         self._check_task("AsyncLLM.generate", PipelineTask.TEXT_GENERATION)
@@ -370,10 +352,8 @@ class AsyncLLM(AsyncSpeechMethods):
 
         return await self._in_pool(build)
 
-    async def _embedding(self, given: Any, options: Mapping[str, Any]) -> EmbeddingsResponse:
-        request = EmbeddingsGenerationRequest(
-            id=uuid4().hex, model_name=self.config.model.name, input=given, outputs=("dense",), **options
-        )
+    async def _embedding(self, fields: EmbeddingsFields) -> EmbeddingsResponse:
+        request = EmbeddingsGenerationRequest(id=uuid4().hex, model_name=self.config.model.name, **fields)
         context = await self._in_pool(lambda: self.tokenizer.build_embeddings_context(request))
         generation = await self._runner.submit(context)
         try:

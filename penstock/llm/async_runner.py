@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import TypeVar
 
 from penstock.errors import OverloadedError
 from penstock.llm.outputs import OutputBuilder
@@ -12,6 +12,8 @@ from penstock.pipelines.core import RequestContext, TextGenerationResponse, Text
 from penstock.worker.engine_client import EngineClient
 from penstock.worker.messages import PackedLogProbabilities
 from penstock.worker.results import Generation, RequestDelta
+
+T = TypeVar("T")
 
 
 class AsyncRunner:
@@ -47,8 +49,8 @@ class AsyncRunner:
             generation.cancel()
 
 
-async def gathered(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run calls at the same time and return their results in order. An error cancels the others."""
+async def gathered(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) -> list[T]:
+    """Run calls at the same time and return their results in order. An error cancels all other calls."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call()) for call in calls]

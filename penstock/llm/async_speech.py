@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from time import perf_counter
@@ -14,10 +14,12 @@ import numpy.typing as npt
 from penstock.llm.async_runner import AsyncRunner, gathered
 from penstock.llm.speech import Speech, speech_contexts, voice_options
 from penstock.pipelines.core import AudioGeneratorOutput, PipelineTask, SamplingParams, TTSContext
+from penstock.text.speech_tokenizer import SpeechFields
 from penstock.worker.results import RequestDelta
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
+    from penstock.text.speech_tokenizer import SpeechTokenizer
     from penstock.worker.engine_client import EngineClient
 
 T = TypeVar("T")
@@ -28,7 +30,7 @@ class AsyncSpeechMethods:
 
     if TYPE_CHECKING:
         config: PipelineConfig
-        tokenizer: Any
+        tokenizer: SpeechTokenizer
         _worker: EngineClient
         _runner: AsyncRunner
 
@@ -68,14 +70,14 @@ class AsyncSpeechMethods:
             UnavailableError: the worker has died.
         """
         self._check_task("AsyncLLM.speak", PipelineTask.AUDIO_GENERATION)
-        options = self._speech_options(
+        fields = self._speech_fields(
             voice, audio_prompt_tokens, audio_prompt_transcription, adapter, priority
         )
         batch = [texts] if isinstance(texts, str) else list(texts)
 
         def build() -> list[list[TTSContext]]:
             return [
-                speech_contexts(self.config, self.tokenizer, one, sampling_params, options) for one in batch
+                speech_contexts(self.config, self.tokenizer, one, sampling_params, fields) for one in batch
             ]
 
         each = await self._in_pool(build)
@@ -109,13 +111,13 @@ class AsyncSpeechMethods:
         import torch
 
         self._check_task("AsyncLLM.stream_speech", PipelineTask.AUDIO_GENERATION)
-        options = self._speech_options(
+        fields = self._speech_fields(
             voice, audio_prompt_tokens, audio_prompt_transcription, adapter, priority
         )
-        options["streaming"] = True
+        fields["streaming"] = True
         begin, rate = perf_counter(), self._worker.info.sample_rate
         contexts = await self._in_pool(
-            lambda: speech_contexts(self.config, self.tokenizer, text, sampling_params, options)
+            lambda: speech_contexts(self.config, self.tokenizer, text, sampling_params, fields)
         )
         num_samples, num_tokens = 0, [0] * len(contexts)
         async with aclosing(self._deltas_of(contexts)) as deltas:
@@ -173,17 +175,23 @@ class AsyncSpeechMethods:
             is_cut=any(is_cut for _, _, is_cut in parts),
         )
 
-    def _speech_options(
+    def _speech_fields(
         self,
         voice: str | None,
         codes: Sequence[int],
         transcription: str,
         adapter: str | None,
         priority: int,
-    ) -> dict[str, object]:
-        known: Mapping[str, Any] = {one.name: one for one in self._worker.info.voices}
+    ) -> SpeechFields:
+        known = {one.name: one for one in self._worker.info.voices}
         chosen = voice_options(voice, codes, transcription, known, self.tokenizer.speech_format)
-        return {**chosen, "adapter": adapter, "priority": priority}
+        return {
+            **chosen,
+            "streaming": False,
+            "adapter": adapter,
+            "cache_salt": None,
+            "priority": priority,
+        }
 
 
 def _samples_of(chunks: Sequence[npt.NDArray[np.floating]]) -> npt.NDArray[np.float32]:

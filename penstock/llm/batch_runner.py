@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.host.interrupts import deferred_interrupts
 from penstock.pipelines.core import TextContext
-from penstock.pipelines.task_pipeline import TaskPipeline
-from penstock.scheduler import Scheduler
+from penstock.pipelines.task_pipeline import AnyTaskPipeline
+from penstock.scheduler import AnyScheduler
 
 _POLL_INTERVAL = 0.001
 """Seconds between two scheduler steps while no context is ready, such as during grammar compilation."""
@@ -44,7 +44,7 @@ class BatchRunner:
         scheduler: the pipeline's scheduler.
     """
 
-    def __init__(self, pipeline: TaskPipeline[Any, Any], scheduler: Scheduler[Any, Any]) -> None:
+    def __init__(self, pipeline: AnyTaskPipeline, scheduler: AnyScheduler) -> None:
         self._pipeline = pipeline
         self._scheduler = scheduler
         self._lock = threading.Lock()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, Unpack, cast
 from uuid import uuid4
 
 import numpy as np
@@ -24,11 +24,13 @@ from penstock.pipelines.core import (
     PipelineTask,
     PoolingType,
 )
+from penstock.pipelines.core.embeddings import EmbeddingsFields, EmbeddingsOptions
 from penstock.text.scoring import PairScoring, best_label, ranking
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
     from penstock.llm.batch_runner import BatchRunner
+    from penstock.pipelines.embeddings import EmbeddingsPipeline
     from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 
 EmbeddingsInput: TypeAlias = str | Sequence[int] | npt.NDArray[np.integer]
@@ -81,7 +83,7 @@ class EmbeddingsMethods:
 
     if TYPE_CHECKING:
         config: PipelineConfig
-        pipeline: Any
+        pipeline: EmbeddingsPipeline
         tokenizer: EmbeddingsTokenizer
         _runner: BatchRunner
 
@@ -143,7 +145,7 @@ class EmbeddingsMethods:
         *,
         outputs: Sequence[EmbeddingsOutput] | None = None,
         adapter: str | Sequence[str | None] | None = None,
-        **options: Any,
+        **options: Unpack[EmbeddingsOptions],
     ) -> list[EmbeddingsResponse]:
         """Return all outputs of texts: dense, sparse and multi-vector embeddings, or scores.
 
@@ -158,12 +160,14 @@ class EmbeddingsMethods:
             InputError: an input cannot be served; then none has been computed.
         """
         self._check_task("LLM.encode", PipelineTask.EMBEDDINGS_GENERATION)
-        batch: Sequence[Any] = [inputs] if is_single(inputs) else list(inputs)
+        batch = as_inputs(inputs)
         adapters: list[str | None] = broadcast("adapter", adapter, len(batch))
-        fields = [
-            {"input": one, "adapter": name, **options} for one, name in zip(batch, adapters, strict=True)
+        kinds = None if outputs is None else tuple(outputs)
+        fields: list[EmbeddingsFields] = [
+            {**options, "input": one, "adapter": name, "outputs": kinds}
+            for one, name in zip(batch, adapters, strict=True)
         ]
-        return self._embeddings(fields, None if outputs is None else tuple(outputs), use_tqdm)
+        return self._embeddings(fields, use_tqdm)
 
     def score(
         self,
@@ -207,8 +211,10 @@ class EmbeddingsMethods:
             layout=self.tokenizer.layout,
             activation=activation,
         )
-        fields = [{**one.fields, "truncate": truncate} for one in plan.inputs]
-        return plan.scores(self._embeddings(fields, (plan.output,), use_tqdm))
+        fields: list[EmbeddingsFields] = [
+            {**one.fields, "truncate": truncate, "outputs": (plan.output,)} for one in plan.inputs
+        ]
+        return plan.scores(self._embeddings(fields, use_tqdm))
 
     def rerank(
         self,
@@ -264,18 +270,13 @@ class EmbeddingsMethods:
         scores = [response.scores for response in responses if response.scores is not None]
         return [Classification(best_label(config, one), one) for one in scores]
 
-    def _embeddings(
-        self,
-        fields: Sequence[Mapping[str, object]],
-        outputs: tuple[EmbeddingsOutput, ...] | None,
-        use_tqdm: bool,
-    ) -> list[EmbeddingsResponse]:
+    def _embeddings(self, fields: Sequence[EmbeddingsFields], use_tqdm: bool) -> list[EmbeddingsResponse]:
         """Run one request for each entry of ``fields`` and return the outputs in their order."""
         results: list[EmbeddingsBuilder] = []
         with self._runner.exclusive():
             try:
                 for index, one in enumerate(fields):
-                    context = self._embeddings_context(index, len(fields), outputs, one)
+                    context = self._embeddings_context(index, len(fields), one)
                     results.append(EmbeddingsBuilder(context))
                     self._check_context(index, len(fields), context)
                 self._run_embeddings(results, use_tqdm)
@@ -298,13 +299,10 @@ class EmbeddingsMethods:
         self,
         index: int,
         count: int,
-        outputs: tuple[EmbeddingsOutput, ...] | None,
-        fields: Mapping[str, Any],
+        fields: EmbeddingsFields,
     ) -> EmbeddingsContext:
         with _naming_input(index, count):
-            request = EmbeddingsGenerationRequest(
-                id=uuid4().hex, model_name=self.config.model.name, outputs=outputs, **fields
-            )
+            request = EmbeddingsGenerationRequest(id=uuid4().hex, model_name=self.config.model.name, **fields)
             return self.tokenizer.build_embeddings_context(request)
 
     def _check_context(self, index: int, count: int, context: EmbeddingsContext) -> None:
@@ -324,8 +322,13 @@ def _naming_input(index: int, count: int) -> Iterator[None]:
         raise
 
 
-def is_single(inputs: Any) -> bool:
+def is_single(inputs: EmbeddingsInput | Sequence[EmbeddingsInput]) -> bool:
     """Return whether inputs are one text or one list of token ids."""
     return isinstance(inputs, str) or (
         len(inputs) > 0 and all(isinstance(one, int | np.integer) for one in inputs)
     )
+
+
+def as_inputs(inputs: EmbeddingsInput | Sequence[EmbeddingsInput]) -> list[str | Sequence[int]]:
+    """Return a list of inputs, from a list or a single input. The tokenizer checks each of them."""
+    return cast("list[str | Sequence[int]]", [inputs] if is_single(inputs) else list(inputs))

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import InputError
 from penstock.llm.prompts import Prompt, split_prompts
 from penstock.media.decoding import encode_image
 from penstock.media.sources import bytes_of_data_url
 
-Image: TypeAlias = Any
+if TYPE_CHECKING:
+    from PIL.Image import Image as PILImage
+
+Image: TypeAlias = (
+    "PILImage | npt.NDArray[np.uint8] | str | PathLike[str] | bytes | bytearray | memoryview[int]"
+)
 """A PIL image, an array ``[H, W, 3]`` or ``[H, W]`` of uint8, the path of a file, or the bytes of a file."""
 
 
@@ -32,8 +40,10 @@ def image_bytes(image: Image) -> bytes:
     return encode_image(image)
 
 
-def prompts_with_images(prompts: Prompt | Sequence[Prompt], images: Any) -> list[dict[str, Any]]:
-    """Return the request fields ``prompt`` and ``images`` of each prompt.
+def prompts_with_images(
+    prompts: Prompt | Sequence[Prompt], images: Image | Sequence[Image] | None
+) -> list[tuple[Prompt, list[Image] | None]]:
+    """Return each prompt with its images.
 
     Args:
         prompts: one prompt or a list of prompts.
@@ -43,11 +53,10 @@ def prompts_with_images(prompts: Prompt | Sequence[Prompt], images: Any) -> list
         InputError: the list has another length than the prompts.
     """
     batch, is_one = split_prompts(prompts)
-    each = images_of_prompts(images, len(batch), is_one_prompt=is_one)
-    return [{"prompt": prompt, "images": own} for prompt, own in zip(batch, each, strict=True)]
+    return list(zip(batch, images_of_prompts(images, len(batch), is_one_prompt=is_one), strict=True))
 
 
-def images_of_prompts(images: Any, num_prompts: int, *, is_one_prompt: bool) -> list[list[Image] | None]:
+def images_of_prompts(images: object, num_prompts: int, *, is_one_prompt: bool) -> list[list[Image] | None]:
     """Return the images of each prompt; no file is read.
 
     Args:
@@ -60,18 +69,19 @@ def images_of_prompts(images: Any, num_prompts: int, *, is_one_prompt: bool) -> 
     """
     if images is None:
         return [None] * num_prompts
-    each = [images] if is_one_prompt else list(images)
+    each = [images] if is_one_prompt else list(cast("Iterable[object]", images))
     if len(each) != num_prompts:
         raise InputError(f"images has {len(each)} entries for {num_prompts} prompts: give one for each")
-    return [None if one is None else list(_as_list(one)) for one in each]
+    return [None if one is None else _as_list(one) for one in each]
 
 
-def _as_list(images: Any) -> Sequence[Any]:
-    is_list = isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview)
-    return images if is_list else [images]
+def _as_list(images: object) -> list[Image]:
+    if isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview):
+        return [*images]
+    return [cast("Image", images)]  # `image_bytes` refuses what is no image
 
 
-def separate_images(messages: Any) -> tuple[Any, list[bytes] | None, list[str] | None]:
+def separate_images(messages: object) -> tuple[object, list[bytes] | None, list[str] | None]:
     """Return messages whose image parts hold no data, the images in order, and their details.
 
     An image part is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a ``data:`` URL.
@@ -88,9 +98,8 @@ def separate_images(messages: Any) -> tuple[Any, list[bytes] | None, list[str] |
     return (plain, images, details) if images else (messages, None, None)
 
 
-def _without_images(message: Any, images: list[bytes], details: list[str]) -> Any:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, list):
+def _without_images(message: object, images: list[bytes], details: list[str]) -> object:
+    if not isinstance(message, Mapping) or not isinstance(content := message.get("content"), list):
         return message
     parts = []
     for part in content:

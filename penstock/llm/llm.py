@@ -23,18 +23,11 @@ from penstock.host.progress import GenerationProgress
 from penstock.llm.batch_runner import BatchRunner
 from penstock.llm.beam_search import BeamOptions, EarlyStopping, search
 from penstock.llm.embeddings import EmbeddingsMethods
-from penstock.llm.images import Image, images_of_prompts, prompts_with_images
+from penstock.llm.images import Image, images_of_prompts
 from penstock.llm.outputs import GenerationOutput, OutputOptions, TextStream
-from penstock.llm.prompts import (
-    Conversation,
-    Prompt,
-    Tools,
-    as_batch,
-    as_conversations,
-    params_for_each,
-)
+from penstock.llm.prompts import Conversation, Prompt, Tools, as_batch, params_for_each
 from penstock.llm.speech import Speech, SpeechMethods, SpeechStream
-from penstock.llm.text_requests import TextRequests
+from penstock.llm.text_requests import BatchFields, TextRequests
 from penstock.pipelines.core import (
     Grammar,
     PipelineTask,
@@ -148,16 +141,11 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             TaskMismatchError: the model does not generate text.
         """
         self._check_task("LLM.generate", PipelineTask.TEXT_GENERATION)
-        return self._text.generate(
-            prompts_with_images(prompts, images),
-            sampling_params,
-            OutputOptions.of(n, best_of, logprobs, prompt_logprobs),
-            use_tqdm,
-            response_format=response_format,
-            grammar=grammar,
-            adapter=adapter,
-            priority=priority,
+        batch = BatchFields(
+            response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
+        options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
+        return self._text.generate(batch.of_prompts(prompts, images), sampling_params, options, use_tqdm)
 
     @hinting
     def chat(
@@ -196,17 +184,12 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             TaskMismatchError: the model does not generate text.
         """
         self._check_task("LLM.chat", PipelineTask.TEXT_GENERATION)
-        template_fields = {"tools": tools, "chat_template_options": chat_template_kwargs}
-        return self._text.generate(
-            [{"messages": conversation, **template_fields} for conversation in as_conversations(messages)],
-            sampling_params,
-            OutputOptions.of(n, best_of, logprobs, prompt_logprobs),
-            use_tqdm,
-            response_format=response_format,
-            grammar=grammar,
-            adapter=adapter,
-            priority=priority,
+        batch = BatchFields(
+            response_format=response_format, grammar=grammar, adapter=adapter, priority=priority
         )
+        fields = batch.of_conversations(messages, tools, chat_template_kwargs)
+        options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
+        return self._text.generate(fields, sampling_params, options, use_tqdm)
 
     @hinting
     def stream(

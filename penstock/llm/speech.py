@@ -25,11 +25,12 @@ from penstock.pipelines.core import (
     TTSContext,
     VoicePrompt,
 )
-from penstock.text.speech_tokenizer import voice_fields
+from penstock.text.speech_tokenizer import SpeechFields, VoiceFields, voice_fields
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
     from penstock.llm.batch_runner import BatchRunner
+    from penstock.pipelines.audio import AudioGeneratorPipeline
     from penstock.text.speech_format import SpeechFormat
     from penstock.text.speech_tokenizer import SpeechTokenizer
 
@@ -62,8 +63,8 @@ class SpeechResult:
 
     def __init__(self, context: TTSContext) -> None:
         self.context = context
-        self.chunks: list[npt.NDArray[Any]] = []
-        self.new_chunk: npt.NDArray[Any] | None = None
+        self.chunks: list[npt.NDArray[np.floating]] = []
+        self.new_chunk: npt.NDArray[np.floating] | None = None
         self._is_done = False
 
     @property
@@ -101,7 +102,7 @@ def voice_options(
     transcription: str,
     known: Mapping[str, VoicePrompt],
     form: SpeechFormat,
-) -> dict[str, object]:
+) -> VoiceFields:
     """Return the fields of requests that choose a voice.
 
     Args:
@@ -129,7 +130,7 @@ def speech_contexts(
     tokenizer: SpeechTokenizer,
     text: str,
     params: SamplingParams | None,
-    options: Mapping[str, Any],
+    fields: SpeechFields,
 ) -> list[TTSContext]:
     """Return the contexts of the parts of a text.
 
@@ -138,7 +139,7 @@ def speech_contexts(
         tokenizer: splits and encodes the text.
         text: the text.
         params: None takes the defaults and a new seed.
-        options: further fields of the requests.
+        fields: further fields of the requests.
 
     Raises:
         InputError: the text cannot be spoken.
@@ -148,7 +149,7 @@ def speech_contexts(
     return [
         tokenizer.build_speech_context(
             AudioGenerationRequest(
-                uuid4().hex, index, config.model.name, input=part, sampling_params=params, **options
+                uuid4().hex, index, config.model.name, input=part, sampling_params=params, **fields
             )
         )
         for index, part in enumerate(tokenizer.split(text))
@@ -160,7 +161,7 @@ class SpeechMethods:
 
     if TYPE_CHECKING:
         config: PipelineConfig
-        pipeline: Any
+        pipeline: AudioGeneratorPipeline
         tokenizer: SpeechTokenizer
         _runner: BatchRunner
 
@@ -198,13 +199,13 @@ class SpeechMethods:
             TaskMismatchError: the model does not generate audio.
         """
         self._check_task("LLM.speak", PipelineTask.AUDIO_GENERATION)
-        options = self._speech_options(voice, audio_prompt_tokens, audio_prompt_transcription, adapter)
+        fields = self._speech_fields(voice, audio_prompt_tokens, audio_prompt_transcription, adapter)
         batch = [texts] if isinstance(texts, str) else list(texts)
         results: list[list[SpeechResult]] = []
         for index, text in enumerate(batch):
             try:
                 results.append(
-                    [SpeechResult(one) for one in self._speech_contexts(text, sampling_params, options)]
+                    [SpeechResult(one) for one in self._speech_contexts(text, sampling_params, fields)]
                 )
             except InputError as error:
                 if len(batch) > 1:
@@ -246,8 +247,8 @@ class SpeechMethods:
             TaskMismatchError: the model does not generate audio.
         """
         self._check_task("LLM.stream_speech", PipelineTask.AUDIO_GENERATION)
-        options = self._speech_options(voice, audio_prompt_tokens, audio_prompt_transcription, adapter)
-        contexts = self._speech_contexts(text, sampling_params, {**options, "streaming": True})
+        fields = self._speech_fields(voice, audio_prompt_tokens, audio_prompt_transcription, adapter)
+        contexts = self._speech_contexts(text, sampling_params, {**fields, "streaming": True})
         return SpeechStream(self._speech_chunks(contexts), self.pipeline.sample_rate)
 
     def _speech_chunks(self, contexts: Sequence[TTSContext]) -> Generator[AudioGeneratorOutput, None, None]:
@@ -264,7 +265,7 @@ class SpeechMethods:
                         continue
                     chunk = np.zeros(0, np.float32) if result.new_chunk is None else result.new_chunk
                     num_samples += len(chunk)
-                    metadata = {
+                    metadata: dict[str, object] = {
                         "sample_rate": rate,
                         "num_tokens": num_tokens + len(context.generated_tokens),
                         "seconds": num_samples / rate,
@@ -274,18 +275,24 @@ class SpeechMethods:
                     yield AudioGeneratorOutput(torch.from_numpy(chunk), metadata, is_last)
                 num_tokens += len(context.generated_tokens)
 
-    def _speech_options(
+    def _speech_fields(
         self, voice: str | None, codes: Sequence[int], transcription: str, adapter: str | None
-    ) -> dict[str, object]:
+    ) -> SpeechFields:
         """Return the fields of requests that all parts of all texts share."""
         known, form = self.pipeline.voices, self.tokenizer.speech_format
-        return {**voice_options(voice, codes, transcription, known, form), "adapter": adapter}
+        return {
+            **voice_options(voice, codes, transcription, known, form),
+            "streaming": False,
+            "adapter": adapter,
+            "cache_salt": None,
+            "priority": 0,
+        }
 
     def _speech_contexts(
-        self, text: str, params: SamplingParams | None, options: Mapping[str, Any]
+        self, text: str, params: SamplingParams | None, fields: SpeechFields
     ) -> list[TTSContext]:
         """Return the contexts of the parts of a text."""
-        return speech_contexts(self.config, self.tokenizer, text, params, options)
+        return speech_contexts(self.config, self.tokenizer, text, params, fields)
 
     def _speech(self, parts: Sequence[SpeechResult]) -> Speech:
         chunks = [chunk for part in parts for chunk in part.chunks]

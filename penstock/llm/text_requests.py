@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TypedDict, Unpack, cast
 from uuid import uuid4
 
 from penstock.assembly import STREAMING_LATENCY_BUDGET
@@ -13,10 +14,18 @@ from penstock.errors import InputError
 from penstock.host.interrupts import deferred_interrupts
 from penstock.host.progress import GenerationProgress
 from penstock.llm.batch_runner import BatchRunner
-from penstock.llm.images import image_bytes, separate_images
+from penstock.llm.images import Image, image_bytes, prompts_with_images, separate_images
 from penstock.llm.outputs import GenerationOutput, OutputBuilder, OutputOptions, best_first
-from penstock.llm.prompts import broadcast, params_for_each
-from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
+from penstock.llm.prompts import Conversation, Prompt, Tools, as_conversations, broadcast, params_for_each
+from penstock.pipelines.core import (
+    Grammar,
+    SamplingParams,
+    TextContext,
+    TokenGeneratorRequest,
+    TokenGeneratorRequestMessage,
+    TokenGeneratorRequestTool,
+    TokenGeneratorResponseFormat,
+)
 from penstock.pipelines.core.choices import choice_contexts
 from penstock.text.detokenizer import Detokenizer
 from penstock.text.tokenizer import TextTokenizer
@@ -24,6 +33,70 @@ from penstock.text.tokenizer import TextTokenizer
 BATCH_LATENCY_BUDGET = 0.1
 """Seconds that one scheduler call may take when outputs are returned at the end. Streams use
 `STREAMING_LATENCY_BUDGET`."""
+
+
+class TextFields(TypedDict, total=False):
+    """Fields of a `TokenGeneratorRequest`, as the callers of `LLM` give them."""
+
+    prompt: Prompt | None
+    messages: object
+    """Messages that the chat template checks; image parts may have any `Image`."""
+    images: list[Image] | None
+    tools: Tools | None
+    chat_template_options: dict[str, object] | None
+    response_format: Mapping[str, object] | None
+    grammar: Grammar | None
+    adapter: str | None
+    priority: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFields:
+    """The fields of several requests: one value for all of them, or a list with one for each."""
+
+    response_format: Mapping[str, object] | None
+    grammar: Grammar | Sequence[Grammar | None] | None
+    adapter: str | Sequence[str | None] | None
+    priority: int | Sequence[int]
+
+    def of_prompts(
+        self, prompts: Prompt | Sequence[Prompt], images: Image | Sequence[Image] | None
+    ) -> list[TextFields]:
+        """Return the fields of one request for each prompt.
+
+        Raises:
+            InputError: a list has another length than the prompts.
+        """
+        given = prompts_with_images(prompts, images)
+        each = zip(given, self._each(len(given)), strict=True)
+        return [{**more, "prompt": prompt, "images": own} for (prompt, own), more in each]
+
+    def of_conversations(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        tools: Tools | None,
+        template_options: dict[str, object] | None,
+    ) -> list[TextFields]:
+        """Return the fields of one request for each conversation.
+
+        Raises:
+            InputError: a list has another length than the conversations.
+        """
+        given = as_conversations(messages)
+        each = zip(given, self._each(len(given)), strict=True)
+        return [
+            {**more, "messages": one, "tools": tools, "chat_template_options": template_options}
+            for one, more in each
+        ]
+
+    def _each(self, num: int) -> list[TextFields]:
+        grammars: list[Grammar | None] = broadcast("grammar", self.grammar, num)
+        adapters: list[str | None] = broadcast("adapter", self.adapter, num)
+        priorities = broadcast("priority", self.priority, num)
+        return [
+            {"response_format": self.response_format, "grammar": one, "adapter": name, "priority": number}
+            for one, name, number in zip(grammars, adapters, priorities, strict=True)
+        ]
 
 
 class TextRequests:
@@ -42,29 +115,15 @@ class TextRequests:
 
     def generate(
         self,
-        prompts: Sequence[dict[str, object]],
+        fields: Sequence[TextFields],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         options: OutputOptions,
         use_tqdm: bool,
-        *,
-        response_format: Mapping[str, object] | None,
-        **fields: Any,
     ) -> list[GenerationOutput]:
-        """Run requests; ``fields`` are request fields, each one value for all prompts or one for each."""
-        num = len(prompts)
+        """Run one request for each entry of `fields`."""
+        num = len(fields)
         params = params_for_each(self._config, sampling_params, num)
-        each = {name: broadcast(name, value, num) for name, value in fields.items()}
-        requests = [
-            self.request(
-                index,
-                params[index],
-                options,
-                **prompts[index],
-                response_format=response_format,
-                **{name: values[index] for name, values in each.items()},
-            )
-            for index in range(num)
-        ]
+        requests = [self.request(index, params[index], options, **fields[index]) for index in range(num)]
         builders = [self.builders(request, options, num) for request in requests]
         together = list(chain.from_iterable(builders))
         progress = GenerationProgress(len(together), shown=use_tqdm)
@@ -86,7 +145,7 @@ class TextRequests:
                     yield builder.new_text
 
     def request(
-        self, index: int, params: SamplingParams, options: OutputOptions, **fields: Any
+        self, index: int, params: SamplingParams, options: OutputOptions, **fields: Unpack[TextFields]
     ) -> TokenGeneratorRequest:
         """Return a request; ``fields`` are further fields of it."""
         return text_request(self._config.model.name, index, params, options, **fields)
@@ -113,7 +172,11 @@ class TextRequests:
 
 
 def text_request(
-    model_name: str, index: int, params: SamplingParams, options: OutputOptions, **fields: Any
+    model_name: str,
+    index: int,
+    params: SamplingParams,
+    options: OutputOptions,
+    **fields: Unpack[TextFields],
 ) -> TokenGeneratorRequest:
     """Return a request with a new id; ``fields`` are further fields of it.
 
@@ -122,21 +185,30 @@ def text_request(
     Raises:
         InputError: an image cannot be read, or messages and ``images`` are given.
     """
-    if fields.get("messages") is not None:
-        if fields.get("images") is not None:
+    messages, given = fields.get("messages"), fields.get("images")
+    images, details = None if given is None else list(map(image_bytes, given)), None
+    if messages is not None:
+        if given is not None:
             raise InputError("the images of messages are parts of their content: leave out images")
-        messages, images, details = separate_images(fields["messages"])
-        fields = {**fields, "messages": messages, "images": images, "image_details": details}
-    elif fields.get("images") is not None:
-        fields = {**fields, "images": list(map(image_bytes, fields["images"]))}
+        messages, images, details = separate_images(messages)
     return TokenGeneratorRequest(
         uuid4().hex,
         index,
         model_name,
-        sampling_params=params,
+        prompt=fields.get("prompt"),
+        # The tokenizer and the chat template check messages, tools and format.
+        messages=cast("list[TokenGeneratorRequestMessage] | None", messages),
+        images=images,
+        tools=cast("list[TokenGeneratorRequestTool] | None", fields.get("tools")),
+        response_format=cast("TokenGeneratorResponseFormat | None", fields.get("response_format")),
         logprobs=options.num_top,
         echo=options.prompt_logprobs is not None,
-        **fields,
+        chat_template_options=fields.get("chat_template_options"),
+        sampling_params=params,
+        grammar=fields.get("grammar"),
+        adapter=fields.get("adapter"),
+        priority=fields.get("priority", 0),
+        image_details=details,
     )
 
 

@@ -39,7 +39,7 @@ Rename = Callable[[str], str | None]
 Layers = Mapping[str, PackedLinear]
 """The linear layers of the base model by their names in the checkpoint. A fused layer has several names."""
 Parts = Mapping[str, LayerPart]
-"""The layers of which this process has a part, if several processes divide the model."""
+"""The layers that this process shares with other ranks, if several processes divide the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +72,7 @@ def read_adapter(
         max_rank: the maximum rank.
         rename: maps the name of a tensor in peft's model to its name in the base model, see
             `Weights.renamed`.
-        parts: the layers of which this process has a part. The adapter is read whole.
+        parts: the layers that this process shares with other ranks. The adapter is read whole.
 
     Raises:
         CheckpointError: the directory or a file in it is missing or damaged.
@@ -233,7 +233,7 @@ def _check_copies(
 ) -> None:
     """Check that copies of the base model's tensors equal them.
 
-    PEFT saves the head and the embedding with an adapter that adapts one of them.
+    PEFT saves the head and the embedding with an adapter that adapts either.
     """
     for name in names:
         base_name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")

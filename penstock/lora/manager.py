@@ -51,7 +51,7 @@ class LoRAManager:
         dtype: the type of the activations.
         device: where the matrices of running adapters are stored.
         rename: see `read_adapter`.
-        parts: the layers of which this process has a part, if several processes divide the model.
+        parts: the layers that this process shares with other ranks, if several processes divide the model.
         is_leader: whether this process loads adapters and assigns slots. The other processes take the slots
             that it assigns.
 

@@ -26,7 +26,7 @@ class AdapterSlots:
         layers: the linear layers of the base model.
         dtype: the type of the activations.
         device: where the matrices are stored.
-        parts: the layers of which this process has a part. Its slots hold this part of the matrices.
+        parts: the layers that this process shares with other ranks. Its slots hold its part of the matrices.
     """
 
     def __init__(

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -97,11 +98,20 @@ def encode_audio(samples: Samples, sample_rate: int, name: str) -> bytes:
     return encoder.add(samples) + encoder.finish()
 
 
+class _SoundFile(Protocol):
+    """A file of the library soundfile."""
+
+    closed: bool
+
+    def write(self, samples: Samples) -> None: ...
+    def close(self) -> None: ...
+
+
 class AudioEncoder:
-    """Encodes chunks of samples. The pieces joined are a file.
+    """Encodes chunks of samples. The concatenated pieces form a file.
 
     A stream of WAV has no length in its header, because it is not known when the header is sent. Compressed
-    formats return their bytes in blocks, so that a chunk may return nothing.
+    formats return their bytes in blocks, so `add` may return no bytes.
 
     Args:
         name: a name in `AUDIO_FORMATS`.
@@ -118,7 +128,7 @@ class AudioEncoder:
         """Hold all compressed bytes back until the end, so that the header has the length."""
         self._rate = sample_rate
         self._begun = False
-        self._file: Any = None
+        self._file: _SoundFile | None = None
         self._sink = _Sink()
         if self.format.container is not None:
             library = _soundfile(f"the audio format {name}")
@@ -158,6 +168,7 @@ class AudioEncoder:
 
     def _take(self) -> bytes:
         """Return the bytes that were written. FLAC needs its length in the header, so it comes at the end."""
+        assert self._file is not None
         if (self.keeps_length or self.format.name == "flac") and not self._file.closed:
             return b""
         data = self._sink.take()
@@ -195,17 +206,18 @@ class _Sink(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         piece = bytes(data)
+        size = len(piece)
         start = self._position - self._num_taken
         self._position += len(piece)
         if start < 0:
             piece, start = piece[-start:], 0
         self._data[start : start + len(piece)] = piece
-        return len(data)
+        return size
 
     def readinto(self, buffer: Any) -> int:
-        start = max(self._position - self._num_taken, 0)
-        piece = self._data[start : start + len(buffer)]
-        buffer[: len(piece)] = piece
+        start, target = max(self._position - self._num_taken, 0), memoryview(buffer)
+        piece = self._data[start : start + len(target)]
+        target[: len(piece)] = piece
         self._position += len(piece)
         return len(piece)
 
@@ -274,9 +286,10 @@ def resample(samples: Samples, source: int, target: int) -> Samples:
 
 
 @cache
-def _soundfile(purpose: str) -> Any:
+def _soundfile(purpose: str) -> ModuleType:
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: its C library is missing
         raise MissingDependencyError("soundfile", "audio", purpose) from error
-    return soundfile
+    library: ModuleType = soundfile
+    return library

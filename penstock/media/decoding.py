@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
         max_pixels: the largest width times height.
 
     Raises:
-        InputError: the data is no image, is damaged or truncated, is animated, or has too many pixels.
+        InputError: the data is not an image, is damaged or truncated, is animated, or has too many pixels.
         MissingDependencyError: Pillow is not installed.
     """
     pil = _pillow()
@@ -53,7 +54,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
         raise InputError(f"the image cannot be decoded: {error}") from None
 
 
-def encode_image(image: Any) -> bytes:
+def encode_image(image: object) -> bytes:
     """Return the file content of an image given as a PIL image or as an array ``[H, W]`` or ``[H, W, 3]``.
 
     Raises:
@@ -96,7 +97,7 @@ def _as_rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
-def _pillow() -> Any:
+def _pillow() -> ModuleType:
     try:
         import PIL
         import PIL.Image

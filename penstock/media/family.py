@@ -5,25 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
-Arrays = Mapping[str, npt.NDArray[Any]]
+Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
     """The outputs of an image processor for one image."""
 
-    pixel_values: npt.NDArray[Any]
+    pixel_values: npt.NDArray[np.generic]
     """The pixels in the family's layout, without a batch dimension."""
     size: tuple[int, int]
     """Width and height of the image before it was processed."""
-    arguments: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    arguments: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
     """Other outputs that `VisionFamily.expand`, the encoder or the decoder reads."""
     digest: bytes | None = None
     """The digest of the outputs, see `penstock.pipelines.core.image_digest`; the tokenizer sets it."""

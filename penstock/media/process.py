@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -48,7 +48,7 @@ def serve(processor: ImageProcessor) -> None:
             _answer(processor, requests, replies)
 
 
-def _answer(processor: ImageProcessor, requests: BinaryIO, replies: BinaryIO) -> None:
+def _answer(processor: ImageProcessor, requests: BufferedReader, replies: BufferedWriter) -> None:
     request = msgspec.msgpack.decode(read_frame(requests), type=ProcessorRequest)
     data = bytearray(request.num_bytes)
     read_into(requests, memoryview(data))

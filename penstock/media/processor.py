@@ -1,4 +1,4 @@
-"""Image processors of Hugging Face checkpoints: in this process, or in processes of their own.
+"""Image processors of Hugging Face checkpoints: in this process or in other processes.
 
 transformers runs the processors, with the Pillow back end. It imports torch. Therefore the server runs them
 in other processes (`ProcessorPool`), which also protects it from decoders that crash.
@@ -18,11 +18,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import (
     CheckpointError,
@@ -34,6 +36,9 @@ from penstock.errors import (
 )
 from penstock.media.decoding import decode_image
 from penstock.media.family import Arrays
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _LOG = logging.getLogger(__name__)
 SIZE = struct.Struct("<Q")
@@ -105,7 +110,7 @@ class LocalProcessor:
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
         self._lock = threading.Lock()
-        self._processor: Any = None
+        self._processor: _HuggingFaceProcessor | None = None
 
     def process(
         self, data: bytes, options: Mapping[str, object], max_pixels: int
@@ -113,7 +118,7 @@ class LocalProcessor:
         image = decode_image(data, max_pixels)
         processor = self._load()
         try:
-            outputs = processor(images=[image], return_tensors="np", **options)
+            outputs = processor([image], return_tensors="np", **options)
         except Exception as error:
             raise InputError(f"the model's image processor refuses the image: {error}") from error
         arrays = {name: np.asarray(value) for name, value in outputs.items()}
@@ -125,35 +130,44 @@ class LocalProcessor:
     def close(self) -> None:
         pass
 
-    def _load(self) -> Any:
+    def _load(self) -> _HuggingFaceProcessor:
         with self._lock:
             if self._processor is None:
                 self._processor = _load_processor(self._checkpoint)
             return self._processor
 
 
-def _load_processor(checkpoint: Path) -> Any:
+class _HuggingFaceProcessor(Protocol):
+    """An image processor of transformers."""
+
+    def __call__(
+        self, images: Sequence[Image], *, return_tensors: str, **options: object
+    ) -> Mapping[str, npt.ArrayLike]: ...
+
+
+def _load_processor(checkpoint: Path) -> _HuggingFaceProcessor:
     try:
-        transformers: Any = import_module("transformers")
+        transformers = import_module("transformers")
     except ImportError as error:
         raise MissingDependencyError("transformers", "vision", "preparing images") from error
     try:
-        return transformers.AutoImageProcessor.from_pretrained(
+        processor: _HuggingFaceProcessor = transformers.AutoImageProcessor.from_pretrained(
             str(checkpoint), backend="pil", local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
         raise CheckpointError(checkpoint, f"has no image processor that can be loaded: {error}") from error
+    return processor
 
 
 class ProcessorPool:
-    """Runs the image processor of a checkpoint in processes of their own.
+    """Runs the image processor of a checkpoint in other processes.
 
     A process that crashes or exceeds the time limit fails its image only; another process replaces it.
 
     Args:
         checkpoint: the folder of the checkpoint.
         num_processes: the number of processes. They start when they are needed, or by `start`.
-        timeout: seconds for one image, waiting for a process included.
+        timeout: seconds for one image, including the time to wait for a process.
         module: the module whose main function serves images.
     """
 
@@ -249,8 +263,8 @@ class _Process:
     def _exchange(self, request: ProcessorRequest, data: bytes) -> tuple[Arrays, tuple[int, int]]:
         process = self._process
         assert process is not None, "the process is closed"
-        assert process.stdin is not None
-        assert process.stdout is not None
+        assert isinstance(process.stdin, BufferedWriter)
+        assert isinstance(process.stdout, BufferedReader)
         write_frame(process.stdin, msgspec.msgpack.encode(request), [data])
         reply = msgspec.msgpack.decode(read_frame(process.stdout), type=ProcessorReply)
         if reply.error is not None:
@@ -278,7 +292,7 @@ class _Process:
         process.wait()
 
 
-def write_frame(stream: Any, head: bytes, parts: Sequence[Any]) -> None:
+def write_frame(stream: BufferedWriter, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
     """Write the size of a head, the head, and raw bytes."""
     stream.write(SIZE.pack(len(head)) + head)
     for part in parts:
@@ -286,7 +300,7 @@ def write_frame(stream: Any, head: bytes, parts: Sequence[Any]) -> None:
     stream.flush()
 
 
-def read_frame(stream: Any) -> bytes:
+def read_frame(stream: BufferedReader) -> bytes:
     """Return a head.
 
     Raises:
@@ -299,7 +313,7 @@ def read_frame(stream: Any) -> bytes:
     return bytes(head)
 
 
-def read_into(stream: Any, target: memoryview) -> None:
+def read_into(stream: BufferedReader, target: memoryview) -> None:
     """Fill a buffer from a stream.
 
     Raises:

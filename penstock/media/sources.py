@@ -25,7 +25,8 @@ _MAX_URL = 2048
 _PORTS = {"http": 80, "https": 443}
 _CHUNK = 64 * 1024
 _MAX_LOOKUPS = 16
-"""Look-ups of names that run at once. One that exceeds the time limit runs until the resolver ends it."""
+"""Maximum number of concurrent name look-ups. A look-up that exceeds the time limit still counts until it
+ends."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class ImageSources:
         raise InputError(f"the image URL redirects more than {_MAX_REDIRECTS} times")
 
     def _address(self, host: str, port: int, deadline: float) -> str:
-        """Return `public_address`. The resolver has no time limit of its own, so it runs in a thread."""
+        """Return `public_address`. The resolver has no time limit, so it runs in a thread."""
         if not self._lookups.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise TimeoutError
         found: Future[str] = Future()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from penstock.pipelines.core import (
     image_digest,
 )
 from penstock.text.special_tokens import RenderedPrompt
-from penstock.text.tokenizer import TextTokenizer
+from penstock.text.tokenizer import TextTokenizer, TokenizerOptions
 
 _CACHE_BYTES = 64 * 2**20
 """Bytes of prepared images that are kept, for conversations that send the same images again."""
@@ -50,7 +50,11 @@ class TextAndVisionTokenizer(TextTokenizer):
     reads_images = True
 
     def __init__(
-        self, checkpoint: Path, family: type[VisionFamily], vision: VisionConfig, **text_options: Any
+        self,
+        checkpoint: Path,
+        family: type[VisionFamily],
+        vision: VisionConfig,
+        **text_options: Unpack[TokenizerOptions],
     ) -> None:
         super().__init__(checkpoint, **text_options)
         if self._chat_template is not None:
@@ -73,7 +77,7 @@ class TextAndVisionTokenizer(TextTokenizer):
         return self._family.placeholder
 
     def use_processes(self) -> None:
-        """Prepare images in processes of their own from now on, and start these."""
+        """Prepare images in other processes from now on, and start these processes."""
         self._processor = ProcessorPool(self._checkpoint, self._vision.processes, self._vision.timeout)
         self._processor.start()
 

@@ -56,7 +56,8 @@ class MemoryPlan:
     @property
     def num_cache_tokens(self) -> int:
         """The number of tokens that fit into the KV cache, over all sequences."""
-        # All groups without a window have the same number of blocks; the others have at most as many.
+        # All groups without a window have the same number of blocks; groups with a window have at most as
+        # many.
         return (max(self.num_blocks) - 1) * self.block_size if self.num_blocks else 0
 
     @property
@@ -131,7 +132,7 @@ def plan_memory(
         activation_size: see `estimate_activation_memory`; for steps of ``max_batch_input_tokens``.
         free_memory: of all devices together, before anything is loaded.
         adapters_size: see `estimate_adapters_size`.
-        min_step_tokens: the largest step has at least this many tokens, because an input of so many tokens
+        min_step_tokens: the largest step has at least this many tokens, because an input of this many tokens
             cannot be split. Smaller step sizes save no memory.
         encoder_size: the activations of the image encoder.
         encoder_cache_size: the cache of encoded images.

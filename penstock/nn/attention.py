@@ -25,7 +25,7 @@ class Attention:
     is_by_head: ClassVar[bool] = False
     """Whether the fused matrix holds query, key and value of the first head, then those of the next."""
 
-    qkv: Linear  # [E] -> [(H + 2K) D]; [(H + K) D] where values have a layer of their own
+    qkv: Linear  # [E] -> [(H + 2K) D]; [(H + K) D] if values have a separate layer
     output: Linear  # [H D] -> [E]
     layer: int  # the index in the KV cache
     heads: int

@@ -126,7 +126,7 @@ class DecoderBlock:
 class ParallelBlock:
     """Attention and feed-forward layer side by side: ``x + attention(norm(x)) + mlp(norm(x))``.
 
-    The feed-forward layer can have a norm of its own (Wang and Komatsuzaki 2021, GPT-J).
+    The feed-forward layer can have a separate norm (Wang and Komatsuzaki 2021, GPT-J).
     """
 
     norm: Norm

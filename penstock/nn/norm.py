@@ -74,7 +74,7 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class GatheredNorm:
-    """A norm over rows of which each rank has a part.
+    """A norm over rows that are divided among the ranks.
 
     The rows are gathered, because the mean is over all ranks. Heads that several ranks hold are in the
     gathered rows several times, all equally often, so that the mean is the same.

@@ -30,7 +30,7 @@ class EncoderCache:
         return rows
 
     def put(self, image_hash: bytes | None, rows: Tensor) -> None:
-        """Keep the rows of an image, unless it has no digest or exceeds the budget by itself."""
+        """Keep the rows of an image, unless it has no digest or is larger than the whole budget."""
         self.num_encoded += 1
         if image_hash is None or image_hash in self._rows or rows.nbytes > self.max_bytes:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from penstock.errors import PenstockError, TaskMismatchError
 from penstock.kv_cache.interface import KVCache, NullKVCache
@@ -39,7 +39,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
     """The contexts that `execute` takes; a context of another type is refused."""
     chunks_prompts: ClassVar[bool] = True
     """Whether `execute` takes a part of a prompt. Bidirectional attention needs the whole input in one step:
-    then the scheduler runs an input that exceeds the token budget in a step of its own."""
+    then the scheduler runs an input that exceeds the token budget in a separate step."""
 
     speculation_stats: SpeculationStats | None = None
     """Counts of drafted tokens; None without speculation."""
@@ -141,3 +141,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         """Stop threads that the pipeline started, and the other ranks of its model."""
         if self.processes is not None:
             self.processes.close()
+
+
+AnyTaskPipeline: TypeAlias = TaskPipeline[Any, Any]
+"""A pipeline of any task."""

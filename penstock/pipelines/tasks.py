@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.config import PipelineConfig
     from penstock.distributed.ranks import Ranks
     from penstock.engine import InferenceSession
-    from penstock.pipelines.task_pipeline import TaskPipeline
+    from penstock.pipelines.task_pipeline import AnyTaskPipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class PipelineRequirements:
         )
 
 
-PipelineFactory: TypeAlias = "Callable[[PipelineRequirements], TaskPipeline[Any, Any]]"
+PipelineFactory: TypeAlias = "Callable[[PipelineRequirements], AnyTaskPipeline]"
 
 
 @dataclass(frozen=True, kw_only=True)

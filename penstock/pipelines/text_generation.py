@@ -161,8 +161,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         in one batch. `reserve_steps` decides how many steps run, unless the batch is a `ReservedBatch`. With
         drafts one step runs.
 
-        A context that fails after the forward has no output and is in `failures`; the others have their
-        tokens.
+        A context that fails after the forward has no output and is in `failures`; all other contexts have
+        their tokens.
 
         Raises:
             InputError: a context cannot be served; no context has changed.

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 from penstock.scheduler.scheduler import Scheduler
 
-__all__ = ["Scheduler"]
+AnyScheduler: TypeAlias = Scheduler[Any, Any]
+"""A scheduler of contexts of any task."""
+
+__all__ = ["AnyScheduler", "Scheduler"]

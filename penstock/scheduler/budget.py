@@ -58,9 +58,9 @@ class PromptBudget:
     """How many tokens of a prompt a step computes.
 
     Args:
-        max_tokens: most tokens of a step.
+        max_tokens: maximum number of tokens of a step.
         min_chunk_size: the smallest chunk of a prompt.
-        may_cut: whether prompts are cut into chunks. Without it only contexts that outgrew the budget are.
+        may_cut: whether prompts are cut into chunks. If not, only contexts that outgrew the budget are cut.
         whole_prompts: never cut a prompt. One that exceeds the budget is the only one of its step.
     """
 
@@ -111,7 +111,7 @@ def refuse_what_never_fits(
     Args:
         context: the context.
         kv: the cache.
-        max_tokens: most tokens of a step.
+        max_tokens: maximum number of tokens of a step.
         chunk_size: the smallest chunk of a prompt; None if prompts are not cut.
 
     Raises:

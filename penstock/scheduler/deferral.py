@@ -14,15 +14,20 @@ _MAX_ROWS_WITH_PROMPT = 8
 """Decode rows of another client in a step with a short prompt. A step of so few rows takes about as long as
 a step of one row, because it reads the same weights."""
 
+_PROMPT_TOKENS_PER_ROW = 4
+"""Prompt tokens that take about as long as one decode row. A decode row has an attention call over its whole
+cache, a product for its logits and a sampled token; a prompt token has none of these of its own."""
+
 
 class Deferral:
     """Selects the contexts that decode in a step.
 
     A step with hundreds of decode rows takes several times as long as a short prompt. If one client holds
-    many slots, the first token of another client would wait for such a step. Therefore each other client
-    decodes at most `_MAX_ROWS_WITH_PROMPT` contexts in a step with a short prompt, and the rest of them in
-    the next step. Two consecutive steps never defer rows, so a client loses at most half of its steps.
-    A prompt is short if it has fewer tokens than the rows that it would wait for.
+    many slots, the first token of another client would wait for such a step. Therefore each client except the
+    prompt's decodes at most `_MAX_ROWS_WITH_PROMPT` contexts in a step with a short prompt, and the rest of
+    them in the next step. Two consecutive steps never defer rows, so a client loses at most half of its
+    steps. A prompt is short if it takes less time than the rows that it would wait for, which is decided from
+    their numbers and `_PROMPT_TOKENS_PER_ROW`.
     """
 
     def __init__(self) -> None:
@@ -46,7 +51,7 @@ class Deferral:
             counts[entry.client_id] += 1
             if entry.client_id == prompt.client_id or counts[entry.client_id] <= _MAX_ROWS_WITH_PROMPT:
                 selected.append(entry)
-        if len(decoding) - len(selected) <= prompt.num_remaining:
+        if (len(decoding) - len(selected)) * _PROMPT_TOKENS_PER_ROW <= prompt.num_remaining:
             return decoding
         self._has_deferred = True
         return selected

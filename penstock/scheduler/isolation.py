@@ -32,7 +32,7 @@ FAULT = "the request ended because of an internal error; the server's log shows 
 """Error message of a request that ended because of an internal error."""
 
 _MAX_FAULTS = 8
-"""Number of single contexts that may fail before any part of the batch has run. Then the search stops."""
+"""The search stops after this many single contexts failed before any part of the batch has run."""
 
 
 class Isolation(Generic[ContextT, OutputT]):
@@ -56,14 +56,15 @@ class Isolation(Generic[ContextT, OutputT]):
         """Run one step of a batch.
 
         Returns:
-            The outputs of the contexts that ran, and the errors of the others. A `PenstockError` is returned
-            as it is. Any other exception becomes the cause of a `RequestFailedError`.
+            The outputs of the contexts that ran, and the errors of the contexts that failed. A
+            `PenstockError` is returned as it is. Any other exception becomes the cause of a
+            `RequestFailedError`.
 
         Raises:
             RankFailedError: a process of the model has ended.
-            Exception: no part of the batch runs, and two or more contexts have failed since a part last ran,
-                in this step or before. Or this process has reached its limit of private memory. Or isolation
-                is not enabled. No context has changed.
+            Exception: one of three cases; no context has changed. No part of the batch runs, and two or more
+                contexts have failed since a part last ran. This process has reached its limit of private
+                memory. Isolation is not enabled.
         """
         if not self._is_enabled:
             return self._pipeline.execute(batch, num_steps), _take_failures(self._pipeline)

@@ -48,8 +48,9 @@ class Scheduler(Generic[ContextT, OutputT]):
 
     Args:
         pipeline: executes the batches; its ``kv`` decides what fits.
-        max_batch_size: most contexts that run at once; never more than ``max_batch_input_tokens``.
-        max_batch_input_tokens: most tokens of one step.
+        max_batch_size: maximum number of contexts that run at once; never more than
+        ``max_batch_input_tokens``.
+        max_batch_input_tokens: maximum number of tokens of one step.
         min_chunk_size: smallest chunk of a prompt, as far as the budget allows.
         enable_chunked_prefill: whether prompts are cut into chunks. Without it a prompt that exceeds the
             budget is refused. Only a context that outgrew the budget before it was preempted is cut.
@@ -148,7 +149,8 @@ class Scheduler(Generic[ContextT, OutputT]):
         """Run one batch if any context can run.
 
         Args:
-            num_steps: most tokens to generate for each context; `reserve_steps` decides how many.
+            num_steps: maximum number of tokens to generate for each context; `reserve_steps` decides how
+                many.
 
         Returns:
             The output of each context that ran, by request id. Finished contexts are removed.
@@ -207,7 +209,7 @@ class Scheduler(Generic[ContextT, OutputT]):
                 batch.add(entry, rows)
 
     def _reserve_all(self, entries: list[Entry[ContextT]], batch: Batch[ContextT]) -> bool:
-        """Reserve blocks for all steps of the entries; False if the free blocks do not suffice."""
+        """Reserve blocks for all steps of the entries; False if there are not enough free blocks."""
         try:
             batch.num_steps = reserve_steps(self._kv, [e.context for e in entries], batch.num_steps)
         except InsufficientBlocksError:
@@ -338,7 +340,7 @@ class Scheduler(Generic[ContextT, OutputT]):
 
     @property
     def _generating(self) -> list[Entry[ContextT]]:
-        """The running entries that hold blocks. The others have no tokens left to compute."""
+        """The running entries that hold blocks. All other running entries have no tokens left to compute."""
         return [entry for entry in self._running.values() if entry.is_generating]
 
     def _has_slot(self) -> bool:

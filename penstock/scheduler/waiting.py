@@ -26,7 +26,7 @@ class QueueEntry(Protocol):
 EntryT = TypeVar("EntryT", bound=QueueEntry)
 _Rank: TypeAlias = tuple[int, ...]
 
-_SPARE = 64
+_MAX_OUTDATED = 64
 """Number of outdated items that the heap of clients may hold, besides one item per client."""
 
 
@@ -40,7 +40,7 @@ class WaitingQueue(Generic[EntryT]):
     are not ready are set aside. Each step checks up to ``scan_limit`` of those again, in turn.
 
     Args:
-        scan_limit: most entries that are not ready a step checks.
+        scan_limit: maximum number of entries per step that are checked and not ready.
         rank: returns the rank of a client. A rank may increase at any time. After a decrease, call `refresh`.
     """
 
@@ -75,7 +75,7 @@ class WaitingQueue(Generic[EntryT]):
         if first is None:
             return
         heapq.heappush(self._heap, (self._sort_key(first), client_id))
-        if len(self._heap) > 2 * len(self._lanes) + _SPARE:
+        if len(self._heap) > 2 * len(self._lanes) + _MAX_OUTDATED:
             firsts = ((client, self._first_of(client)) for client in list(self._lanes))
             self._heap = [(self._sort_key(entry), client) for client, entry in firsts if entry is not None]
             heapq.heapify(self._heap)

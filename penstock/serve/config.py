@@ -248,13 +248,13 @@ class ServeConfig:
         return cls.from_given(collect_values(serve_fields(), values, source, environment or {}))
 
     @classmethod
-    def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> ServeConfig:
+    def from_given(cls, given: Mapping[str, tuple[object, str]]) -> ServeConfig:
         """Build it from a mapping of flat name to (converted value, source). Other names are ignored."""
         own = {one.name: given[one.name] for one in serve_fields() if one.name in given}
-        values = {name: value for name, (value, _) in own.items()}
+        values: dict[str, Any] = {name: value for name, (value, _) in own.items()}
         return cls(sources={name: where for name, (_, where) in own.items()}, **values)
 
-    def describe(self) -> list[tuple[str, Any, str]]:
+    def describe(self) -> list[tuple[str, object, str]]:
         """Return name, value and source of every field, for ``--print-config``. API keys are hidden."""
         rows = []
         for one in serve_fields():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fastapi import Request
 
@@ -79,18 +79,18 @@ class RouteStates:
     """The state of route families that have some, by type; created at the first use."""
 
     def __init__(self) -> None:
-        self._states: dict[type[Any], Any] = {}
+        self._states: dict[type, Closable] = {}
 
     def get_or_make(self, kind: type[State], make: Callable[[], State]) -> State:
         """Return the state of this type. The first call creates it."""
         if kind not in self._states:
             self._states[kind] = make()
-        state: State = self._states[kind]
-        return state
+        return self.of(kind)
 
     def of(self, kind: type[State]) -> State:
         """Return the state of this type, which exists."""
-        state: State = self._states[kind]
+        state = self._states[kind]
+        assert isinstance(state, kind)
         return state
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import CheckpointError, ConfigError, InputError, UnsupportedFeatureError
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 
 # Arguments of transformers' apply_chat_template that are not variables of the template.
 _RESERVED_OPTIONS = frozenset(
@@ -282,7 +282,9 @@ def _with_part(message: Message) -> Message:
 
 
 def _joined(message: Message) -> Message:
-    return {**message, "content": "\n".join(part["text"] for part in message["content"])}
+    content = message["content"]
+    assert isinstance(content, list)
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def _variables(options: Mapping[str, object] | None) -> dict[str, object]:

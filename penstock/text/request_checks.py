@@ -39,7 +39,7 @@ def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar |
         return None, Grammar(kind="json_object")
     if kind != "json_schema" or form is None:
         raise InputError(f"response_format has type {kind!r}: it can be text, json_object or json_schema")
-    schema = form.get("json_schema")
+    schema: object = form.get("json_schema")
     # OpenAI wraps the schema in an object with the key "schema", which is not a JSON Schema keyword.
     if isinstance(schema, dict) and "schema" in schema:
         schema = schema["schema"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.pipelines.core import EmbeddingsOutput, EmbeddingsResponse
+from penstock.pipelines.core.embeddings import EmbeddingsFields
 from penstock.text.sentence_transformers import SentenceTransformersLayout
 
 _Array: TypeAlias = npt.NDArray[np.floating]
@@ -23,8 +24,7 @@ class ScoringInput:
     kind: Literal["query", "document", "pair"]
     index: int
     """The index of the query or of the document. A pair has the index of its document."""
-    fields: Mapping[str, Any]
-    """Fields of `EmbeddingsGenerationRequest`."""
+    fields: EmbeddingsFields
 
 
 class PairScoring:
@@ -107,11 +107,12 @@ class PairScoring:
         query_prompt = self._layout.prompt_for("query")
         document_prompt = self._layout.prompt_for("document")
         queries = [
-            ScoringInput("query", index, {"input": query, **query_prompt})
+            ScoringInput("query", index, {"input": query, "prompt_name": query_prompt})
             for query, index in self._first_use.items()
         ]
         texts = [
-            ScoringInput("document", i, {"input": t, **document_prompt}) for i, t in enumerate(documents)
+            ScoringInput("document", i, {"input": text, "prompt_name": document_prompt})
+            for i, text in enumerate(documents)
         ]
         return [*queries, *texts]
 
@@ -154,13 +155,13 @@ def ranking(scores: _Array, top_n: int | None = None) -> list[int]:
     return [int(i) for i in np.argsort(-scores, kind="stable")[:top_n]]
 
 
-def label_names(config: Mapping[str, Any]) -> dict[int, str]:
+def label_names(config: Mapping[str, object]) -> dict[int, str]:
     """Return the names of a classifier's labels by index, from ``id2label``."""
-    labels = config.get("id2label") or {}
-    return {int(index): str(labels[index]) for index in labels}
+    labels = config.get("id2label")
+    return {int(index): str(labels[index]) for index in labels} if isinstance(labels, Mapping) else {}
 
 
-def best_label(config: Mapping[str, Any], scores: _Array) -> str:
+def best_label(config: Mapping[str, object], scores: _Array) -> str:
     """Return the name of the label with the highest score; ``LABEL_<index>`` if it has no name.
 
     Args:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 from penstock.errors import CheckpointError
 from penstock.pipelines.core import PoolingType
@@ -73,13 +73,13 @@ class SentenceTransformersLayout:
     is_present: bool = False
     """Whether the checkpoint has ``modules.json`` or a pooling folder."""
 
-    def prompt_for(self, role: Literal["query", "document"]) -> dict[str, str]:
-        """Return ``{"prompt_name": name}`` of the prompt for queries or documents, or an empty dict.
+    def prompt_for(self, role: Literal["query", "document"]) -> str | None:
+        """Return the name of the prompt for queries or documents; None if the checkpoint has none.
 
         Documents can have a prompt called document, passage or corpus.
         """
         names = ("query",) if role == "query" else ("document", "passage", "corpus")
-        return next(({"prompt_name": name} for name in names if name in self.prompts), {})
+        return next((name for name in names if name in self.prompts), None)
 
 
 def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
@@ -92,19 +92,21 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
     settings = _object(settings_file)
     modules = _modules(checkpoint)
     transformer = checkpoint
-    found: dict[str, Any] = {}
+    found = SentenceTransformersLayout(is_present=bool(modules))
     dense: list[DenseModule] = []
     for kind, path in modules:
         if kind in ("Transformer", "MLMTransformer"):
             transformer = path
         elif kind == "Pooling":
-            found["poolings"], found["include_prompt"] = _poolings(path)
+            poolings, include_prompt = _poolings(path)
+            found = replace(found, poolings=poolings, include_prompt=include_prompt)
         elif kind == "Dense":
             dense.append(_dense(path))
         elif kind == "Normalize":
-            found["normalize"] = True
+            found = replace(found, normalize=True)
         elif kind == "SpladePooling":
-            found["sparse_pooling"], found["sparse_activation"] = _sparse_pooling(path)
+            pooling, activation = _sparse_pooling(path)
+            found = replace(found, sparse_pooling=pooling, sparse_activation=activation)
         elif kind == "MultiVectorMask":
             _check_multi_vector_mask(path)
         elif kind not in _IGNORED_MODULES:
@@ -118,15 +120,14 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
     for file, values in ((settings_file, settings), (limits_file, limits)):
         _check_multi_vector_options(file, values)
     prompts = _prompts(settings_file, settings)
-    return SentenceTransformersLayout(
+    return replace(
+        found,
         dense=tuple(dense),
         prompts=prompts,
         default_prompt_name=_default_prompt(settings_file, settings, prompts),
         max_seq_length=_max_seq_length(limits_file, limits),
         lower_case=bool(limits.get("do_lower_case")),
         similarity=_similarity(settings_file, settings),
-        is_present=bool(modules),
-        **found,
     )
 
 

@@ -65,7 +65,7 @@ class SpeechDescription:
         path = checkpoint / _DESCRIPTION
         if not path.is_file():
             return cls()
-        values = read_json_object(path)
+        values: dict[str, Any] = read_json_object(path)  # checked below
         known = {one.name for one in fields(cls)}
         for name in values:
             if name not in known:
@@ -112,7 +112,7 @@ class SpeechCodes:
         self._code[token_ids] = np.arange(self.codebook_size, dtype=np.int32)
         self._position[token_ids] = np.arange(self.codes_per_frame, dtype=np.int8)[:, None]
 
-    def token_ids(self, codes: Sequence[int] | npt.NDArray[Any]) -> list[int]:
+    def token_ids(self, codes: Sequence[int] | npt.NDArray[np.integer]) -> list[int]:
         """Return the tokens of whole frames of codes, flattened.
 
         Raises:
@@ -134,7 +134,7 @@ class SpeechCodes:
         ids: list[int] = self._token_ids[positions, flat.astype(np.int64)].tolist()
         return ids
 
-    def parse(self, tokens: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int32], int, int]:
+    def parse(self, tokens: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], int, int]:
         """Return the whole frames in generated tokens.
 
         Tokens that stand for no code are dropped. A code at a wrong position ends its frame, which is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -20,7 +20,24 @@ from penstock.text.tokenizer import TextTokenizer
 from penstock.text.valid_unicode import valid_unicode
 
 
-def voice_fields(voice: str, known: Mapping[str, VoicePrompt], form: SpeechFormat) -> dict[str, Any]:
+class VoiceFields(TypedDict, total=False):
+    """The fields of an `AudioGenerationRequest` that select a voice: its name, or a prompt to imitate."""
+
+    voice: str
+    audio_prompt_tokens: list[int]
+    audio_prompt_transcription: str
+
+
+class SpeechFields(VoiceFields, total=False):
+    """The fields of an `AudioGenerationRequest` that all parts of a text share."""
+
+    streaming: bool
+    adapter: str | None
+    cache_salt: str | None
+    priority: int
+
+
+def voice_fields(voice: str, known: Mapping[str, VoicePrompt], form: SpeechFormat) -> VoiceFields:
     """Return the fields of a request that select a voice.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, SupportsIndex, TypeVar, cast
+from typing import Any, ClassVar, SupportsIndex, TypedDict, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,15 @@ T = TypeVar("T")
 
 
 _NUM_THREADS = 2  # one thread encodes about 200,000 tokens per second
+
+
+class TokenizerOptions(TypedDict, total=False):
+    """The keyword arguments of a `TextTokenizer`."""
+
+    max_length: int | None
+    chat_template: str | None
+    eos_token_ids: Iterable[int]
+    special_tokens_in_content: bool
 
 
 class TextTokenizer:

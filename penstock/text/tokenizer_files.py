@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.pre_tokenizers import Metaspace
@@ -162,13 +162,13 @@ def _add_missing_tokens(
     tokenizer: Tokenizer, settings: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> None:
     """Add tokens that only tokenizer_config.json has, and mark special tokens that are not marked."""
-    added = cast("dict[str, dict[str, Any]]", settings.get("added_tokens_decoder", {}))
+    added = cast("dict[str, dict[str, object]]", settings.get("added_tokens_decoder", {}))
     for _, entry in sorted(added.items(), key=lambda item: int(item[0])):
         flags = {
             name: bool(entry.get(name))
             for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
         }
-        tokenizer.add_tokens([AddedToken(entry["content"], **flags)])
+        tokenizer.add_tokens([AddedToken(str(entry["content"]), **flags)])
     listed = [settings.get("additional_special_tokens"), settings.get("extra_special_tokens")]
     names = [
         *special_tokens.values(),

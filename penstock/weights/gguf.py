@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeAlias
 
 from penstock.errors import WeightsError
 
@@ -117,7 +117,7 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._header = _read_header(path)
-        self.metadata: Mapping[str, Any] = self._header.metadata
+        self.metadata: Mapping[str, GGUFValue] = self._header.metadata
         """Key -> value. Arrays are placeholders; use `array` to read them."""
 
     @cached_property
@@ -138,7 +138,7 @@ class GGUFFile:
             raise WeightsError(self.path, f"announces {count} tensors, its parts hold {len(tensors)}")
         return tensors
 
-    def array(self, key: str) -> list[Any]:
+    def array(self, key: str) -> list[object]:
         """Return the array under ``key``, empty if the file has none.
 
         Raises:
@@ -203,6 +203,7 @@ class _Array:
 
 
 _NO_ARRAY = _Array(0, 0, 0)
+GGUFValue: TypeAlias = str | float | _Array  # truth values are numbers
 
 
 def _read_header(path: Path) -> _Header:
@@ -229,7 +230,7 @@ class _Header:
         self.metadata = dict(self._entries(self._count("metadata keys", 13)))
         self.tensors = {tensor.name: tensor for tensor in self._tensors(num_tensors)}
 
-    def read_array(self, array: _Array) -> list[Any]:
+    def read_array(self, array: _Array) -> list[object]:
         """Decode an array and return its elements."""
         if array.kind in _FORMATS:
             code = f"<{array.length}{_FORMATS[array.kind]}"
@@ -244,7 +245,7 @@ class _Header:
     def _check_kind(self) -> None:
         if self._take(4) != _MAGIC:
             raise WeightsError(self._path, "is not a GGUF file: it does not start with GGUF")
-        version = self._number("I")
+        version = self._integer("I")
         if version in _VERSIONS:
             return
         if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
@@ -253,12 +254,12 @@ class _Header:
 
     def _count(self, what: str, min_size: int) -> int:
         start = self._at
-        count: int = self._number("Q")
+        count = self._integer("Q")
         if count > (len(self._data) - self._at) // min_size:
             self._fail(start, f"{count} {what} announced in a file of {len(self._data)} bytes")
         return count
 
-    def _entries(self, count: int) -> Iterator[tuple[str, Any]]:
+    def _entries(self, count: int) -> Iterator[tuple[str, GGUFValue]]:
         keys = set()
         for _ in range(count):
             start = self._at
@@ -266,9 +267,9 @@ class _Header:
             if key in keys:
                 self._fail(start, f"{key} appears twice")
             keys.add(key)
-            yield key, self._value(self._number("I"))
+            yield key, self._value(self._integer("I"))
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int) -> GGUFValue:
         start = self._at
         if kind == _STRING:
             return self._text()
@@ -284,7 +285,7 @@ class _Header:
     def _array(self, depth: int) -> _Array:
         """Check an array and move past it without decoding it."""
         start = self._at
-        kind, length = self._number("I"), self._number("Q")
+        kind, length = self._integer("I"), self._integer("Q")
         if kind not in _SIZES or (kind == _ARRAY and depth >= _MAX_ARRAY_DEPTH):
             self._fail(start, f"an array holds values of type {kind}")
         if length > (len(self._data) - self._at) // _SIZES[kind]:
@@ -338,21 +339,21 @@ class _Header:
     def _tensor(self) -> tuple[str, BlockType, tuple[int, ...], int]:
         start = self._at
         name = self._text(_MAX_KEY)
-        num_dims = self._number("I")
+        num_dims = self._integer("I")
         if not 1 <= num_dims <= _MAX_DIMS:
             self._fail(start, f"{name} has {num_dims} dimensions: it must have 1 to {_MAX_DIMS}")
-        dims = [self._number("Q") for _ in range(num_dims)]
-        number = self._number("I")
+        dims = [self._integer("Q") for _ in range(num_dims)]
+        number = self._integer("I")
         if number not in BLOCK_TYPES:
             self._fail(start, f"{name} has the unknown type {number}")
         block_type = BLOCK_TYPES[number]
         if min(dims) < 1 or dims[0] % block_type.num_elements:
             self._fail(start, f"{name} of type {block_type.name} cannot have the dimensions {dims}")
-        return name, block_type, tuple(reversed(dims)), self._number("Q")
+        return name, block_type, tuple(reversed(dims)), self._integer("Q")
 
     def _text(self, max_length: int | None = None) -> str:
         start = self._at
-        length = self._number("Q")
+        length = self._integer("Q")
         if max_length is not None and length > max_length:
             self._fail(start, f"a name of {length} bytes: at most {max_length} are allowed")
         try:
@@ -360,8 +361,12 @@ class _Header:
         except UnicodeDecodeError:
             self._fail(start, f"a string of {length} bytes is not UTF-8")
 
-    def _number(self, code: str) -> Any:
-        return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
+    def _integer(self, code: str) -> int:
+        return int(self._number(code))
+
+    def _number(self, code: str) -> float:
+        number: float = struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
+        return number
 
     def _take(self, size: int) -> bytes:
         if size > len(self._data) - self._at:

@@ -74,7 +74,7 @@ class GGUFKeys:
         """Check the keys that a family may set only if it reads them.
 
         Raises:
-            WeightsError: the file sets one of them.
+            WeightsError: the file sets such a key.
         """
         for key in _UNSUPPORTED:
             is_read = key in self._read or key in _SUPPORTED_BY.get(self._prefix, ())

@@ -163,11 +163,13 @@ def _heads(file: GGUFFile, architecture: str) -> dict[str, int]:
     """Return the number of query heads and of key heads, by the tensor's name."""
     queries = file.metadata.get(f"{architecture}.attention.head_count")
     keys = file.metadata.get(f"{architecture}.attention.head_count_kv", queries)
-    for count in (queries, keys):
-        if type(count) is not int or count < 1:
+    heads = {}
+    for name, count in (("attn_q", queries), ("attn_k", keys)):
+        heads[name] = count if isinstance(count, int) else 0
+        if heads[name] < 1:
             problem = f"{architecture}.attention.head_count and head_count_kv must be numbers, not {count!r}"
             raise WeightsError(file.path, problem)
-    return {"attn_q": queries, "attn_k": keys}
+    return heads
 
 
 def _headers(

@@ -8,7 +8,7 @@ errors, because a similar pattern would produce wrong tokens silently.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +89,7 @@ def _tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
         raise CheckpointError(
             file.path, f"its tokenizer is of the unsupported kind {kind!r} (not gpt2 or llama): {_HINT}"
         )
-    types = file.array("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    types = _numbers(file, "tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(file.path, f"has {len(tokens)} tokens, but types for {len(types)}")
     padding = {i for i, token in enumerate(tokens) if types[i] == _UNUSED and token == f"[PAD{i}]"}
@@ -110,7 +110,7 @@ def _added(token: str) -> AddedToken:
     return AddedToken(token, normalized=False)
 
 
-def _byte_level(file: GGUFFile, vocabulary: Mapping[str, int], types: list[int]) -> Tokenizer:
+def _byte_level(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequence[float]) -> Tokenizer:
     """Return a byte-level BPE tokenizer. It represents each byte by a printable character."""
     splitter = _splitter(file)
     merges = []
@@ -137,9 +137,9 @@ def _byte_level(file: GGUFFile, vocabulary: Mapping[str, int], types: list[int])
     return tokenizer
 
 
-def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: list[int]) -> Tokenizer:
+def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequence[float]) -> Tokenizer:
     """Return a SentencePiece BPE tokenizer. It merges the adjacent pair with the highest score first."""
-    scores = file.array("tokenizer.ggml.scores")
+    scores = _numbers(file, "tokenizer.ggml.scores")
     if len(scores) != len(types):
         raise CheckpointError(file.path, f"has {len(types)} tokens, but scores for {len(scores)}")
     pieces = {token: i for token, i in vocabulary.items() if types[i] == _NORMAL}
@@ -275,7 +275,7 @@ def _eos_token_ids(file: GGUFFile, tokens: list[str]) -> Iterator[int]:
     ends = [_token_id(file, tokens, f"{name}_token_id") for name in ("eos", "eot", "eom")]
     yield from (token_id for token_id in ends if token_id is not None)
     if ends[1] is None:
-        types = file.array("tokenizer.ggml.token_type")
+        types = _numbers(file, "tokenizer.ggml.token_type")
         yield from (
             token_id
             for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
@@ -294,9 +294,12 @@ def _templates(file: GGUFFile) -> Iterator[tuple[str, str]]:
 
 
 def _strings(file: GGUFFile, key: str, *, is_optional: bool = False) -> list[str]:
-    texts = file.array(key)
-    if not texts and is_optional:
-        return []
-    if not texts or not isinstance(texts[0], str):  # all elements of an array have the same type
+    elements = file.array(key)
+    texts = [one for one in elements if isinstance(one, str)]
+    if len(texts) < len(elements) or (not texts and not is_optional):
         raise CheckpointError(file.path, f"has no {key}: {_HINT}")
     return texts
+
+
+def _numbers(file: GGUFFile, key: str) -> list[float]:
+    return [one for one in file.array(key) if isinstance(one, int | float)]

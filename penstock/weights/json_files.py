@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import CheckpointError
 
 
-def read_json_object(path: Path, error: type[CheckpointError] = CheckpointError) -> dict[str, Any]:
+def read_json_object(path: Path, error: type[CheckpointError] = CheckpointError) -> dict[str, object]:
     """Return the JSON object in a file.
 
     Args:

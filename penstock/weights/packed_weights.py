@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -55,14 +55,39 @@ def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
     except WeightsError as problem:
         logger.warning("packed weights are not used: %s", problem)
         return None
-    metadata = header.pop("__metadata__", {})
-    if metadata.get("made_of") != _made_of(key, layout):
+    if header.metadata.get("made_of") != _made_of(key, layout):
         logger.info("packed weights are not used: %s is of another checkpoint or version", file)
         return None
     logger.info("packed weights are mapped from %s", file)
     content = map_in_huge_pages(file)[start:]
-    tensors = {name: _view(content, entry) for name, entry in header.items()}
-    return PackedLayerReader([_Layer.parsed(one) for one in json.loads(metadata["layers"])], tensors, layout)
+    tensors = {name: _view(content, entry) for name, entry in header.tensors.items()}
+    layers = [_Layer.parsed(one) for one in json.loads(header.metadata["layers"])]
+    return PackedLayerReader(layers, tensors, layout)
+
+
+class _LayerFields(TypedDict):
+    """A layer as JSON."""
+
+    encoding: str
+    shape: Sequence[int]
+    slices: Sequence[tuple[str, int, int]]
+    tensors: Sequence[str]
+
+
+class _TensorFields(TypedDict):
+    """An entry of a safetensors header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _FileHeader:
+    """The header of a file."""
+
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, _TensorFields]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +105,12 @@ class _Layer:
         return cls(packed.encoding, shape, packed.slices, tuple(_tensors_of(packed)))
 
     @classmethod
-    def parsed(cls, fields: Mapping[str, Any]) -> _Layer:
+    def parsed(cls, fields: _LayerFields) -> _Layer:
         slices = tuple(LinearSlice(*one) for one in fields["slices"])
-        return cls(fields["encoding"], tuple(fields["shape"]), slices, tuple(fields["tensors"]))
+        out_features, in_features = fields["shape"]
+        return cls(fields["encoding"], (out_features, in_features), slices, tuple(fields["tensors"]))
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> _LayerFields:
         slices = [(one.name, one.start, one.stop) for one in self.slices]
         return {
             "encoding": self.encoding,
@@ -136,18 +162,17 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
     ]
     named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # tensors that would leave a gap come last
     layers = [_Layer.of(layer).fields() for layer in packed]
-    header: dict[str, Any] = {
-        "__metadata__": {"made_of": _made_of(key, layout), "layers": json.dumps(layers)}
-    }
+    tensors: dict[str, _TensorFields] = {}
     end = 0
     for name, tensor in named:
         begin, end = end, end + tensor.nbytes
-        header[name] = {
+        tensors[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(header).encode()
+    metadata = {"made_of": _made_of(key, layout), "layers": json.dumps(layers)}
+    text = json.dumps({"__metadata__": metadata, **tensors}).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(f".{os.getpid()}.tmp")
@@ -168,7 +193,7 @@ def _tensors_of(packed: PackedLinear) -> Mapping[str, Tensor]:
     return {**packed.tensors, **order}
 
 
-def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+def _read_header(file: Path) -> tuple[_FileHeader, int]:
     """Return the header and the offset of the tensors.
 
     Raises:
@@ -177,10 +202,11 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
     read_header(file)
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        return json.loads(stream.read(length)), 8 + length
+        entries = json.loads(stream.read(length))
+    return _FileHeader(entries.pop("__metadata__", {}), entries), 8 + length
 
 
-def _view(content: Tensor, entry: Mapping[str, Any]) -> Tensor:
+def _view(content: Tensor, entry: _TensorFields) -> Tensor:
     begin, end = entry["data_offsets"]
     return content[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
 
@@ -194,4 +220,4 @@ def _made_of(key: PackedKey, layout: Layout) -> str:
     files = sorted({file.resolve() for file in key.tensor_files})
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(key.config.encode()).hexdigest()
-    return json.dumps([__version__, layout, LAYOUTS_VERSION, key.encoding, states, digest])
+    return json.dumps([__version__, layout.name, LAYOUTS_VERSION, key.encoding, states, digest])

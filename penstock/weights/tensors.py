@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -160,7 +160,7 @@ class Weights:
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         """Return the rows ``start`` to ``stop - 1`` of a weight ``shape``, in the form of `read_linear`.
 
-        Other rows are not read, if the format stores each row by itself.
+        Other rows are not read, if the format stores each row separately.
         """
         header = self._found(name)
         if header is not None and header.shape == shape and not self._files.shapes_only:
@@ -277,6 +277,12 @@ class Weights:
         return name if name == stored else f"{name} ({stored} in the file)"
 
 
+class _SafetensorsFile(Protocol):
+    """An open file of the library safetensors."""
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
 class _Files:
     """The open files of a checkpoint. Views under other names share them."""
 
@@ -284,7 +290,8 @@ class _Files:
         self.headers = checkpoint.headers
         self.shapes_only = shapes_only
         self._format = checkpoint.format
-        self._open: dict[Path, object] = {}
+        self._opened: dict[Path, _SafetensorsFile] = {}
+        self._bytes: dict[Path, Tensor] = {}
         self._mapped: dict[str, list[Tensor]] = {}  # name -> mapped bytes that were read for it
 
     def tensor(self, name: str) -> Tensor:
@@ -298,7 +305,7 @@ class _Files:
         return self._format.read_linear(self._reader(name), self.headers[name])
 
     def rows(self, name: str, start: int, stop: int) -> tuple[str | None, Mapping[str, Tensor]] | None:
-        """Return rows of a weight as `linear` does; None if they cannot be read by themselves."""
+        """Return rows of a weight as `linear` does; None if they cannot be read separately."""
         header = self.headers[name]
         part = header.rows(start, stop) if isinstance(header, GGUFTensor) else None
         return None if part is None else self._format.read_linear(self._reader(name), part)
@@ -313,18 +320,16 @@ class _Files:
         for tensor in self._mapped.pop(name, ()):
             drop_pages(tensor)
 
-    def open_safetensors(self, file: Path) -> Any:
-        if file not in self._open:
+    def open_safetensors(self, file: Path) -> _SafetensorsFile:
+        if file not in self._opened:
             with mapping(file.stat().st_size):
-                self._open[file] = safe_open(file, framework="pt")
-        return self._open[file]
+                self._opened[file] = safe_open(file, framework="pt")
+        return self._opened[file]
 
     def open_bytes(self, file: Path) -> Tensor:
-        if file not in self._open:
-            self._open[file] = map_file(file)
-        data = self._open[file]
-        assert isinstance(data, Tensor)
-        return data
+        if file not in self._bytes:
+            self._bytes[file] = map_file(file)
+        return self._bytes[file]
 
     def _reader(self, name: str) -> _Reader:
         mapped: list[Tensor] = []
@@ -349,7 +354,6 @@ class _Reader:
             tensor = self._files.open_safetensors(header.file).get_tensor(header.stored_name)
         except (SafetensorError, OSError) as problem:
             raise WeightsError(header.file, f"{header.stored_name} cannot be read: {problem}") from problem
-        assert isinstance(tensor, Tensor)
         tensor = tensor if index is None else tensor[index]
         self._mapped.append(tensor)
         return tensor

@@ -23,7 +23,8 @@ from penstock.errors import ConfigError
 from penstock.pipelines.core.cache_events import BlocksRemoved, BlocksStored, CacheEvent
 
 _MAX_QUEUED = 100_000
-"""Messages that are kept for a slow subscriber; then some are lost, which their numbers show."""
+"""Maximum number of messages queued for a slow subscriber. Further messages are dropped, which leaves a gap
+in the sequence numbers."""
 
 
 class CachePublisher:

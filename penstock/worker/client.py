@@ -227,7 +227,7 @@ class WorkerClient:
         await self._control("start_profile")
 
     async def stop_profile(self) -> None:
-        """Stop to record, and write the profile."""
+        """Stop recording, and write the profile."""
         await self._control("stop_profile")
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:

@@ -14,7 +14,7 @@ from penstock.worker.results import Generation
 EngineState: TypeAlias = Literal["starting", "ready", "asleep", "restarting", "stopping", "stopped"]
 
 SleepLevel: TypeAlias = Literal[1, 2]
-"""What a sleeping worker releases: 1 the memory of the KV cache, 2 its process with the weights as well."""
+"""What a sleeping worker releases. 1: the memory of the KV cache. 2: its process, and so also the weights."""
 
 CacheListener: TypeAlias = Callable[[int, Sequence[CacheEvent]], None]
 """Receives the number of a worker and the events of its prefix cache."""
@@ -158,7 +158,7 @@ class EngineClient(Protocol):
         ...
 
     async def stop_profile(self) -> None:
-        """Stop to record, and write the profiles.
+        """Stop recording, and write the profiles.
 
         Raises:
             PenstockError: a worker is not ready or does not record, or a file cannot be written.

@@ -31,7 +31,7 @@ from penstock.pipelines.core import (
     msgpack_numpy_encoder,
 )
 from penstock.pipelines.core.cache_events import CacheEvent
-from penstock.pipelines.core.serialization import frames_decoder, frames_encoder
+from penstock.pipelines.core.serialization import Frame, frames_decoder, frames_encoder
 from penstock.scheduler.isolation import FAULT
 
 # -- Both directions -------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     name: str
     """The name of its class in `penstock.errors`."""
     message: str
-    fields: dict[str, Any] = {}  # not object, which msgspec gives to the decoder of arrays
+    fields: dict[str, Any] = {}  # with `object`, msgspec would pass the values to the decoder of arrays
     """Its attributes that are numbers, texts, None or lists of them."""
 
     @classmethod
@@ -345,7 +345,7 @@ WorkerMessage: TypeAlias = Started | StartFailed | StepResults | CallResult | Po
 # -- Encoding --------------------------------------------------------------------------------------------
 
 
-def command_encoder() -> Callable[[Command], list[Any]]:
+def command_encoder() -> Callable[[Command], list[Frame]]:
     """Return the server's encoder: a command becomes a msgpack body and a frame for each large array.
 
     Each thread needs its own encoders and decoders.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from penstock.pipelines.core.cache_events import BlocksRemoved, BlocksStored, CacheEvent
 
 MAX_EXPECTED = 64
-"""Blocks of a running request that count as cached before they are."""
+"""Maximum number of blocks of a running request that count as cached before they are stored."""
 _COUNT_BITS = 24
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
@@ -16,8 +16,8 @@ _COUNT_MASK = (1 << _COUNT_BITS) - 1
 class PrefixMap:
     """Maps the digest of a block to the set of workers that have it, bit ``i`` for worker ``i``.
 
-    The cache events of the workers keep it exact. A block that a running request will store counts already:
-    requests with the same prompt that arrive together then go to one worker, which computes it once.
+    The cache events of the workers keep it exact. A block that a running request will store counts as
+    cached. Requests with the same prompt that arrive together then go to one worker, which computes it once.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class PrefixMap:
         """Record that a request on a worker will store the blocks of its prompt.
 
         Returns:
-            The blocks that are recorded, for `settle`: the first ones that the worker does not have.
+            The blocks that are recorded, for `clear_expected`: the first ones that the worker does not have.
         """
         bit, cached, expected = 1 << worker, self._cached.get, self._expected
         start = bisect_left(digests, True, key=lambda digest: not cached(digest, 0) & bit)
@@ -58,8 +58,8 @@ class PrefixMap:
             expected[digest] = (expected.get(digest, 0) | mark) + 1
         return recorded
 
-    def settle(self, recorded: Sequence[bytes]) -> None:
-        """Record that a request has ended, with the result of `expect`."""
+    def clear_expected(self, recorded: Sequence[bytes]) -> None:
+        """Remove the record of a request that has ended; ``recorded`` is the result of `expect`."""
         expected = self._expected
         for digest in recorded:
             entry = expected[digest]

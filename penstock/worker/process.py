@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import zmq
 
@@ -26,7 +25,7 @@ from penstock.host import heartbeat, private_memory
 from penstock.host.profiler import StepProfiler
 from penstock.pipelines.core import RequestContext
 from penstock.pipelines.core.interfaces import PipelineOutput
-from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler import AnyScheduler
 from penstock.worker.messages import (
     Admission,
     CallResult,
@@ -67,7 +66,7 @@ _LINGER_MS = 2000
 class WorkerRuntime:
     """What a worker runs. The factory creates it in the worker process."""
 
-    scheduler: Scheduler[Any, Any]
+    scheduler: AnyScheduler
     info: WorkerInfo
     load_adapter: Callable[[str, str], None] | None = None
     """Loads the LoRA adapter at a path (second) under a name (first); None if adapters are not enabled."""

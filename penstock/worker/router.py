@@ -45,7 +45,7 @@ class WorkerRouter:
     Args:
         workers: the clients of the workers, at least one.
         policy: chooses the worker of a request. Default: `PrefixAware`, made at the first request.
-        make_worker: makes the client of worker ``i`` anew, for `reload`.
+        make_worker: creates a new client for worker ``i``, for `reload`.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class WorkerRouter:
     def _on_end(self, request_id: str) -> None:
         request = self._running.pop(request_id)
         self._loads[request.worker] -= 1
-        self.prefixes.settle(request.expected)
+        self.prefixes.clear_expected(request.expected)
 
     def request_ended(self) -> asyncio.Future[None]:
         """Return a future that completes when a submitted request has ended after this call."""
@@ -211,7 +211,7 @@ class WorkerRouter:
     # -- Adapters, caches, sleep and profiles ------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter into all workers. If one fails, the others return to their previous state.
+        """Load a LoRA adapter into all workers. If one worker fails, all return to their previous state.
 
         Raises:
             PenstockError: the adapter cannot be loaded, or a worker is not ready.
@@ -243,7 +243,7 @@ class WorkerRouter:
         await _all(worker.reset_prefix_cache() for worker in self._workers)
 
     async def sleep(self, level: SleepLevel, grace: float) -> None:
-        """Put all workers to sleep. If one cannot, the others are woken up again.
+        """Put all workers to sleep. If one worker cannot sleep, all are woken up.
 
         Raises:
             PenstockError: a worker is not ready, or its device cannot release this memory.
@@ -300,8 +300,8 @@ class WorkerRouter:
         """Replace the workers one after the other by new ones, which read the checkpoint again.
 
         A worker gets no new requests, finishes those that it has, ends, and its replacement starts; meanwhile
-        the others serve. A single worker ends only after its replacement has started, so both need memory at
-        the same time. The replacements load the adapters of their predecessors.
+        all other workers serve. A single worker ends only after its replacement has started, so both need
+        memory at the same time. The replacements load the adapters of their predecessors.
 
         Args:
             grace: seconds that the running requests of a worker have to finish; then they fail.

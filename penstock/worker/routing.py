@@ -13,9 +13,10 @@ from penstock.worker.messages import WorkerInfo
 from penstock.worker.prefix_map import PrefixMap
 
 MAX_DIGESTS = 512
-"""Blocks of a prompt that are hashed, in the event loop; two prompts differ earlier, or are equally good."""
+"""Maximum number of blocks of a prompt to hash. Hashing runs in the event loop, and a longer common prefix
+rarely changes the choice."""
 REQUEST_COST = 256
-"""Prompt tokens whose computation delays a request as long as another running request does."""
+"""Cost of one running request, in prompt tokens that take as long to compute."""
 MAX_SESSIONS = 100_000
 """Sessions whose worker is known; the least recently used are forgotten."""
 
@@ -38,7 +39,7 @@ class RoutingPolicy(Protocol):
 
 
 class LeastLoaded:
-    """Chooses the worker with the fewest requests, the first one of several."""
+    """Chooses the worker with the fewest requests; of several, the first."""
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: Sequence[int], workers: int
@@ -93,7 +94,7 @@ class PrefixAware:
 
 
 def least_loaded(loads: Sequence[int], workers: int) -> int:
-    """Return the worker of a set with the fewest requests, the first one of several."""
+    """Return the worker of a set with the fewest requests; of several, the first."""
     if workers + 1 == 1 << len(loads):
         return loads.index(min(loads))
     return min((worker for worker in range(len(loads)) if workers >> worker & 1), key=loads.__getitem__)

@@ -73,7 +73,7 @@ def test_close_to_float32(
 
 @pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize("encoding", ["float32", *FARTHEST])
-def test_the_size_foretold(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimated_size(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = opened(checkpoint, encoding, monkeypatch)
     held = held_bytes(pipeline)
     foretold = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)

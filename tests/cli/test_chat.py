@@ -14,7 +14,7 @@ from support.chatting import THINKING
 from support.live_server import live_server
 
 from penstock.cli import chat, cli
-from penstock.cli.chat_backends import Messages, Piece
+from penstock.cli.chat_backends import AnswerPiece, Messages
 from penstock.cli.chat_session import ChatSession
 from penstock.errors import InputError
 from penstock.testing import FakePipeline
@@ -29,16 +29,16 @@ class Scripted:
         self.settings: Mapping[str, Any] = {}
         self.num_closed = 0
 
-    def answer(self, messages: Messages, settings: Mapping[str, Any]) -> Iterator[Piece]:
+    def answer(self, messages: Messages, settings: Mapping[str, Any]) -> Iterator[AnswerPiece]:
         self.settings = {**settings}
         try:
-            yield Piece("Hm. ", is_reasoning=True)
+            yield AnswerPiece("Hm. ", is_reasoning=True)
             if "refuse" in messages[-1]["content"]:
                 raise InputError("it is refused")
-            yield Piece("|".join(message["content"] for message in messages))
+            yield AnswerPiece("|".join(message["content"] for message in messages))
             if "stop here" in messages[-1]["content"]:
                 raise KeyboardInterrupt
-            yield Piece("!")
+            yield AnswerPiece("!")
         finally:
             self.num_closed += 1
 

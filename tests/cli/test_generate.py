@@ -15,7 +15,7 @@ from support.tiny_llm import write_tiny_llm
 
 import penstock
 from penstock.cli import cli
-from penstock.cli.generate import Timings
+from penstock.cli.generate_output import Timings
 from penstock.config import config_fields
 from penstock.host.processors import divide_processors
 
@@ -115,7 +115,7 @@ def test_beams(model: Path) -> None:
         (["--json-schema", "nowhere.json"], "'--json-schema'"),
     ],
 )
-def test_flags_that_do_not_go_together(arguments: list[str], words: str, model: Path) -> None:
+def test_flags_that_exclude_each_other(arguments: list[str], words: str, model: Path) -> None:
     result = CliRunner().invoke(cli, ["generate", "--model", str(model), "--prompt", "Hello", *arguments])
     assert result.exit_code == 2
     assert words in result.stderr
@@ -161,7 +161,7 @@ def test_verbose_prints_the_memory_plan(model: Path) -> None:
     assert re.search(r"max length.*64", result.stderr)
 
 
-def test_print_config_says_where_values_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_print_config_shows_the_sources_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("max_batch_size = 4\nmax_length = 5\n")
     monkeypatch.setenv("PENSTOCK_DEVICES", "cpu")

@@ -13,7 +13,7 @@ from support.codecs import FOLDER, expected, load_reference
 from penstock.codecs import CodecChunk
 from penstock.codecs.neucodec import model as neucodec
 from penstock.codecs.neucodec.decoder import code_digits
-from penstock.codecs.neucodec.windows import AFTER, block, block_at
+from penstock.codecs.neucodec.windows import RIGHT, block, block_at
 from penstock.errors import CheckpointError, UnsupportedFeatureError
 
 
@@ -53,7 +53,7 @@ def test_samples_are_those_of_windows_blended_at_their_borders() -> None:
     first, second, third = codec.decode([frames[:15], frames[:30], frames[:50]])
     assert torch.equal(streamed[: 10 * hop], first[: 10 * hop])
     assert torch.equal(streamed[15 * hop : 25 * hop], second[15 * hop : 25 * hop])
-    share = (torch.arange(AFTER * hop) + 0.5) / (AFTER * hop)
+    share = (torch.arange(RIGHT * hop) + 0.5) / (RIGHT * hop)
     overlap = slice(25 * hop, 30 * hop)
     mixed = second[overlap] * (1 - share) + third[overlap] * share
     torch.testing.assert_close(streamed[overlap], mixed)

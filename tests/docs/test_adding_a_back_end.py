@@ -42,7 +42,7 @@ def run_check(folder: Path) -> None:
 
 
 def test_the_files_of_the_page() -> None:
-    assert sorted(FILES) == ["check.py", "numpy_cpu/__init__.py", "numpy_cpu/ops.py"]
+    assert sorted(FILES) == ["check.py", "numpy_cpu/__init__.py", "numpy_cpu/columns.py", "numpy_cpu/ops.py"]
     assert PAGE.count("```python") == len(FILES)
 
 
@@ -52,10 +52,17 @@ def test_the_check_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong"), [("* up", "+ up"), ("-gate", "gate"), ("[rows.numpy()]", "[: len(rows)]")]
+    ("name", "right", "wrong"),
+    [
+        ("ops.py", "* up", "+ up"),
+        ("ops.py", "-gate", "gate"),
+        ("ops.py", "[rows.numpy()]", "[: len(rows)]"),
+        ("columns.py", "padded @ columns", "padded @ -columns"),
+        ("columns.py", '"columns"].T', '"columns"].T.flip(0)'),
+    ],
 )
-def test_the_check_detects_a_mistake(folder: Path, right: str, wrong: str) -> None:
-    file = folder / "numpy_cpu" / "ops.py"
+def test_the_check_detects_a_mistake(folder: Path, name: str, right: str, wrong: str) -> None:
+    file = folder / "numpy_cpu" / name
     assert right in file.read_text()
     file.write_text(file.read_text().replace(right, wrong))
     with pytest.raises(AssertionError):

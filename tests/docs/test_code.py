@@ -85,7 +85,7 @@ def test_clients(block: Block, url: str) -> None:
     for package in packages:
         if find_spec(package) is None:
             pytest.skip(f"needs the package {package}")
-    if packages:  # in a process of its own, because these packages leave connections open
+    if packages:  # in another process, because these packages leave connections open
         environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it downloads prices
         child = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environment

@@ -137,7 +137,7 @@ def cell_of(first: str, second: str) -> str:
 @pytest.mark.parametrize(("first", "second"), CELLS)
 def test_a_cell(first: str, second: str, opened: Callable[..., LLM]) -> None:
     said = cell_of(first, second)
-    if said == "no way":
+    if said == "n/a":
         is_beams = second == "beams"
         assert frozenset((first, second)) in NOT_OFFERED or (is_beams and is_no_parameter_of_beams(first))
         return

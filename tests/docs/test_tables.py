@@ -53,7 +53,7 @@ def test_a_refused_keyword(keyword: str) -> None:
     assert caught.value.keyword == keyword
 
 
-def test_every_family_of_gguf_files_is_said() -> None:
+def test_every_family_of_gguf_files_is_documented() -> None:
     said = {name for names in TOOL["GGUF_OF"].values() for name in names}
     assert said == set(gguf_names._FAMILIES)
     assert set(TOOL["GGUF_OF"]) <= {one.name for one in PIPELINE_REGISTRY.architectures}

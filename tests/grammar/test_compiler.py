@@ -200,7 +200,7 @@ def test_every_grammar_gets_an_answer(kind: str, text: Any) -> None:
     [{"style": "qwen_xml"}, {"any_order": True}, {"excludes": ["a"]}, {"max_whitespace_cnt": 1}],
     ids=str,
 )
-def test_a_schema_of_a_tag_that_wants_another_spelling_is_refused(wish: dict[str, Any]) -> None:
+def test_a_schema_of_a_tag_that_needs_another_spelling_is_refused(wish: dict[str, Any]) -> None:
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}, **wish}}
     with pytest.raises(UnsupportedFeatureError, match=next(iter(wish))):
         wait(new_compiler(), context_for("structural_tag", tag))

@@ -55,7 +55,7 @@ def test_other_handlers_and_threads_are_left_alone() -> None:
     assert entered == [signal.default_int_handler]
 
 
-def test_a_long_block_may_let_it_through_in_between() -> None:
+def test_a_long_block_can_deliver_an_interrupt_in_between() -> None:
     steps = []
     with pytest.raises(KeyboardInterrupt), deferred_interrupts() as let_through:  # noqa: PT012
         let_through()

@@ -54,7 +54,7 @@ def test_mapped_files_do_not_count(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_errors_that_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_mean_exhausted_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     out = OSError(errno.ENOMEM, "Cannot allocate memory")
     assert not private_memory.is_exceeded(MemoryError())
     monkeypatch.setattr(private_memory, "_limit", 1 << 40)

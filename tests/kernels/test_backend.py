@@ -9,13 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.checkpoints import DECODERS, write_checkpoint
 from support.running import context_of, generate, open_pipeline, random_tokens
 
 from penstock.driver import CPU, Device, DeviceSpec
 from penstock.engine import InferenceSession
 from penstock.errors import ConfigError
-from penstock.kernels import BACKENDS, Backend, BackendRegistry, DefaultSizes
+from penstock.kernels import (
+    BACKENDS,
+    Backend,
+    BackendRegistry,
+    DefaultSizes,
+    LazyWeight,
+    PackedLinear,
+    pack_linear,
+    unpack_linear,
+)
+from penstock.kernels.linear import Layout, multiply_floats
 from penstock.kernels.reference import ReferenceOps
 
 FAKE = '''
@@ -187,9 +198,32 @@ def test_a_deterministic_session_requires_it_of_its_operations(monkeypatch: pyte
     assert calls == ["required"]
 
 
+def test_a_layout_of_a_back_end_serves_the_reference_and_adapters() -> None:
+    weight, x = torch.randn(12, 40), torch.randn(3, 40)
+    flipped = Layout("flipped", lambda packed: {"weight": packed.tensors["flipped"].flip(0)})
+
+    class Flipping(ReferenceOps):
+        layout = flipped
+
+        def pack_linear(
+            self, weight: Any, encoding: str, *, bias: Any = None, slices: Any = ()
+        ) -> PackedLinear:
+            packed = pack_linear(weight, encoding, bias=bias, slices=slices)
+            tensors = {"flipped": packed.tensors["weight"].flip(0)}
+            return replace(packed, tensors=tensors, layout=flipped)
+
+    ops = Flipping()
+    assert ops.packs_weights
+    for packed in (ops.pack_linear(weight, "float32"), ops.pack_lazily([weight[:5], weight[5:]], "float32")):
+        assert torch.equal(unpack_linear(packed), weight)
+        assert torch.equal(ops.linear(x, packed), multiply_floats(x, weight, None))
+    packed = ops.pack_lazily([weight], "int4")
+    assert not isinstance(packed.tensors, LazyWeight)  # the reference defers packing only in rows
+
+
 @pytest.mark.parametrize("backend", BACKENDS.backends, ids=lambda one: one.name)
-def test_a_record_says_what_its_operations_say(backend: Backend) -> None:
+def test_a_record_matches_its_operations(backend: Backend) -> None:
     for ops in backend.variants():
-        assert ops.layout == backend.layout
+        assert ops.layout.name == backend.layout
         assert ops.packs_weights == backend.packs_weights
         assert ops.description.split()[0] == ops.name == backend.name

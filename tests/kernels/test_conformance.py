@@ -237,7 +237,7 @@ def test_route_by_scores(ops: Ops, dtype: torch.dtype, routing: str, with_bias: 
     assert agree(topk_weights, expected)
 
 
-def test_route_by_scores_is_what_its_definition_says() -> None:
+def test_route_by_scores_matches_its_definition() -> None:
     logits, bias = torch.randn(9, 12).double(), torch.randn(12).double() / 5
     routing = ScoreRouting("sigmoid", is_normed=True, scale=2.5, groups=4, top_groups=2)
     topk_weights, topk_ids = REFERENCE.route(logits.float(), 3, routing, bias.float())
@@ -389,7 +389,7 @@ def test_linear_with_adapters(ops: Ops, dtype: torch.dtype, mix: str, rank: int,
         assert ragged or (rows < 0).all() or not agree(got, plain)
 
 
-def test_adapters_whose_matrices_lie_otherwise(ops: Ops) -> None:
+def test_adapters_whose_matrices_have_another_layout(ops: Ops) -> None:
     packed, lora = adapted(ops, torch.tensor([0, 1, -1]), 5, 24, torch.float32)
     x = torch.randn(3, 24)
     copied = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}
@@ -425,7 +425,7 @@ LORA_FAULTS: dict[str, Callable[[LoRAInputs], LoRAInputs]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", LORA_FAULTS)
-def test_the_comparison_sees_a_wrong_adapter(ops: Ops, dtype: torch.dtype, fault: str) -> None:
+def test_the_comparison_detects_a_wrong_adapter(ops: Ops, dtype: torch.dtype, fault: str) -> None:
     packed, lora = adapted(ops, torch.tensor([0, 3, -1, 1, 2]), 4, 16, dtype)
     x = torch.randn(5, 16).to(dtype)
     expected = REFERENCE.linear(x, packed, lora=lora)
@@ -655,7 +655,7 @@ BYTE_FAULTS: dict[str, Callable[[LayerKV], LayerKV]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", BYTE_FAULTS)
-def test_the_comparison_sees_a_wrong_scale(ops: Ops, dtype: torch.dtype, fault: str) -> None:
+def test_the_comparison_detects_a_wrong_scale(ops: Ops, dtype: torch.dtype, fault: str) -> None:
     batch = in_bytes(paged([(2, 64), (2, 64), (1, 64)], 2, 32, 16, torch.float32))
     q, _, _ = fused_qkv(5, 4, 2, 32, dtype)
     expected = attend(REFERENCE, q, batch)
@@ -712,7 +712,7 @@ FAULTS: dict[str, Callable[[Batch], tuple[Batch, dict[str, object]]]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_comparison_sees_a_fault(ops: Ops, dtype: torch.dtype, fault: str) -> None:
+def test_the_comparison_detects_a_fault(ops: Ops, dtype: torch.dtype, fault: str) -> None:
     batch = paged([(2, 70), (2, 70), (1, 70)], 2, 32, 16, dtype, window=16)
     q, _, _ = fused_qkv(5, 4, 2, 32, dtype)
     expected = attend(REFERENCE, q, batch)
@@ -767,7 +767,7 @@ def test_sample(ops: Ops, rule: dict[str, float], vocabulary: int, dtype: torch.
     assert torch.equal(ops.sample(logits, inputs, mask), expected)
 
 
-def test_sample_keeps_to_the_kept_tokens(ops: Ops) -> None:
+def test_sample_returns_only_kept_tokens(ops: Ops) -> None:
     logits = torch.randn(3000, 60)
     inputs = sampling_inputs(3000, top_k=3)
     kept = logits.topk(3).indices

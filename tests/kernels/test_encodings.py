@@ -43,7 +43,7 @@ def test_a_file_without_a_record_is_refused(text: str, message: str, tmp_path: P
         list(EncodingRegistry([tmp_path]))
 
 
-def test_an_added_encoding_is_there_for_a_block() -> None:
+def test_an_added_encoding_exists_within_a_block() -> None:
     with ENCODINGS.extended(HalvedEncoding()):
         assert "halved" in ENCODINGS
         weight, x = torch.randn(5, 7), torch.randn(3, 7)

@@ -174,7 +174,7 @@ FAULTS: dict[str, Callable[[PackedExperts, Tensor, Tensor], tuple[PackedExperts,
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_comparison_sees_a_fault(ops: Ops, dtype: torch.dtype, fault: str) -> None:
+def test_the_comparison_detects_a_fault(ops: Ops, dtype: torch.dtype, fault: str) -> None:
     x, experts = torch.randn(40, HIDDEN).to(dtype), packed(ops, weights(bias=True), dtype)
     topk_weights, topk_ids = routed(40, 3)
     expected = ReferenceOps().experts(x, experts, topk_weights, topk_ids, "silu")
@@ -210,7 +210,7 @@ def test_a_clamped_swish_far_out(ops: Ops, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_rows_bits_are_its_own(ops: Ops, dtype: torch.dtype) -> None:
+def test_bits_of_a_row_do_not_depend_on_other_rows(ops: Ops, dtype: torch.dtype) -> None:
     x, experts = torch.randn(90, HIDDEN).to(dtype), packed(ops, weights(bias=True), dtype)
     topk_weights, topk_ids = ops.route(torch.randn(90, EXPERTS), 3, "all_normed")
     whole = ops.experts(x, experts, topk_weights, topk_ids, CLAMPED)
@@ -222,7 +222,7 @@ def test_a_rows_bits_are_its_own(ops: Ops, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("experts", [6, 30, 128])
-def test_a_rows_route_is_its_own(ops: Ops, routing: Routing, experts: int) -> None:
+def test_the_route_of_a_row_does_not_depend_on_other_rows(ops: Ops, routing: Routing, experts: int) -> None:
     logits = torch.randn(700, experts).bfloat16()  # with ties
     topk_weights, topk_ids = ops.route(logits, 4, routing)
     for some in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(700)):

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from penstock.kernels import PackedLinear, encoding_named, pack_linear, unpack_linear
 from penstock.kernels.cpu import variants
+from penstock.kernels.cpu.linear import PANELS
 from penstock.kernels.encodings._sizes import FP8_GROUP, GROUP, PANEL
-from penstock.kernels.linear import tensors_in_rows
+from penstock.kernels.linear import ROWS, tensors_in_rows
 from penstock.kernels.panels import PanelLayout
 
 BLOCKS = ("q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "mxfp4", "nvfp4", "nf4", "fp4", "q4_z")
@@ -73,7 +74,7 @@ def test_there_and_back(encoding: str, outputs: int, inputs: int, seed: int) -> 
     assert panels["panels"].shape == panels_of(encoding).shape(outputs, inputs)
     assert panels["panels"].dtype == panels_of(encoding).dtype.to_torch()
     assert sum(one.nbytes for one in panels.values()) == encoding_named(encoding).num_bytes(outputs, inputs)
-    packed = PackedLinear(encoding, panels, inputs, outputs, layout="panels")
+    packed = PackedLinear(encoding, panels, inputs, outputs, layout=PANELS)
     assert torch.equal(unpack_linear(packed), encoding_named(encoding).unpack(rows))
     assert tensors_in_rows(packed).keys() == rows.keys()
 
@@ -170,11 +171,11 @@ def test_padding_of_panels_is_zero(encoding: str, outputs: int, inputs: int) -> 
     assert not weight[:, inputs:].any()
 
 
-def test_encodings_without_panels_lie_in_rows() -> None:
+def test_encodings_without_panels_are_stored_in_rows() -> None:
     assert encoding_named("float16").panels is None
     for ops in variants():
-        assert ops.pack_linear(torch.randn(5, 7), "float16").layout == "rows"
-    assert pack_linear(torch.randn(5, 7), "float32").layout == "rows"
+        assert ops.pack_linear(torch.randn(5, 7), "float16").layout == ROWS
+    assert pack_linear(torch.randn(5, 7), "float32").layout == ROWS
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
@@ -184,7 +185,7 @@ def test_back_ends_pack_what_is_defined(encoding: str, outputs: int, inputs: int
     defined = panels_of(encoding).to_panels(encoding_named(encoding).pack(weight))
     for ops in variants():
         packed = ops.pack_linear(weight, encoding)
-        assert packed.layout == "panels"
+        assert packed.layout == PANELS
         assert packed.tensors.keys() == defined.keys()
         assert all(torch.equal(packed.tensors[name], tensor) for name, tensor in defined.items())
         assert all(tensor.data_ptr() % 64 == 0 for tensor in packed.tensors.values())

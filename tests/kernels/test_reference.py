@@ -120,7 +120,7 @@ def test_attention_in_chunks(chunk: int) -> None:
         np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-6)
 
 
-def test_blocks_behind_the_window_may_be_gone() -> None:
+def test_blocks_before_the_window_can_be_freed() -> None:
     kv, _ = paged([60], 2, 8, window=20)
     q = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0))
     offsets, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([60], dtype=torch.int32)

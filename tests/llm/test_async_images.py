@@ -21,7 +21,7 @@ GREEDY = SamplingParams(max_new_tokens=8, top_k=1, ignore_eos=True)
 
 
 def in_this_process(checkpoint: Path, *_: object) -> LocalProcessor:
-    """Return a processor without a process of its own."""
+    """Return a processor that runs in this process."""
     return LocalProcessor(checkpoint)
 
 

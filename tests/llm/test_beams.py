@@ -234,7 +234,7 @@ def test_speculation_is_refused(model: Path) -> None:
         llm.beam_search("Hello")
 
 
-def test_an_error_in_the_middle_gives_all_blocks_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_middle_frees_all_blocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     execute, calls = llm.pipeline.execute, []
 
     def failing(batch: Any, num_steps: int = 1) -> Any:

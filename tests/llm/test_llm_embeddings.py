@@ -108,7 +108,7 @@ def test_all_outputs(llm: LLM) -> None:
         (["cat", "cat"], {"adapter": [None, "absent"]}, "the adapter 'absent'.*without LoRA adapters"),
     ],
 )
-def test_an_error_names_its_input_and_leaves_nothing_behind(
+def test_an_error_names_its_input_and_leaves_no_state(
     llm: LLM, inputs: list[Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PenstockError, match=message) as error:

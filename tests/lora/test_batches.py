@@ -258,7 +258,7 @@ def unscaled(inputs: LoRAInputs) -> LoRAInputs:
 
 
 @pytest.mark.parametrize("fault", [swapped, shifted, unscaled])
-def test_the_comparison_sees_a_fault(
+def test_the_comparison_detects_a_fault(
     opened: Callable[..., TextGenerationPipeline],
     checkpoint: Path,
     adapters: dict[str, Path],

@@ -111,7 +111,7 @@ def assert_works(found: MemoryPlan, config: PipelineConfig, spec: KVCacheSpec) -
 
 
 @given(config=configs, spec=specs, length=lengths, weights=weights, activations=activations, free=memories)
-def test_a_plan_keeps_to_the_memory_and_works(
+def test_a_plan_fits_the_memory_and_works(
     config: PipelineConfig, spec: KVCacheSpec, length: int, weights: int, activations: int, free: int
 ) -> None:
     try:
@@ -221,7 +221,7 @@ def test_with_plenty_every_sequence_of_the_batch_fits_whole() -> None:
     assert found.kv_cache_size == 1025 * BLOCK
 
 
-def test_a_gpu_takes_more_at_once() -> None:
+def test_a_gpu_has_larger_default_sizes() -> None:
     config = PipelineConfig(model=ModelConfig(devices=parse_devices("gpu")))
     assert plan(config, free=10**9).max_batch_size == 256
     assert plan(replace(config, max_batch_input_tokens=100), free=10**9).max_batch_size == 100

@@ -48,8 +48,8 @@ def test_the_version_is_said_once() -> None:
 
 
 def test_every_extra_is_explained() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert not [extra for extra in EXTRAS if f"`{extra}`" not in readme and f"'.[{extra}]'" not in readme]
+    page = (ROOT / "docs" / "getting-started.md").read_text()
+    assert not [extra for extra in EXTRAS if f"`{extra}`" not in page and f"'.[{extra}]'" not in page]
     (everything,) = EXTRAS["all"]
     # xgrammar is an alternative to what `grammar` installs, and asks for triton, 1 GB. So does cuda.
     apart = {"all", "dev", "docs", "xgrammar", "cuda"}
@@ -78,7 +78,7 @@ def requirements_in(text: str) -> list[tuple[str, str]]:
 def test_every_command_that_installs_names_this_project() -> None:
     """The name `penstock` belongs to another distribution on the package index."""
     found = [(path, one) for path in TEXTS for one in requirements_in(path.read_text("utf-8"))]
-    assert {"errors.py", "README.md", "server.md", "features.md", "about_penstock.txt"} <= {
+    assert {"errors.py", "getting-started.md", "server.md", "features.md", "about_penstock.txt"} <= {
         path.name for path, _ in found
     }
     for path, (name, extras) in found:

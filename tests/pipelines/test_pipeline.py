@@ -173,7 +173,7 @@ def test_too_few_blocks_for_many_steps_are_enough_for_one(checkpoint: Path) -> N
     assert len(small.execute({"b": contexts["b"]}, num_steps=20)["b"].tokens) == 20
 
 
-def test_a_shortened_length_is_said(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shortened_length_is_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     size = 4 * 2 * 3 * 2 * 8 * 16 * 5
     short = open_pipeline(checkpoint, kv_cache_memory=size, kv_cache_block_size=16, max_batch_size=1)
     assert short.model.max_seq_len == 64
@@ -286,7 +286,7 @@ def test_every_row_of_logits(pipeline: TextGenerationPipeline, reference: Any) -
     assert generate(pipeline, [context_of(PROMPT, 5)])[0] == oracle_greedy(reference, PROMPT, 5)
 
 
-def test_one_row_of_logits_whatever_is_asked_for(pipeline: TextGenerationPipeline) -> None:
+def test_one_row_of_logits_for_any_request(pipeline: TextGenerationPipeline) -> None:
     asked = {"pipeline": pipeline, "texts": [PROMPT, PROMPT[:9]], "return_n_logits": 3}
     assert run_once(**asked).logit_offsets.tolist() == [0, 3, 6]
     pipeline.model.return_logits = ReturnLogits.LAST_TOKEN

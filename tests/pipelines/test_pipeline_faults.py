@@ -184,7 +184,7 @@ class Grammars:
         return context.matcher is not None or context.grammar is None
 
 
-def test_ready_asks_for_the_grammar(pipeline: TextGenerationPipeline) -> None:
+def test_ready_starts_the_grammar(pipeline: TextGenerationPipeline) -> None:
     constrained = context_of(PROMPT, grammar=Grammar("regex", "a+"))
     assert pipeline.ready(constrained)
     with pytest.raises(UnsupportedFeatureError, match="call set_matcher"):

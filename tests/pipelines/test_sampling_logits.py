@@ -187,7 +187,7 @@ def test_small_types_are_computed_in_float32(dtype: torch.dtype) -> None:
     assert result[0, 2].item() == pytest.approx(8.001, abs=1e-6)
 
 
-def test_min_tokens_hold_off_the_end() -> None:
+def test_min_tokens_delay_the_end() -> None:
     params = SamplingParams(min_new_tokens=2)
     context = context_of([1, 2], sampling_params=params, eos_token_ids={3, 0})
     for position, held_off in ((2, {0, 3}), (3, {0, 3}), (4, set())):

@@ -155,7 +155,7 @@ def test_never_much_slower_than_the_best_fixed_width(rate: float, slope: float) 
     assert speed > 0.93 * fixed(0)
 
 
-def test_no_room_is_respected_and_forgotten_contexts_are_gone() -> None:
+def test_limits_are_respected_and_released_contexts_leave_no_state() -> None:
     machine = Machine([1.0, 1.0], memory_bound)
     assert machine.policy.lengths(machine.contexts, [0, 3])[0] == 0
     assert max(machine.policy.lengths(machine.contexts, [3, 3])) <= 3

@@ -125,7 +125,7 @@ def test_accepted_drafts_are_not_computed_again(target: Path) -> None:
     pipeline.release(context)
 
 
-def test_after_rejections_it_knows_the_text_and_no_more(target: Path, noisy: Path) -> None:
+def test_after_rejections_it_has_exactly_the_text(target: Path, noisy: Path) -> None:
     """Its drafts are those of a draft model that has just read the whole text."""
     pipeline, follower = opened(target, noisy)
     _, fresh = opened(target, noisy)
@@ -187,7 +187,7 @@ def test_a_full_draft_cache_means_no_drafts(target: Path, noisy: Path) -> None:
     proposer.kv.check_integrity()
 
 
-def test_texts_that_do_not_run_give_way_to_those_that_do(target: Path, noisy: Path) -> None:
+def test_the_draft_cache_evicts_idle_texts(target: Path, noisy: Path) -> None:
     block = 2 * 4 * 2 * 3 * 2 * 8 * 16  # bytes of a block of both models
     _, proposer = opened(target, noisy, max_length=80, kv_cache_memory=block * 9, max_batch_size=4)
     contexts = [context_of([token] * 30, 40) for token in range(6)]
@@ -225,7 +225,7 @@ def test_widths_of_none_leave_it_behind_until_it_catches_up(target: Path) -> Non
     pipeline.release(context)
 
 
-def test_a_context_that_takes_tokens_back(target: Path) -> None:
+def test_a_context_that_rolls_tokens_back(target: Path) -> None:
     pipeline, _ = opened(target, target)
     context = context_of(PROMPT, 60, request_id="a")
     pipeline.execute({"a": context})

@@ -128,7 +128,7 @@ def test_forced_tokens_are_computed_with_their_neighbours(
     assert calls == 1, "the prompt with all of the text behind it, and the token that ends it"
 
 
-def test_a_grammar_is_asked_once_a_token_for_what_it_forces(
+def test_forced_tokens_are_searched_once_per_token(
     pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []

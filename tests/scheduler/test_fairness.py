@@ -223,7 +223,7 @@ def test_clients_are_forgotten(num_clients: int) -> None:
     assert not shares._turns
 
 
-SIZES = {"max_batch_size": 40, "max_batch_input_tokens": 64}
+SIZES = {"max_batch_size": 40, "max_batch_input_tokens": 128}
 
 
 class TestDeferral:
@@ -256,11 +256,11 @@ class TestDeferral:
         assert sizes == [8, 30, 8, 30, 8]
         run.finish()
 
-    def test_a_prompt_that_is_longer_than_the_deferred_rows_defers_nothing(self) -> None:
+    def test_a_prompt_that_takes_longer_than_the_deferred_rows_defers_nothing(self) -> None:
         run = self.crowded()
-        run.submit("b", 22, new=2)
+        run.submit("b", 88, new=2)
         assert sum(name[0] == "a" for name in run.step()) == 30
-        run.submit("c", 21, new=2)
+        run.submit("c", 87, new=2)
         assert sum(name[0] == "a" for name in run.step()) == 8
         run.finish()
 

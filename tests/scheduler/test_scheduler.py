@@ -493,7 +493,7 @@ def test_a_request_that_finds_the_blocks_held_elsewhere_fails_alone() -> None:
     assert sorted(run.pipeline.released) == ["a", "b"]
 
 
-def test_one_that_generates_fails_where_only_others_hold_blocks() -> None:
+def test_a_generating_context_fails_if_only_other_contexts_hold_blocks() -> None:
     run = Run(3)
     run.submit("a", 4, new=6)
     run.step()
@@ -569,7 +569,7 @@ def test_cancelling_frees_blocks_and_place_within_one_step() -> None:
     assert not run.scheduler.has_work
 
 
-def test_a_waiting_context_is_cancelled_too_and_nothing_of_it_stays() -> None:
+def test_a_cancelled_waiting_context_leaves_no_state() -> None:
     run = Run(max_batch_size=1)
     prompt = list(range(1, 20))
     run.submit("a", prompt, new=1)
@@ -593,7 +593,7 @@ def test_a_preempted_context_is_cancelled() -> None:
     assert run.pipeline.released == ["b", "a"]
 
 
-def test_cancelling_what_has_ended_or_never_was_does_nothing() -> None:
+def test_cancelling_an_ended_or_unknown_request_does_nothing() -> None:
     run = Run()
     run.submit("a", 3, new=1)
     run.finish()

@@ -66,7 +66,7 @@ def test_removed_entries_are_skipped_at_any_position() -> None:
     assert served(queue, "abd") == "bd"
 
 
-def test_an_entry_may_come_back() -> None:
+def test_an_entry_can_be_added_again() -> None:
     queue = queue_of("ab")
     first = queue.remove("a")
     assert first is not None

@@ -16,18 +16,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Page:
-    """A class (or function) as a page shows it."""
+    """A class or function as a page shows it."""
 
     signature: str | None = None
-    """None where the page gives no constructor: protocols, enums, typed dictionaries."""
+    """None if the page shows no constructor: protocols, enums, typed dictionaries."""
     attributes: str = ""
     """Names of properties and attributes."""
     methods: dict[str, str] = field(default_factory=dict)
-    """Signatures; ``classmethod`` or ``async`` stand before the name as on the page."""
+    """Signatures, with ``classmethod`` or ``async`` before the name, as on the page."""
     members: dict[str, str] = field(default_factory=dict)
-    """Of an enum."""
+    """The members of an enum."""
     keys: str = ""
-    """Of a typed dictionary."""
+    """The keys of a typed dictionary."""
     is_protocol: bool = False
 
 
@@ -47,7 +47,7 @@ OPTIONAL = Unwritten("<any>")
 
 
 def parse(signature: str) -> list[inspect.Parameter]:
-    """The parameters of a signature as the pages write it."""
+    """Return the parameters of a signature as the pages write it."""
     from penstock.nn import ReturnHiddenStates
     from penstock.pipelines.core import SamplingParams, TextGenerationStatus
 

@@ -47,7 +47,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
         for name, parameter in model.named_parameters():
             if name.endswith(".weight") and ("norm" in name or ".ln_" in name):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            elif _reads_images(config) and parameter.dim() > 1:  # parts have ranges of their own
+            elif _reads_images(config) and parameter.dim() > 1:  # each part has another range
                 nn.init.normal_(parameter, std=0.2)
             elif name.endswith((".bias", "_bias")):  # the latter are experts'
                 nn.init.normal_(parameter, std=0.2)

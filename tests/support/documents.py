@@ -81,7 +81,7 @@ def curl_of(command: str) -> tuple[str, str, dict[str, Any] | None]:
 
 
 def write_adapter(folder: Path, seed: int = 0) -> Path:
-    """A PEFT directory for the embedded model, by the example that shows how one is used."""
+    """Write a PEFT directory for the embedded model, with the function of ``examples/lora.py``."""
     written = runpy.run_path(str(EXAMPLES / "lora.py"))["write_adapter"](folder, seed=seed)
     assert isinstance(written, Path)
     return written

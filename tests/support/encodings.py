@@ -13,11 +13,12 @@ from penstock.kernels.linear import multiply_floats
 
 
 class HalvedEncoding(LinearEncoding):
-    """Stores half of each weight and a scale of two: exact, but wrong if some code forgets to unpack.
+    """Stores half of each weight and a scale of two: exact, but results are wrong if the weight is not
+    unpacked.
 
     Args:
         name: name of the encoding.
-        bytes_per_weight: what `num_bytes` counts.
+        bytes_per_weight: the result of `num_bytes` for one weight.
     """
 
     compute_dtype = DType.float32

@@ -22,7 +22,7 @@ input()
 
 
 def open_engine(settings: Settings) -> Generate:
-    """The output continues counting from the last token of the prompt."""
+    """Return a function whose output continues to count from the last token of the prompt."""
     print("loading", settings.model.name, flush=True)
     os.write(1, b"a line of the native library\n")
     if FAULT == "large":

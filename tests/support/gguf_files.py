@@ -51,7 +51,7 @@ ARCHITECTURES = {
     "nemotron": "nemotron",
     "olmo": "olmo",
 }
-"""``model_type`` -> what the format calls the family."""
+"""``model_type`` -> the format's name of the family."""
 
 _PARTS = {
     "input_layernorm": "attn_norm",
@@ -132,8 +132,8 @@ def write_gguf(
 
     Args:
         checkpoint: with config.json and model.safetensors.
-        file: what to write.
-        kind: of all matrices whose rows are whole blocks, F16 of others; vectors are F32.
+        file: the file to write.
+        kind: the type of all matrices whose rows are whole blocks. Other matrices are F16, vectors F32.
         more: tokens and other metadata, by key; see `add_metadata`.
     """
     config = json.loads((checkpoint / "config.json").read_text())
@@ -261,7 +261,7 @@ def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
-            continue  # some save it all the same
+            continue  # some checkpoints contain it nevertheless
         stem, _, kind = name.rpartition(".")
         if stem in _WHOLE:
             result[f"{_WHOLE[stem]}.{kind}"] = _shifted(stem, tensor, family, kind)
@@ -309,8 +309,8 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, *, size: int | No
 
     Args:
         tokenizer: the contents of a tokenizer.json.
-        pre: what the format calls its way of splitting.
-        size: of the model's table, up to which tokens are filled up.
+        pre: the format's name of its pre-tokenizer.
+        size: rows of the model's embedding table; missing tokens are added up to this number.
     """
     added = {token["id"]: token for token in tokenizer["added_tokens"]}
     texts = {i: text for text, i in tokenizer["model"]["vocab"].items()}
@@ -407,8 +407,8 @@ def write_random_blocks(checkpoint: Path, file: Path, kinds: Mapping[str, str]) 
 
     Args:
         checkpoint: with config.json and model.safetensors.
-        file: what to write.
-        kinds: part of a name in the file -> type of blocks; the first that fits counts.
+        file: the file to write.
+        kinds: part of a name in the file -> type of blocks; the first that matches is used.
 
     Returns:
         The numbers by their names in the checkpoint, with interleaved rows of queries and keys undone.

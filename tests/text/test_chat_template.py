@@ -133,7 +133,7 @@ def test_the_templates_words_are_in_the_error() -> None:
         template.render([user("x")])
 
 
-def test_options_go_over_the_defaults() -> None:
+def test_options_override_the_defaults() -> None:
     template = ChatTemplate(
         {"default": "{{ add_generation_prompt }} {{ style }} {{ eos_token }}"}, SPECIAL_TOKENS, "test"
     )
@@ -205,7 +205,7 @@ class TestNamedTemplates:
         with pytest.raises(InputError, match="no default chat template, only rag, tool_use"):
             template.render([user("x")])
 
-    def test_files_go_before_the_configuration(self, tmp_path: Path) -> None:
+    def test_files_take_precedence_over_the_configuration(self, tmp_path: Path) -> None:
         config = {"chat_template": [{"name": "default", "template": "C"}, {"name": "rag", "template": "R"}]}
         assert find_templates(tmp_path, config) == {"default": "C", "rag": "R"}
         (tmp_path / "chat_template.jinja").write_text("F é", encoding="utf-8")

@@ -370,7 +370,7 @@ def real_tokenizer(folder: Path) -> TextTokenizer:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_the_stop_string_stays_where_it_is_wanted(together: bool) -> None:
+def test_the_stop_string_is_kept_if_requested(together: bool) -> None:
     ids = [*b"go END\xc3\xa9 on"]
     for stop, text, num_tokens in ((["END"], "go END", 6), (["x", "\u00e9 o"], "go END\u00e9 o", 10)):
         detokenizer = Detokenizer(FakeTokenizer(), stop=stop, keeps_stop=True)

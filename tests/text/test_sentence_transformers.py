@@ -73,9 +73,9 @@ def test_all_settings(tmp_path: Path) -> None:
     assert layout.max_seq_length == 20
     assert not layout.include_prompt
     assert layout.normalize
-    assert layout.prompt_for("query") == {"prompt_name": "query"}
-    assert layout.prompt_for("document") == {"prompt_name": "passage"}
-    assert read_layout(write_tiny_embedder(tmp_path / "plain")).prompt_for("query") == {}
+    assert layout.prompt_for("query") == "query"
+    assert layout.prompt_for("document") == "passage"
+    assert read_layout(write_tiny_embedder(tmp_path / "plain")).prompt_for("query") is None
 
 
 def test_dense_modules(tmp_path: Path) -> None:

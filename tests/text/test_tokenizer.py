@@ -413,7 +413,7 @@ class TestPrompts:
 
 
 class TestOtherFields:
-    def test_they_go_into_the_context(self) -> None:
+    def test_they_are_set_on_the_context(self) -> None:
         context = FAKE.build_context(
             request(
                 "x", id="r1", model_name="m", logprobs=3, echo=True, adapter="a", cache_salt="s", priority=4

@@ -30,7 +30,7 @@ LAZY = sorted(
 )
 
 
-def test_there_are_some() -> None:
+def test_the_list_is_not_empty() -> None:
     assert len(LAZY) >= 5
 
 

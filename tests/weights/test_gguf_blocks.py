@@ -28,7 +28,7 @@ def test_any_bytes_are_the_reference_s_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_quantised_numbers_come_back(name: str) -> None:
+def test_quantised_numbers_are_restored(name: str) -> None:
     numbers = np.random.default_rng(1).normal(size=(8, 64)).astype(np.float32)
     blocks = gguf.quants.quantize(numbers, GGMLQuantizationType[name])
     found = dequantize(torch.from_numpy(blocks).view(-1, BLOCK_SIZES[name]), name).view(8, 64).numpy()

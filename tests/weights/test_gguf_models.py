@@ -170,7 +170,7 @@ def test_blocks(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert torch.isfinite(exact).all()
 
 
-def test_q4_0_stays_as_it_is(tmp_path: Path) -> None:
+def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
     """The layers hold the file's own integers and scales, each in its place, fused or not. Layers of floats
     stay floats beside them."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}

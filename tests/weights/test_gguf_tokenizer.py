@@ -154,7 +154,7 @@ class TestScores:
     ) -> None:
         assert self.tokens(tmp_path, "a", **ends) == expected
 
-    def test_tokens_of_a_user_go_before_all(self, tmp_path: Path) -> None:
+    def test_tokens_of_a_user_come_first(self, tmp_path: Path) -> None:
         metadata = sentencepiece_metadata([*PIECES, ("  ", -1000.0), ("abcab", -1000.0)])
         metadata["tokenizer.ggml.token_type"][-2:] = [int(TokenType.USER_DEFINED)] * 2
         metadata["tokenizer.ggml.add_space_prefix"] = False

@@ -300,7 +300,7 @@ class TestHub:
             (OSError, "cannot be downloaded from the hub .finished files are kept.*: first line$"),
         ],
     )
-    def test_each_failure_gives_advice(
+    def test_each_failure_has_advice(
         self, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], advice: str
     ) -> None:
         text = "first line\nsecond line"

@@ -62,7 +62,7 @@ def test_no_more_than_the_packed_weights(
         assert max(anonymous) - anonymous[0] < 1.15 * packed + 24 * MB
 
 
-def test_pages_come_back_as_they_were(tmp_path: Path) -> None:
+def test_dropped_pages_are_read_again_unchanged(tmp_path: Path) -> None:
     numbers = torch.arange(3 * MB, dtype=torch.int32).view(3, MB)
     save_file({"a": numbers.float(), "b": torch.ones(7)}, tmp_path / "model.safetensors")
     weights = Weights.open(tmp_path / "model.safetensors")

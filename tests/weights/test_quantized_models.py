@@ -61,7 +61,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def write_gguf_model(folder: Path, config: dict[str, Any]) -> Path:
-    """Write a file of mixed blocks, and ``plain`` beside it: a checkpoint of the same numbers in floats."""
+    """Write a file of mixed blocks, and ``plain``: a checkpoint of the same numbers in floats."""
     sizes = {"hidden_size": 256, "intermediate_size": 256}
     floats = write_checkpoint(folder / "floats", config | SIZES | sizes)
     numbers = write_random_blocks(floats, folder / "m.gguf", BLOCKS)
@@ -89,7 +89,7 @@ def test_adapters(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_layers_of_a_mixed_file_keep_their_types(checkpoint: Path) -> None:
-    """Attention's values are a layer of their own where their type differs."""
+    """Attention's values are a separate layer if their type differs."""
     model: Any = open_pipeline(checkpoint, quantization_encoding=None).model
     found = {one.encoding for one in parts_of(model.network) if isinstance(one, PackedLinear)}
     if not checkpoint.is_dir():

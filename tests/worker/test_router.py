@@ -236,7 +236,7 @@ async def test_load_outweighs_a_short_prefix() -> None:
 
 
 @pytest.mark.parametrize("event", ["removed", "cleared", "restarted"])
-async def test_a_prefix_that_is_gone_does_not_attract(event: str) -> None:
+async def test_an_evicted_prefix_does_not_attract_requests(event: str) -> None:
     first, second = caching_engine(), caching_engine()
     router = WorkerRouter([first, second])
     prompt = "x" * 400
@@ -386,7 +386,7 @@ async def test_a_reload_replaces_one_worker_after_the_other() -> None:
     assert router.workers == new
     assert router.num_restarts == 5
     new[1].report(stored("x" * 400))
-    old[1].report(BlocksCleared())  # nobody listens to it
+    old[1].report(BlocksCleared())  # has no listener
     assert router.prefixes.num_blocks > 0
 
 
@@ -477,7 +477,7 @@ def test_depths_equal_a_plain_search(seed: int) -> None:
             case 2:
                 running.append((worker, prefixes.expect(worker, prompt)))
             case 3 if running:
-                prefixes.settle(running.pop(draws.randrange(len(running)))[1])
+                prefixes.clear_expected(running.pop(draws.randrange(len(running)))[1])
             case _ if draws.random() < 0.1:
                 prefixes.update(worker, [BlocksCleared()])
                 caches[worker].clear()
@@ -485,7 +485,7 @@ def test_depths_equal_a_plain_search(seed: int) -> None:
             workers, digests = draws.randrange(1 << count), draws.choice(prompts)
             assert prefixes.depths(digests, workers) == plain_depths(caches, digests, workers)
     for _, recorded in running:
-        prefixes.settle(recorded)
+        prefixes.clear_expected(recorded)
     assert prefixes._expected == {}
     assert prefixes.depths([], 1) == {}
 
@@ -497,7 +497,7 @@ def test_expected_blocks_are_those_that_the_worker_does_not_have() -> None:
     assert recorded == digests[10 : 10 + MAX_EXPECTED]
     assert prefixes.depths(digests, 0b11) == {1: 10 + MAX_EXPECTED}
     again = prefixes.expect(1, digests)
-    prefixes.settle(recorded)
+    prefixes.clear_expected(recorded)
     assert prefixes.depths(digests, 0b11) == {1: 10 + MAX_EXPECTED}
-    prefixes.settle(again)
+    prefixes.clear_expected(again)
     assert prefixes.depths(digests, 0b11) == {1: 10}

@@ -209,7 +209,7 @@ async def test_a_request_that_breaks_the_forward_fails_alone(caplog: pytest.LogC
         assert client.num_restarts == 0
 
 
-async def test_a_request_that_cannot_become_ready_fails_alone() -> None:
+async def test_only_the_request_that_cannot_become_ready_fails() -> None:
     def ready(context: TextContext) -> bool:
         if context.request_id == "a":
             raise InputError("the grammar does not compile")
@@ -516,7 +516,7 @@ async def _rest(generation: Generation) -> int:
     "error",
     [CheckpointNotFoundError("/models/x", "does not exist"), ConfigError("max_length", "must be at least 1")],
 )
-async def test_a_start_that_fails_says_why(error: Exception) -> None:
+async def test_a_failed_start_reports_its_cause(error: Exception) -> None:
     def work() -> WorkerRuntime:
         raise error
 

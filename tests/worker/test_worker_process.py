@@ -310,7 +310,7 @@ async def test_requests_that_wait_at_the_memory_limit_may_be_sent_again() -> Non
         await client.stop(0)
 
 
-async def test_a_load_beyond_the_memory_limit_says_so() -> None:
+async def test_a_load_beyond_the_memory_limit_is_reported() -> None:
     with pytest.raises(ConfigError, match="worker_memory_limit: the model cannot be loaded within 1,073,741"):
         await WorkerClient(workers.too_large, memory_limit=GIB).start()
 

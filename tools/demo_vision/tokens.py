@@ -83,7 +83,7 @@ class Examples:
     """An endless stream of examples.
 
     A row is ``<|user|>``, the tokens of the picture, and some conversations. Each conversation follows the
-    picture directly: it does not see the others.
+    picture directly: it does not see other patches.
 
     Args:
         tokenizer: the tokenizer.

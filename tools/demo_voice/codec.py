@@ -1,4 +1,4 @@
-"""The codec of the demo voice: a small NeuCodec, trained with an encoder of its own that is not exported.
+"""The codec of the demo voice: a small NeuCodec, trained with an encoder that is not exported.
 
 Training uses the quantizer and the decoder of transformers. The loss compares magnitudes of spectra at three
 resolutions and log mel spectra; there is no discriminator.

@@ -25,7 +25,7 @@ _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-"""The rotary embedding of a file that has none."""
+"""The rotary embedding if ``config.json`` defines none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class XIELUMLP:
         positive, negative = softplus(number("alpha_p", 1)), softplus(number("alpha_n", 1))
         slope, eps = number("beta"), number("eps")
         values = (positive, slope + negative, slope, eps)
-        # Without numbers, only the sizes of the network are of interest.
+        # meta tensors: the caller reads only the shapes of the network
         floats = (0.0 if value.is_meta else float(value) for value in values)
         return cls(
             load.linear(f"{name}.up_proj", blueprint.inner, blueprint.hidden),

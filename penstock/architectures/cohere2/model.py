@@ -1,4 +1,4 @@
-"""Command R7B (model card of CohereLabs/c4ai-command-r7b-12-2024): Command R with windows."""
+"""Command R7B (model card of CohereLabs/c4ai-command-r7b-12-2024): Command R with sliding windows."""
 
 from __future__ import annotations
 

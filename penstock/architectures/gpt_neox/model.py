@@ -1,4 +1,6 @@
-"""GPT-NeoX (Black et al. 2022, arXiv:2204.06745): layers side by side with a norm each, biases, no gates."""
+"""GPT-NeoX (Black et al. 2022, arXiv:2204.06745): parallel attention and feed-forward layers with separate
+norms, biases, and no gates.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""InternLM 3 (model card of internlm/internlm3-8b-instruct): Llama with two flags of biases."""
+"""InternLM 3 (model card of internlm/internlm3-8b-instruct): Llama with optional biases."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Llama 4 (Meta 2025, The Llama 4 herd): chunked attention, layers without positions, and experts that scale
 their inputs.
 
-Layers with positions rotate interleaved pairs, norm queries and keys afterwards, and attend within chunks of
+Layers with positions rotate interleaved pairs, then norm queries and keys, and attend within chunks of
 consecutive tokens. Layers without positions see all keys; their queries grow with the position. The router
 multiplies the input of the selected expert by the sigmoid of its logit; a shared expert computes every row.
 """
@@ -66,8 +66,8 @@ class Llama4Attention(Attention):
 
 
 class QueryScale(Rotary):
-    """Rows that rotate by nothing and multiply by ``1 + attn_scale * ln(1 + floor((p + 1) / floor_scale))``
-    at position p."""
+    """Rotary tables without rotation, scaled by ``1 + attn_scale * ln(1 + floor((p + 1) / floor_scale))`` at
+    position p."""
 
     def __init__(self, config: RotaryConfig, max_length: int, device: torch.device, scale: Tensor) -> None:
         super().__init__(config, max_length, device)
@@ -88,7 +88,7 @@ class Llama4Experts:
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
         ops, logits = step.ops, self.router(x, step)
         scores, ids = ops.route(logits, self.top, _ROUTING)
-        ones, _ = ops.route(logits, 1, "all_normed")  # [T, 1]: outputs are not weighed
+        ones, _ = ops.route(logits, 1, "all_normed")  # [T, 1]: outputs are not weighted
         total = self.shared(x, step)
         for which in range(self.top):
             one = slice(which, which + 1)

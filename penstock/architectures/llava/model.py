@@ -68,7 +68,8 @@ _PREFIXES: Mapping[str, str] = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""Beginnings of names in checkpoints, and those that the model reads. Versions of transformers differ."""
+"""Prefix of a tensor name in the checkpoint -> prefix in the model. It depends on the version of
+transformers."""
 
 
 def adapted_name(name: str) -> str:

@@ -38,7 +38,7 @@ class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
 
     @classmethod
     def axes(cls, sections: Sequence[int], pairs: int) -> tuple[int, ...]:
-        """Return the axis of the positions that turns each pair of dims of a head."""
+        """Return the axis of the positions that rotates each pair of dims of a head."""
         return sectioned_axes(sections, pairs)
 
     @classmethod

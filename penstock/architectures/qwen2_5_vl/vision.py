@@ -62,7 +62,8 @@ class Qwen25Vision:
     patches: Linear  # [C 2 p p] -> [E]
     blocks: tuple[VisionBlock, ...]
     full_blocks: frozenset[int]
-    """The blocks in which a patch sees its whole image. In the others it sees its window."""
+    """The blocks in which a patch attends to its whole image. In all other blocks it attends to its
+    window."""
     norm: RMSNorm
     merger: MLP  # [merge^2 E] -> [E of the text model]
     sizes: GridSizes

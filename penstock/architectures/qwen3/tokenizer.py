@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from penstock.config.huggingface import HuggingFaceConfig
 from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 from penstock.text.pair_template import PairTemplate
 from penstock.text.sentence_transformers import read_layout
+from penstock.text.tokenizer import TokenizerOptions
 
 TEMPLATE = PairTemplate(
     prefix=(
@@ -31,7 +32,7 @@ class Qwen3EmbeddingsTokenizer(EmbeddingsTokenizer):
         **options: as of `EmbeddingsTokenizer`.
     """
 
-    def __init__(self, checkpoint: Path, **options: Any) -> None:
+    def __init__(self, checkpoint: Path, **options: Unpack[TokenizerOptions]) -> None:
         super().__init__(checkpoint, **options)
         self._checkpoint = Path(checkpoint)
 

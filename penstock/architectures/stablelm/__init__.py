@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: layers side by side, and norms of each head."""
+    """A ``config.json`` small enough for a test: parallel layers, and norms of each head."""
     return {
         "architectures": ["StableLmForCausalLM"],
         "model_type": "stablelm",

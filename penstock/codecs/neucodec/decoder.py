@@ -1,7 +1,7 @@
 """The decoder of NeuCodec: codes to samples by residual blocks, a transformer and an inverse STFT.
 
-Attention and group norms see all frames of a sequence, in both directions. Attention knows no positions: the
-published model rotates queries and keys by an angle that depends on the head alone, which changes no score.
+Attention and group norms see all frames of a sequence, in both directions. Attention has no positions: the
+published model rotates all queries and keys of a head by the same angle, which does not change the scores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GroupNorm:
 
 @dataclass(frozen=True, slots=True)
 class ResNetBlock:
-    """Two convolutions, each after a group norm and a SiLU, beside a residual connection."""
+    """Two convolutions, each after a group norm and a SiLU, with a residual connection."""
 
     norms: tuple[GroupNorm, GroupNorm]
     convs: tuple[Conv1d, Conv1d]
@@ -113,8 +113,7 @@ def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> 
         loader: reads and packs layers.
         config: sizes.
         encoding: encoding of the linear layers of the transformer, and, if it is int8, of the convolutions of
-            the residual blocks. The others are float32: the activations between them are, which other floats
-            do not multiply.
+            the residual blocks. All other layers are float32, because their activations are.
     """
     prefix, size = "acoustic_decoder", config.hidden_size
     window = torch.hann_window(FRAMES_PER_WINDOW * config.hop)

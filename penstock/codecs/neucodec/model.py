@@ -1,11 +1,11 @@
 """`NeuCodec`: decodes codes of one codebook, 50 per second in the published checkpoint.
 
 `NeuCodec.decode` computes what the published model computes: attention and group norms see the whole stream.
-A stream that is still being written cannot be decoded so. `NeuCodec.decode_chunks` therefore decodes windows
+A stream that is still growing cannot be decoded this way. `NeuCodec.decode_chunks` therefore decodes windows
 at fixed positions (`codecs.neucodec.windows`). Its results do not depend on the sizes of the chunks. They
-differ from `decode`, also for a whole stream.
+differ from those of `decode`, also for a whole stream.
 
-The encoder (a wav2vec2-bert model of 600 million parameters beside a convolutional one) is not implemented.
+The encoder (a wav2vec2-bert model of 600 million parameters and a convolutional one) is not implemented.
 Voices are given as codes.
 """
 
@@ -23,14 +23,14 @@ from penstock.codecs.codec import AudioCodec, CodecChunk
 from penstock.codecs.layers import CodecLoader, RaggedRows
 from penstock.codecs.neucodec.config import NeuCodecConfig
 from penstock.codecs.neucodec.decoder import Decoder, read_decoder
-from penstock.codecs.neucodec.windows import AFTER, BEFORE, BLOCK, Block, block, block_at
+from penstock.codecs.neucodec.windows import BLOCK, LEFT, RIGHT, Block, block, block_at
 from penstock.codecs.weights import open_weights
 from penstock.engine import InferenceSession
 from penstock.errors import UnsupportedFeatureError
 from penstock.kernels import Ops
 
 MAX_CACHED_WINDOWS = 128
-"""Decoded windows that are kept: for the block after them, and for chunks that are shorter than a block."""
+"""Number of decoded windows to keep, for the next block and for chunks that are shorter than a block."""
 _ENCODER = ("semantic_encoder.*", "semantic_adapter.*", "acoustic_encoder.*", "fc_encoder.*")
 _UNUSED = ("quantizer.project_in.*", "*.inv_freq", "*.original_inv_freq", "*.window", "quantizer.quantizer.*")
 
@@ -45,7 +45,7 @@ class _Window:
 
     @property
     def key(self) -> tuple[int, bytes]:
-        """The samples of a window depend on nothing else."""
+        """All that the samples of a window depend on."""
         return self.block.index, self.frames.numpy().tobytes()
 
 
@@ -55,8 +55,8 @@ class NeuCodec(AudioCodec):
     name = "neucodec"
     codes_per_frame = 1
     tolerance = 1e-5
-    left_context = BEFORE + BLOCK + BLOCK - 1
-    right_context = BLOCK - 1 + AFTER
+    left_context = LEFT + BLOCK + BLOCK - 1
+    right_context = BLOCK - 1 + RIGHT
 
     def __init__(self, config: NeuCodecConfig, ops: Ops, decoder: Decoder) -> None:
         self._ops = ops
@@ -155,7 +155,7 @@ class NeuCodec(AudioCodec):
             own = samples[: (one.stop - one.start) * hop]
             if one.stop > chunk.start:
                 if tail is not None:
-                    own = _blended(tail, own, AFTER * hop)
+                    own = _blended(tail, own, RIGHT * hop)
                 parts.append(own[max(chunk.start - one.start, 0) * hop : (stop - one.start) * hop])
             tail = samples[(one.stop - one.start) * hop :]
         return torch.cat(parts)

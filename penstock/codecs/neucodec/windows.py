@@ -1,9 +1,9 @@
 """The windows in which a stream is decoded, because the decoder would otherwise need all of its frames.
 
-A stream is cut into blocks at fixed positions, whatever the sizes of its chunks. The first blocks are short,
-so that the first samples are ready early. A block is decoded with some frames before and after it. At the
-start of a block, its samples are blended with those of the window before it, which has decoded these frames
-as its right context.
+A stream is cut into blocks at fixed positions, regardless of the sizes of its chunks. The first blocks are
+short, so that the first samples are ready early. A block is decoded with some frames before and after it. At
+the start of a block, its samples are blended with those of the window before it, which has decoded these
+frames as its right context.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ FIRST_BLOCKS = (10, 15, 20, 30, 40)
 """Frames of the first blocks."""
 BLOCK = 50
 """Frames of the other blocks."""
-BEFORE = 25
+LEFT = 25
 """Frames of a window before its block."""
-AFTER = 5
+RIGHT = 5
 """Frames of a window after its block, over which two windows are blended."""
 
 
@@ -31,7 +31,7 @@ class Block:
     @property
     def window(self) -> tuple[int, int]:
         """The first frame that is decoded with the block, and the end. The end may exceed the stream."""
-        return max(self.start - BEFORE, 0), self.stop + AFTER
+        return max(self.start - LEFT, 0), self.stop + RIGHT
 
 
 def block(index: int) -> Block:

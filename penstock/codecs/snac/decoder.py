@@ -1,7 +1,8 @@
 """The decoder of SNAC: latent rows to samples.
 
-Only the middle of a chunk is wanted. Each block therefore drops the rows at the edges that no wanted sample
-depends on, so the context of a chunk costs little where there are many rows per second.
+The output contains only the middle of a chunk, without its context. Each block drops the rows at the edges on
+which no sample of the output depends. So context costs little in the last blocks, whose rows are most
+frequent.
 """
 
 from __future__ import annotations

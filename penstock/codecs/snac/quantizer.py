@@ -1,4 +1,4 @@
-"""The residual vector quantizer of SNAC: each codebook describes what the coarser ones leave."""
+"""The residual vector quantizer of SNAC: each codebook encodes the residual of the coarser ones."""
 
 from __future__ import annotations
 

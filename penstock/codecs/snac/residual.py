@@ -15,7 +15,7 @@ REACH = KERNEL_SIZE // 2 * sum(DILATIONS)
 
 @dataclass(frozen=True, slots=True)
 class ResidualUnit:
-    """A dilated and a pointwise convolution beside a residual connection."""
+    """A dilated and a pointwise convolution with a residual connection."""
 
     first: Snake
     wide: Conv1d

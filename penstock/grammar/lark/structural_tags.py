@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from penstock.errors import InputError, UnsupportedFeatureError
@@ -268,10 +268,11 @@ def _text(text: str) -> Node:
     return Text(text) if text else EMPTY
 
 
-def _ids(tokens: list[Any]) -> Ranges:
-    if not all(isinstance(token, int) and token >= 0 for token in tokens):
+def _ids(tokens: Sequence[object]) -> Ranges:
+    ids = [token for token in tokens if isinstance(token, int) and token >= 0]
+    if len(ids) < len(tokens):
         raise InputError("the tokens of a structural_tag must be ids or texts of tokens of this model")
-    return tuple((token, token) for token in sorted(set(tokens)))
+    return tuple((token, token) for token in sorted(set(ids)))
 
 
 def _refuse(part: Part, *names: str) -> None:

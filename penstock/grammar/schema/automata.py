@@ -60,8 +60,8 @@ class Bound:
 
 
 def intersection(
-    wanted: Sequence[regex.Node],
-    excluded: Sequence[regex.Node],
+    wanted: Sequence[regex.RegexNode],
+    excluded: Sequence[regex.RegexNode],
     bound: Bound,
 ) -> Automaton | None:
     """Return the minimal automaton of texts that match all of ``wanted`` and none of ``excluded``.
@@ -98,10 +98,10 @@ def intersection(
 class _Positions:
     """The positions of one expression."""
 
-    def __init__(self, tree: regex.Node) -> None:
-        self._nodes: dict[object, regex.Node] = {}  # equal parts of the tree are one object
+    def __init__(self, tree: regex.RegexNode) -> None:
+        self._nodes: dict[object, regex.RegexNode] = {}  # equal parts of the tree are one object
         self._numbers: dict[tuple[int, int], int] = {}
-        self._made: list[tuple[regex.Node, int] | None] = [None]
+        self._made: list[tuple[regex.RegexNode, int] | None] = [None]
         self._lengths: list[tuple[int, int | None]] = [(0, 0)]
         self._steps: dict[int, tuple[bool, list[tuple[Ranges, int]]]] = {}
         self._rows: dict[frozenset[int], _Row] = {}
@@ -176,14 +176,14 @@ class _Positions:
             node, rest = made
             if isinstance(node, regex.Char):
                 found.append((node.ranges, rest))
-            elif isinstance(node, regex.Seq):
+            elif isinstance(node, regex.RegexSeq):
                 for part in reversed(node.parts):
                     rest = self._position_of(part, rest)
                 pending.append(rest)
-            elif isinstance(node, regex.Alt):
+            elif isinstance(node, regex.RegexAlt):
                 pending += [self._position_of(option, rest) for option in node.options]
             else:
-                assert isinstance(node, regex.Repeat)
+                assert isinstance(node, regex.RegexRepeat)
                 if node.min_count == 0:
                     pending.append(rest)
                 if node.max_count != 0:
@@ -197,7 +197,7 @@ class _Positions:
         if self._work > _MAX_WORK:
             raise TooLargeError
 
-    def _position_of(self, node: regex.Node, rest: int) -> int:
+    def _position_of(self, node: regex.RegexNode, rest: int) -> int:
         """Return the position for ``node`` followed by position ``rest``."""
         key = (id(node), rest)
         if key not in self._numbers:
@@ -212,28 +212,30 @@ class _Positions:
             )
         return self._numbers[key]
 
-    def _repeat(self, part: regex.Node, min_count: int, max_count: int | None) -> regex.Node:
+    def _repeat(self, part: regex.RegexNode, min_count: int, max_count: int | None) -> regex.RegexNode:
         return self._nodes.setdefault(
-            (regex.Repeat, id(part), min_count, max_count), regex.Repeat(part, min_count, max_count)
+            (regex.RegexRepeat, id(part), min_count, max_count), regex.RegexRepeat(part, min_count, max_count)
         )
 
-    def _shared(self, node: regex.Node) -> regex.Node:
+    def _shared(self, node: regex.RegexNode) -> regex.RegexNode:
         """Return the tree with equal parts as one object, so that positions compare by identity."""
-        if isinstance(node, regex.Repeat):
+        if isinstance(node, regex.RegexRepeat):
             return self._repeat(self._shared(node.part), node.min_count, node.max_count)
-        if isinstance(node, regex.Seq):
+        if isinstance(node, regex.RegexSeq):
             parts = tuple(map(self._shared, node.parts))
-            return self._nodes.setdefault((regex.Seq, *map(id, parts)), regex.Seq(parts))
-        if isinstance(node, regex.Alt):
+            return self._nodes.setdefault((regex.RegexSeq, *map(id, parts)), regex.RegexSeq(parts))
+        if isinstance(node, regex.RegexAlt):
             options = tuple(map(self._shared, node.options))
-            return self._nodes.setdefault((regex.Alt, *map(id, options)), regex.Alt(options))
+            return self._nodes.setdefault((regex.RegexAlt, *map(id, options)), regex.RegexAlt(options))
         return self._nodes.setdefault(node, node)
 
 
 class _Product:
     """The product automaton of several expressions and a character count."""
 
-    def __init__(self, wanted: Sequence[regex.Node], excluded: Sequence[regex.Node], bound: Bound) -> None:
+    def __init__(
+        self, wanted: Sequence[regex.RegexNode], excluded: Sequence[regex.RegexNode], bound: Bound
+    ) -> None:
         self._all = [_Positions(tree) for tree in (*wanted, *excluded)]
         self._wanted = self._all[: len(wanted)]
         self._bound = bound

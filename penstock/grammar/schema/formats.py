@@ -13,7 +13,7 @@ from functools import cache
 from penstock.grammar.schema import format_checks
 from penstock.grammar.schema.format_checks import full_match
 from penstock.grammar.schema.regex_parser import parse_regex
-from penstock.grammar.schema.regex_tree import Node
+from penstock.grammar.schema.regex_tree import RegexNode
 
 # -- Dates and times (RFC 3339) --------------------------------------------------------------------------
 
@@ -238,13 +238,13 @@ _CHECKS: Mapping[str, Callable[[str], bool]] = {
 
 
 @cache
-def format_tree(name: str) -> Node:
+def format_tree(name: str) -> RegexNode:
     """Return the expression of a supported format."""
     return parse_regex(SUPPORTED[name], search=False)
 
 
 @cache
-def simple_tree(name: str, max_count: int | None) -> Node | None:
+def simple_tree(name: str, max_count: int | None) -> RegexNode | None:
     """Return a smaller expression of a format for strings up to a length; None if there is none."""
     expression, longest = SIMPLE.get(name, ("", 0))
     if longest is not None and (max_count is None or max_count > longest):

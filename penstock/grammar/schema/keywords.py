@@ -104,7 +104,7 @@ def types_of(node: Node) -> list[str]:
     return types
 
 
-def pattern_of(node: Node) -> tuple[regex.Node, list[tuple[regex.Node, bool]]]:
+def pattern_of(node: Node) -> tuple[regex.RegexNode, list[tuple[regex.RegexNode, bool]]]:
     """Return the result of `regex.parse_pattern` for the pattern of a schema."""
     pattern = node.schema["pattern"]
     if not isinstance(pattern, str):

@@ -20,10 +20,10 @@ class Counted:
     """The union of an automaton's strings up to a length and of an expression's strings."""
 
     counting: Counting
-    beside: regex.Node | None
+    beside: regex.RegexNode | None
 
 
-Language: TypeAlias = regex.Node | Automaton | Counted
+Language: TypeAlias = regex.RegexNode | Automaton | Counted
 _SHORT = 63  # length up to which the simple expressions of all formats are valid
 
 
@@ -68,7 +68,9 @@ def language_of(text: StringShape) -> Language | None:
     return found
 
 
-def _narrowed(text: StringShape, wanted: list[regex.Node], excluded: list[regex.Node]) -> Language | None:
+def _narrowed(
+    text: StringShape, wanted: list[regex.RegexNode], excluded: list[regex.RegexNode]
+) -> Language | None:
     """Return most strings of a shape; None if that automaton is also too large."""
     beside = None
     if len(wanted) == 1 and not excluded and text.max_count is not None:
@@ -96,14 +98,14 @@ def _narrowed(text: StringShape, wanted: list[regex.Node], excluded: list[regex.
     return beside
 
 
-def _with_length(tree: regex.Node, bound: Bound) -> regex.Node | None:
+def _with_length(tree: regex.RegexNode, bound: Bound) -> regex.RegexNode | None:
     """Return the expression if its length is within the bound or can be set in its only repetition."""
-    while isinstance(tree, regex.Seq) and len(tree.parts) == 1:
+    while isinstance(tree, regex.RegexSeq) and len(tree.parts) == 1:
         tree = tree.parts[0]
     low, high = regex.lengths(tree)
     if low >= bound.min_count and (bound.max_count is None or (high is not None and high <= bound.max_count)):
         return tree
-    if isinstance(tree, regex.Repeat) and isinstance(tree.part, regex.Char):
+    if isinstance(tree, regex.RegexRepeat) and isinstance(tree.part, regex.Char):
         min_count = max(tree.min_count, bound.min_count)
         max_count = (
             tree.max_count
@@ -111,11 +113,11 @@ def _with_length(tree: regex.Node, bound: Bound) -> regex.Node | None:
             else min(bound.max_count, tree.max_count or bound.max_count)
         )
         if max_count is None or min_count <= max_count:
-            return regex.Repeat(tree.part, min_count, max_count)
+            return regex.RegexRepeat(tree.part, min_count, max_count)
     return None
 
 
-def shortened(node: regex.Node, max_count: int) -> regex.Node:
+def shortened(node: regex.RegexNode, max_count: int) -> regex.RegexNode:
     """Return an expression for the texts with at most ``max_count`` characters.
 
     Args:
@@ -126,12 +128,12 @@ def shortened(node: regex.Node, max_count: int) -> regex.Node:
     assert low <= max_count
     if high is not None and high <= max_count:
         return node
-    if isinstance(node, regex.Alt):
+    if isinstance(node, regex.RegexAlt):
         fitting = [option for option in node.options if regex.lengths(option)[0] <= max_count]
-        return regex.Alt(tuple(shortened(option, max_count) for option in fitting))
-    if isinstance(node, regex.Repeat):
+        return regex.RegexAlt(tuple(shortened(option, max_count) for option in fitting))
+    if isinstance(node, regex.RegexRepeat):
         return _shortened_repeat(node, max_count)
-    assert isinstance(node, regex.Seq)
+    assert isinstance(node, regex.RegexSeq)
     lengths = [regex.lengths(part) for part in node.parts]
     optional = {i: None if b is None else b - a for i, (a, b) in enumerate(lengths) if a != b}
     spare = max_count - low
@@ -143,13 +145,13 @@ def shortened(node: regex.Node, max_count: int) -> regex.Node:
         granted = share if count is None else min(count, share)
         budgets[i] += granted
         spare -= granted
-    return regex.Seq(tuple(shortened(part, budgets[i]) for i, part in enumerate(node.parts)))
+    return regex.RegexSeq(tuple(shortened(part, budgets[i]) for i, part in enumerate(node.parts)))
 
 
-def _shortened_repeat(node: regex.Repeat, max_count: int) -> regex.Node:
+def _shortened_repeat(node: regex.RegexRepeat, max_count: int) -> regex.RegexNode:
     low, high = regex.lengths(node.part)
     if low == high == 1:
-        return regex.Repeat(
+        return regex.RegexRepeat(
             node.part, node.min_count, max_count if node.max_count is None else min(node.max_count, max_count)
         )
     at_most = max_count if node.max_count is None else node.max_count
@@ -160,4 +162,4 @@ def _shortened_repeat(node: regex.Repeat, max_count: int) -> regex.Node:
     if node.min_count > 0:
         size = max(min(size, max_count // node.min_count), low)
     times = min(at_most, max_count // size) if size else node.min_count
-    return regex.Repeat(shortened(node.part, size), node.min_count, times)
+    return regex.RegexRepeat(shortened(node.part, size), node.min_count, times)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 from urllib.parse import unquote
 
 from penstock.errors import InputError, UnsupportedSchemaError
@@ -148,13 +147,15 @@ class Reader:
         if target != "#" and not target.startswith("#/"):
             reason = f"only places in the same schema are looked up, written #/... (was {target!r})"
             raise UnsupportedSchemaError("$ref", node.where, reason)
-        found: Any = self._document
+        found: object = self._document
         where = "#"
         for part in unquote(target).split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
             try:
+                if not isinstance(found, dict | list):
+                    raise KeyError(name)
                 found = found[array_index(name)] if isinstance(found, list) else found[name]
-            except (KeyError, IndexError, ValueError, TypeError):
+            except (KeyError, IndexError, ValueError):
                 message = f"the JSON schema's $ref {target!r} (at {node.where}) leads nowhere"
                 raise InputError(message) from None
             where = f"{where}/{escaped(name)}"

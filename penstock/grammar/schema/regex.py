@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 from penstock.grammar.schema.ebnf import NOTHING, Ranges, char_class, choice, repeated, sequence
 from penstock.grammar.schema.regex_parser import parse_pattern, parse_regex
-from penstock.grammar.schema.regex_tree import Alt, Anchor, Char, Node, Repeat, Seq
+from penstock.grammar.schema.regex_tree import Anchor, Char, RegexAlt, RegexNode, RegexRepeat, RegexSeq
 
 __all__ = [
-    "Alt",
     "Anchor",
     "Char",
-    "Node",
-    "Repeat",
-    "Seq",
+    "RegexAlt",
+    "RegexNode",
+    "RegexRepeat",
+    "RegexSeq",
     "lengths",
     "matches",
     "parse_pattern",
@@ -24,25 +24,25 @@ __all__ = [
 ]
 
 
-def lengths(node: Node) -> tuple[int, int | None]:
+def lengths(node: RegexNode) -> tuple[int, int | None]:
     """Return the minimum and maximum length of matching texts; None if unbounded."""
     if isinstance(node, Char):
         return 1, 1
-    if isinstance(node, Repeat):
+    if isinstance(node, RegexRepeat):
         min_count, max_count = lengths(node.part)
         no_end = max_count is None or (node.max_count is None and max_count > 0)
         return min_count * node.min_count, None if no_end else (max_count or 0) * (node.max_count or 0)
-    if isinstance(node, Seq):
+    if isinstance(node, RegexSeq):
         pairs = [lengths(part) for part in node.parts]
         return sum(low for low, _ in pairs), _sum([high for _, high in pairs])
-    assert isinstance(node, Alt)
+    assert isinstance(node, RegexAlt)
     pairs = [lengths(option) for option in node.options]
     highs = [high for _, high in pairs]
     return min(low for low, _ in pairs), None if None in highs else max(high or 0 for high in highs)
 
 
 def to_ebnf(
-    node: Node,
+    node: RegexNode,
     write: Callable[[Ranges, int, int | None], str],
     share: Callable[[str], str] = lambda body: body,
 ) -> str:
@@ -55,24 +55,24 @@ def to_ebnf(
     """
     if isinstance(node, Char):
         return write(node.ranges, 1, 1)
-    if isinstance(node, Repeat):
+    if isinstance(node, RegexRepeat):
         if isinstance(node.part, Char) and node.max_count != 0:
             return write(node.part.ranges, node.min_count, node.max_count)
         return repeated(to_ebnf(node.part, write, share), node.min_count, node.max_count)
-    if isinstance(node, Seq):
+    if isinstance(node, RegexSeq):
         return sequence(*(to_ebnf(part, write, share) for part in node.parts)) if node.parts else NOTHING
-    assert isinstance(node, Alt)
+    assert isinstance(node, RegexAlt)
     return share(choice(to_ebnf(option, write, share) for option in node.options))
 
 
-def to_plain_ebnf(node: Node) -> str:
+def to_plain_ebnf(node: RegexNode) -> str:
     """Convert the tree to EBNF without escaping characters."""
     return to_ebnf(
         node, lambda ranges, min_count, max_count: repeated(char_class(ranges), min_count, max_count)
     )
 
 
-def matches(node: Node, text: str) -> bool:
+def matches(node: RegexNode, text: str) -> bool:
     """Return whether the whole text matches.
 
     Runs in polynomial time; Python's ``re`` can take exponential time.
@@ -80,18 +80,18 @@ def matches(node: Node, text: str) -> bool:
     return len(text) in _ends(node, text, frozenset({0}))
 
 
-def _ends(node: Node, text: str, starts: frozenset[int]) -> frozenset[int]:
+def _ends(node: RegexNode, text: str, starts: frozenset[int]) -> frozenset[int]:
     """Return the possible ends of matches that begin at one of ``starts``."""
     if isinstance(node, Char):
         inside = (i for i in starts if i < len(text))
         return frozenset(i + 1 for i in inside if any(a <= ord(text[i]) <= b for a, b in node.ranges))
-    if isinstance(node, Seq):
+    if isinstance(node, RegexSeq):
         for part in node.parts:
             starts = _ends(part, text, starts)
         return starts
-    if isinstance(node, Alt):
+    if isinstance(node, RegexAlt):
         return frozenset().union(*(_ends(option, text, starts) for option in node.options))
-    assert isinstance(node, Repeat)
+    assert isinstance(node, RegexRepeat)
     for _ in range(node.min_count):
         before, starts = starts, _ends(node.part, text, starts)
         if starts == before:

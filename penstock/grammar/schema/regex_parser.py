@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from penstock.errors import InputError
 from penstock.grammar.schema.ebnf import ALL_CHARACTERS, Ranges, union, without
-from penstock.grammar.schema.regex_tree import Alt, Anchor, Char, Node, Repeat, Seq
+from penstock.grammar.schema.regex_tree import Anchor, Char, RegexAlt, RegexNode, RegexRepeat, RegexSeq
 
 _MAX_DEPTH = 40
 _MAX_REPEAT = 100_000
@@ -43,10 +43,10 @@ _WIDER: dict[str, Ranges] = {  # characters that only one of the two dialects ha
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 
 
-_ANYTHING = Repeat(Char(tuple(map(tuple, ALL_CHARACTERS))), 0, None)  # type: ignore[arg-type]
+_ANYTHING = RegexRepeat(Char(tuple(map(tuple, ALL_CHARACTERS))), 0, None)  # type: ignore[arg-type]
 
 
-def parse_regex(pattern: str, *, search: bool) -> Node:
+def parse_regex(pattern: str, *, search: bool) -> RegexNode:
     """Return the matching texts as a tree without anchors.
 
     Args:
@@ -64,7 +64,7 @@ def parse_regex(pattern: str, *, search: bool) -> Node:
     return _anchored(tree, pattern, starts=not search, ends=not search)
 
 
-def parse_pattern(pattern: str) -> tuple[Node, list[tuple[Node, bool]]]:
+def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]]:
     """Return the texts in which a schema's ``pattern`` matches, and its lookaheads.
 
     Lookaheads are supported directly after a ^ at the start of the pattern. Each is a tree that the whole
@@ -74,7 +74,7 @@ def parse_pattern(pattern: str) -> tuple[Node, list[tuple[Node, bool]]]:
         InputError: as `parse_regex`.
     """
     parser = _Parser(pattern)
-    lookaheads: list[tuple[Node, bool]] = []
+    lookaheads: list[tuple[RegexNode, bool]] = []
     if pattern.startswith("^"):
         parser.skip(1)
         while parser.rest.startswith(("(?=", "(?!")):
@@ -88,20 +88,20 @@ def parse_pattern(pattern: str) -> tuple[Node, list[tuple[Node, bool]]]:
     tree = parser.alternatives(0)
     if parser.rest:
         raise parser.error("an unmatched )")
-    if isinstance(tree, Alt):
+    if isinstance(tree, RegexAlt):
         raise parser.error("a lookahead beside | (write the alternatives as a group)")
     return _anchored(tree, pattern, starts=True, ends=False), lookaheads
 
 
-def _anchored(tree: Node, pattern: str, *, starts: bool, ends: bool, is_wide: bool = False) -> Node:
-    options = tree.options if isinstance(tree, Alt) else (tree,)
+def _anchored(tree: RegexNode, pattern: str, *, starts: bool, ends: bool, is_wide: bool = False) -> RegexNode:
+    options = tree.options if isinstance(tree, RegexAlt) else (tree,)
     result = tuple(_whole(option, starts, ends, pattern, is_wide) for option in options)
-    return result[0] if len(result) == 1 else Alt(result)
+    return result[0] if len(result) == 1 else RegexAlt(result)
 
 
-def _whole(option: Node, starts: bool, ends: bool, pattern: str, is_wide: bool) -> Node:
+def _whole(option: RegexNode, starts: bool, ends: bool, pattern: str, is_wide: bool) -> RegexNode:
     """Return a top-level alternative without anchors, extended to match the whole text."""
-    parts = list(option.parts if isinstance(option, Seq) else (option,))
+    parts = list(option.parts if isinstance(option, RegexSeq) else (option,))
     while parts and parts[0] == Anchor("^"):
         starts = True
         del parts[0]
@@ -109,7 +109,7 @@ def _whole(option: Node, starts: bool, ends: bool, pattern: str, is_wide: bool) 
         ends = True
         del parts[-1]
         if is_wide:  # in Python, $ also matches before a line feed at the end
-            parts.append(Repeat(Char(((10, 10),)), 0, 1))
+            parts.append(RegexRepeat(Char(((10, 10),)), 0, 1))
             break
     if any(map(_has_anchor, parts)):
         raise InputError(f"the regular expression {pattern!r} has ^ or $ in its middle: they go at its ends")
@@ -117,15 +117,17 @@ def _whole(option: Node, starts: bool, ends: bool, pattern: str, is_wide: bool) 
         parts.insert(0, _ANYTHING)
     if not ends:
         parts.append(_ANYTHING)
-    return Seq(tuple(parts))
+    return RegexSeq(tuple(parts))
 
 
-def _has_anchor(node: Node) -> bool:
+def _has_anchor(node: RegexNode) -> bool:
     if isinstance(node, Anchor):
         return True
-    if isinstance(node, Repeat):
+    if isinstance(node, RegexRepeat):
         return _has_anchor(node.part)
-    children = node.parts if isinstance(node, Seq) else node.options if isinstance(node, Alt) else ()
+    children = (
+        node.parts if isinstance(node, RegexSeq) else node.options if isinstance(node, RegexAlt) else ()
+    )
     return any(map(_has_anchor, children))
 
 
@@ -151,7 +153,7 @@ class _Parser:
         """Skip characters."""
         self._at += count
 
-    def lookahead(self, *, is_wide: bool) -> Node:
+    def lookahead(self, *, is_wide: bool) -> RegexNode:
         """Parse the content of a lookahead up to its closing parenthesis."""
         self._is_wide = is_wide
         inner = self.alternatives(1)
@@ -160,21 +162,21 @@ class _Parser:
             raise self.error("a group without its )")
         return inner
 
-    def alternatives(self, depth: int) -> Node:
+    def alternatives(self, depth: int) -> RegexNode:
         if depth > _MAX_DEPTH:
             raise self.error(f"groups nested more than {_MAX_DEPTH} deep")
         options = [self._sequence(depth)]
         while self._take("|"):
             options.append(self._sequence(depth))
-        return options[0] if len(options) == 1 else Alt(tuple(options))
+        return options[0] if len(options) == 1 else RegexAlt(tuple(options))
 
-    def _sequence(self, depth: int) -> Node:
-        parts: list[Node] = []
+    def _sequence(self, depth: int) -> RegexNode:
+        parts: list[RegexNode] = []
         while self._at < len(self._pattern) and self._peek() not in "|)":
             parts.append(self._quantified(self._atom(depth)))
-        return parts[0] if len(parts) == 1 else Seq(tuple(parts))
+        return parts[0] if len(parts) == 1 else RegexSeq(tuple(parts))
 
-    def _quantified(self, atom: Node) -> Node:
+    def _quantified(self, atom: RegexNode) -> RegexNode:
         min_count, max_count = 1, 1
         bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(self._peek())
         if bounds is not None:
@@ -189,7 +191,7 @@ class _Parser:
         if self._peek() in tuple("*+?{"):
             raise self.error("a repetition of a repetition")
         min_count, max_count = bounds  # type: ignore[assignment]
-        return Repeat(atom, min_count, max_count)
+        return RegexRepeat(atom, min_count, max_count)
 
     def _bounds(self) -> tuple[int, int | None]:
         end = self._pattern.find("}", self._at)
@@ -205,7 +207,7 @@ class _Parser:
         self._at = end + 1
         return min_count, max_count
 
-    def _atom(self, depth: int) -> Node:
+    def _atom(self, depth: int) -> RegexNode:
         sign = self._next()
         if sign == "(":
             if self._take("?"):
@@ -214,7 +216,7 @@ class _Parser:
             inner = self.alternatives(depth + 1)
             if not self._take(")"):
                 raise self.error("a group without its )")
-            return Seq((inner,))
+            return RegexSeq((inner,))
         if sign == "[":
             return self._class()
         if sign == ".":
@@ -233,7 +235,7 @@ class _Parser:
             return Char(tuple(union([*found, *_WIDER.get(letter, [])]) if self._is_wide else found))
         return Char(((ord(sign), ord(sign)),))
 
-    def _class(self) -> Node:
+    def _class(self) -> RegexNode:
         negated = self._take("^")
         ranges: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []  # further characters that a negated class excludes

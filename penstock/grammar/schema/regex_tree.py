@@ -14,24 +14,24 @@ class Char:
 
 
 @dataclass(frozen=True, slots=True)
-class Seq:
+class RegexSeq:
     """A sequence of parts."""
 
-    parts: tuple[Node, ...]
+    parts: tuple[RegexNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Alt:
+class RegexAlt:
     """One of several options."""
 
-    options: tuple[Node, ...]
+    options: tuple[RegexNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
+class RegexRepeat:
     """A part ``min_count`` to ``max_count`` times; None means unbounded."""
 
-    part: Node
+    part: RegexNode
     min_count: int
     max_count: int | None
 
@@ -43,4 +43,4 @@ class Anchor:
     sign: str
 
 
-Node: TypeAlias = Char | Seq | Alt | Repeat | Anchor
+RegexNode: TypeAlias = Char | RegexSeq | RegexAlt | RegexRepeat | Anchor

@@ -64,7 +64,7 @@ class Numeric:
 class Condition:
     """The condition of a pattern or a format on a string."""
 
-    tree: regex.Node
+    tree: regex.RegexNode
     source: Node = field(compare=False)
     keyword: str = field(compare=False)
     is_negated: bool = False  # a negated lookahead: the string must not match

@@ -58,7 +58,7 @@ class StringWriter:
                 content = self._automaton(language, quote)
             elif isinstance(language, Counted):
                 content = self._counted(language, quote)
-            elif isinstance(language, regex.Repeat) and isinstance(language.part, regex.Char):
+            elif isinstance(language, regex.RegexRepeat) and isinstance(language.part, regex.Char):
                 spelling = self._spelling(language.part.ranges)
                 content = self._repeated(spelling, language.min_count, language.max_count, quote)
             else:

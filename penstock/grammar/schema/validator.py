@@ -49,7 +49,7 @@ class Validator:
         self._resolve = resolve
         self._refused = {keyword: reason for keyword, reason in refused.items() if keyword not in _KNOWN}
         self._listed: dict[str, frozenset[object]] = {}
-        self._patterns: dict[str, tuple[regex.Node, list[tuple[regex.Node, bool]]]] = {}
+        self._patterns: dict[str, tuple[regex.RegexNode, list[tuple[regex.RegexNode, bool]]]] = {}
         self._depth = 0
 
     def accepts(self, node: Node, value: object) -> bool:

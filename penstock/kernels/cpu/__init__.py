@@ -93,7 +93,7 @@ def _warn_missing() -> None:
 
 BACKEND = Backend(
     name="cpu",
-    # A longer step gains nothing on a CPU: its activations leave the caches, so that each token takes longer.
+    # Longer steps are slower per token on a CPU, because their activations do not fit in the caches.
     sizes={"cpu": DefaultSizes(max_batch_size=32, step_tokens=1024)},
     load=load,
     variants=variants,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import Kernels
-from penstock.kernels.cpu.linear import LONG, TYPES, CpuLinear, takes, takes_order
+from penstock.kernels.cpu.linear import LONG, PANELS, TYPES, CpuLinear, takes, takes_order
 from penstock.kernels.cpu.packing import ENCODINGS
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LoRAInputs
@@ -28,16 +28,16 @@ class _Table:
     """Addresses of the weights of experts that have one encoding and shape."""
 
     addresses: Tensor  # [N, 2, 4] int64: panels, scales, order and bias of gate_up and down; 0 for none
-    gate_up: PackedLinear  # of one expert, as a sample
+    gate_up: PackedLinear  # of one expert; all have this form
     down: PackedLinear
-    names: frozenset[str]  # of all linears, in the checkpoint
+    names: frozenset[str]  # of all layers, in the checkpoint
 
 
 class CpuExperts(CpuLinear):
     """Experts without adapters, for float32 and bfloat16 activations.
 
     Args:
-        kernels: those of one instruction set.
+        kernels: the kernels of one instruction set.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -129,7 +129,7 @@ def _table_of(packed: PackedExperts) -> _Table | None:
 
 def _have_one_form(linears: Sequence[PackedLinear]) -> bool:
     """Return whether all linears are in panels and have one encoding, shape and bias type."""
-    fit = all(one.layout == "panels" and takes_order(one) for one in linears)
+    fit = all(one.layout == PANELS and takes_order(one) for one in linears)
     return fit and len({_form(one) for one in linears}) == 1
 
 

@@ -44,8 +44,8 @@ FUNCTIONS: Mapping[str, CFunction] = {
 class Kernels:
     """The C functions of one instruction set, as attributes that take pointers and numbers in csrc's order.
 
-    ``long_<name>`` releases the GIL while it runs. Taking the GIL back beside a busy thread costs 100 us, so
-    short calls keep it.
+    ``long_<name>`` releases the GIL while it runs. Acquiring the GIL again while another thread is busy takes
+    100 us, so short calls keep it.
 
     Args:
         isa: the instruction set.

@@ -17,31 +17,42 @@ from penstock.kernels.encodings import encoding_named
 from penstock.kernels.encodings._sizes import PANEL
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.lazy_weight import LazyWeight
-from penstock.kernels.linear import LinearSlice, PackedLinear, layer_of, shape_of
+from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, layer_of, shape_of
 from penstock.kernels.reference import ReferenceOps
 
 _logger = logging.getLogger(__name__)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Types of activations that the kernels take, as csrc numbers them."""
+"""Numbers of the activation types that the kernels support, as in csrc."""
 
 LONG = 1 << 27
-"""Multiplications from which a kernel takes long enough to release the GIL: some milliseconds."""
+"""A kernel with more multiplications than this takes milliseconds and releases the GIL."""
 
 
 _SLICE_BYTES = 2 << 20
-"""Of panels that are made of rows to be multiplied at once: they stay in the caches of the cores."""
+"""Bytes of a slice of an unpacked weight that is packed and multiplied at once; fits in the cache of a
+core."""
+
+
+def _from_panels(packed: PackedLinear) -> Mapping[str, Tensor]:
+    panels = encoding_named(packed.encoding).panels
+    assert panels is not None, f"{packed.encoding} weights have no panels"
+    return panels.from_panels(packed.tensors, packed.out_features, packed.in_features)
+
+
+PANELS = Layout("panels", _from_panels)
+"""The layout that `kernels.panels` defines for each encoding."""
 
 
 class CpuLinear(ReferenceOps):
     """Linear layers and adapters, for float32 and bfloat16 activations.
 
     Args:
-        kernels: those of one instruction set.
+        kernels: the kernels of one instruction set.
     """
 
     name = "cpu"
-    layout = "panels"
+    layout = PANELS
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -83,7 +94,7 @@ class CpuLinear(ReferenceOps):
         shape = shape_of([rows["weight"]])
         return layer_of(tensors, shape, encoding, bias, slices, self.layout, order)
 
-    def _may_wait(self, encoding: str, parts: Sequence[Tensor]) -> bool:
+    def _can_defer(self, encoding: str, parts: Sequence[Tensor]) -> bool:
         return encoding in ENCODINGS
 
     def _pack(
@@ -97,14 +108,14 @@ class CpuLinear(ReferenceOps):
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         bias, kind = packed.bias, TYPES.get(x.dtype)
-        fits = packed.layout == "panels" and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
+        fits = packed.layout == PANELS and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
         fits = fits and takes_order(packed)
         if kind is None or not fits or not takes(packed.encoding, x.dtype):
             self._fall_back(
                 "linear",
                 {
                     f"{packed.encoding} weights with {x.dtype} activations": takes(packed.encoding, x.dtype),
-                    f"weights in layout {packed.layout}": packed.layout == "panels",
+                    f"weights in layout {packed.layout.name}": packed.layout == PANELS,
                     f"{packed.encoding} weights in an order of inputs": takes_order(packed),
                     "strided rows": x.stride(1) == 1,
                     "a bias of another type": bias is None or bias.dtype == x.dtype,
@@ -129,7 +140,7 @@ class CpuLinear(ReferenceOps):
         bias: Tensor | None,
         order: Tensor | None = None,
     ) -> None:
-        """``y [T, out]``, columns of a larger one perhaps, as ``x [T, in]`` times a weight in panels."""
+        """Write ``x [T, in]`` times a weight in panels to ``y [T, out]``, whose rows may be strided."""
         rows, in_features = x.shape
         out_features, scales = y.shape[1], tensors.get("scales")
         long = rows * in_features * out_features > LONG
@@ -150,8 +161,10 @@ class CpuLinear(ReferenceOps):
         )
 
     def _multiply_parts(self, y: Tensor, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> None:
-        """As `_multiply`, by a weight of floats in rows: slices of its parts are packed and multiplied, one
-        after the other, while they are in the cache."""
+        """Multiply by a weight of floats in rows, see `_multiply`.
+
+        One slice of the parts at a time is packed and multiplied, so that it stays in the cache.
+        """
         encoding = DType.from_torch(x.dtype).value
         height = max(_SLICE_BYTES // panels_size(encoding, PANEL, x.shape[1]), 1) * PANEL
         start = 0
@@ -215,16 +228,16 @@ class CpuLinear(ReferenceOps):
             )
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Where a kernel writes a result: contiguous, what is in it undefined."""
+        """Return an uninitialised contiguous tensor, to which a kernel writes a result."""
         return torch.empty(shape, dtype=dtype)
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        """A tensor computed only from weights, which a kernel reads."""
+        """Return a tensor that is computed only from weights and that a kernel reads."""
         return tensor
 
 
 def takes(encoding: str, dtype: torch.dtype) -> bool:
-    """Whether there is a product of activations of this type with weights in this encoding."""
+    """Return whether a kernel multiplies activations of this type by weights in this encoding."""
     return is_quantized(encoding) or _computes_in(encoding) == dtype
 
 
@@ -239,5 +252,7 @@ def _computes_in(encoding: str) -> torch.dtype:
 
 
 def _are_stacked(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
-    """Whether A ``[n, R, in]`` and B, a view of ``[n, R, out]``, lie in memory as the kernel reads them."""
+    """Return whether A ``[n, R, in]`` and B, a view of ``[n, R, out]``, have the layout that the kernel
+    reads.
+    """
     return down.dtype == up.dtype == dtype and down.is_contiguous() and up.transpose(1, 2).is_contiguous()

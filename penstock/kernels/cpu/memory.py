@@ -17,7 +17,8 @@ _CHUNK = 32 << 20
 
 
 class WeightMemory:
-    """Allocates tensors one after the other: from prefaulted memory while it lasts, then in own chunks.
+    """Allocates tensors one after the other: from prefaulted memory while it lasts, then in chunks of its
+    own.
 
     A chunk is freed with the last of its tensors.
 
@@ -50,7 +51,7 @@ class SliceMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, aligned to a cache line; it overwrites the tensor before."""
+        """Return an uninitialised tensor, aligned to a cache line, in the memory of the previous one."""
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes > len(self._memory):
             self._memory = torch.from_numpy(huge_pages(max(num_bytes, self.num_bytes)))

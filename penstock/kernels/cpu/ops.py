@@ -20,7 +20,7 @@ class CpuOps(CpuCollectives, CpuRouting):
     The bits of a row depend on the row only, not on its batch, its position there, or the threads.
 
     Args:
-        kernels: those of one instruction set.
+        kernels: the kernels of one instruction set.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Weights from rows, as checkpoints have them, to panels, by the kernel that quantises on the way."""
+"""Packs weights in rows, the layout of checkpoints, into panels. The kernel also quantizes floats."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _BLOCKS = {
     **{"nf4": 15, "fp4": 16, "q4_z": 17},
 }
 _STORED = {"uint4": 5, "uint8": 6, "fp8": 7, **_BLOCKS}
-"""Encodings whose rows are bytes: the kernel copies them, and torch quantizes floats."""
+"""Encodings whose rows are bytes. The kernel only reorders them; torch quantizes floats."""
 
 ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4, **_STORED}
-"""Encodings that have panels, as csrc numbers them."""
+"""Encodings that have panels -> their numbers in csrc."""
 
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""Types of rows: floats, and integers that are quantised already."""
+"""Types of rows -> their numbers in csrc: floats, and quantized integers."""
 
 
 class PanelMemory(Protocol):
-    """Where panels are put."""
+    """Allocates the memory of panels."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor, aligned to a cache line."""
+        """Return an uninitialised tensor, aligned to a cache line."""
         ...
 
 
@@ -44,18 +44,18 @@ def pack_panels(
     scales: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """A weight in panels, from its parts ``[out, in]`` one behind the other.
+    """Return the panels of a weight that is given in parts ``[out, in]``, in order.
 
-    Parts that begin with a panel are packed where they lie, in a mapped file perhaps; only others are put
-    together first.
+    A part that begins at a multiple of a panel's outputs is packed in place, for example from a mapped file.
+    Other parts are concatenated first.
 
     Args:
         kernels: those of one instruction set.
-        memory: where panels are put.
+        memory: allocates the panels.
         encoding: one of `ENCODINGS`.
-        parts: of one type of floats; or one, of the integers of an encoding that is quantised already.
-        scales: what goes with integers.
-        importance: ``[in]``, as of `LinearEncoding.pack`.
+        parts: floats of one type, or a single part of quantized integers.
+        scales: the scales of quantized integers.
+        importance: ``[in]``, see `LinearEncoding.pack`.
     """
     if encoding in _STORED:
         return pack_rows(kernels, memory, encoding, encoding_named(encoding).pack(torch.cat(tuple(parts))))
@@ -97,7 +97,7 @@ def pack_rows(
 
     Args:
         kernels: the kernels of one instruction set.
-        memory: where panels are put.
+        memory: allocates the panels.
         encoding: an encoding that quantizes its weights, or one of bytes.
         rows: the tensors of `LinearEncoding.pack`.
     """
@@ -126,13 +126,13 @@ def pack_rows(
 
 
 def panels_size(encoding: str, rows: int, inputs: int) -> int:
-    """Bytes of the panels of a weight ``[rows, inputs]``."""
+    """Return the bytes of the panels of a weight ``[rows, inputs]``."""
     shape, dtype = _form(encoding, rows, inputs)
     return prod(shape) * dtype.itemsize
 
 
 def _form(encoding: str, rows: int, inputs: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and type of the panels of a weight ``[rows, inputs]``."""
+    """Return the shape and type of the panels of a weight ``[rows, inputs]``."""
     layout = encoding_named(encoding).panels
     assert layout is not None, f"{encoding} weights have no panels"
     return layout.shape(rows, inputs), layout.dtype.to_torch()

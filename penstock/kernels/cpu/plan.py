@@ -31,7 +31,7 @@ from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.recording import Plan, tensors_of
 
 _LONG = 1 << 25
-"""Multiplications of a step, a millisecond or more of work, above which the GIL is released."""
+"""A step with more multiplications than this takes a millisecond or more and releases the GIL."""
 
 _WAITING = ("all_reduce", "all_gather")
 """Kernels that wait for other processes, so that the GIL is released."""
@@ -228,13 +228,13 @@ class _CapturingOps(CpuOps):
         self._kernels.from_rank_0(tensor.data_ptr(), tensor.nbytes, ranks.region, ranks.rank)
 
     def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
-        """Refuse what only the reference kernels can run: it cannot be compiled."""
+        """Refuse an operation that only the reference kernels can run: it cannot be compiled."""
         raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         result = self._destinations.pop(0) if self._destinations else None
         if result is None or tuple(result.shape) != tuple(shape) or result.dtype != dtype:
-            raise UnrecordableStepError("an operation needs memory besides its results")
+            raise UnrecordableStepError("an operation needs memory in addition to its results")
         assert result.is_contiguous()
         return result
 

@@ -61,12 +61,7 @@ class CudaAttention(ReferenceOps):
         is_split = max_keys > _SPLIT and 4 * grid[0] * grid[1] < 3 * num_processors(q.device)
         none, no_spans = cache if scales is None else scales, row_offsets if spans is None else spans.bounds
         sizes = {
-            "ROWS": rows,
-            "GROUP": group,
-            "M": tile,
-            "KEYS": 64 if dim <= _NARROW and not is_wide else 32,
-            "DIM": dim,
-            "WIDTH": power_of_two(dim, 16),
+            **_tile_constants(tile, group, dim, is_wide),
             "BLOCK": cache.shape[3],
             "SPLIT": _SPLIT if is_split or self.is_deterministic else 0,
             "HAS_WINDOW": kv.window is not None,
@@ -74,8 +69,6 @@ class CudaAttention(ReferenceOps):
             "HAS_SPANS": spans is not None,
             "HAS_CAP": soft_cap is not None,
             "IS_SCALED": scales is not None,
-            "WIDE": is_wide,
-            "num_warps": 4 if tile <= _LARGE_TILE else 8,
         }
         window, cap = kv.window or 0, soft_cap or 1.0
         q_strides, kv_strides = q.stride()[:2], cache.stride()[1:4]
@@ -108,7 +101,7 @@ class CudaAttention(ReferenceOps):
         return out
 
     def _tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
-        """Return the number of query heads of a tile. With determinism it depends on no batch."""
+        """Return the number of query heads of a tile. With determinism it does not depend on the batch."""
         smallest = power_of_two(group, _SMALL_TILE)
         if self.is_deterministic or is_wide or num_rows * group < _LARGE_TILE * num_sequences:
             return smallest
@@ -145,3 +138,17 @@ class CudaAttention(ReferenceOps):
             HAS_BIAS=bias is not None,
         )  # fmt: skip
         return out
+
+
+def _tile_constants(tile: int, group: int, dim: int, is_wide: bool) -> dict[str, int]:
+    """Return the sizes of the tiles of queries and keys, and the warps that compute them."""
+    return {
+        "ROWS": tile // group,
+        "GROUP": group,
+        "M": tile,
+        "KEYS": 64 if dim <= _NARROW and not is_wide else 32,
+        "DIM": dim,
+        "WIDTH": power_of_two(dim, 16),
+        "WIDE": is_wide,
+        "num_warps": 4 if tile <= _LARGE_TILE else 8,
+    }

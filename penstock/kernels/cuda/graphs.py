@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ class CudaGraph(Graph):
         results: the tensors that it writes.
     """
 
-    def __init__(self, graph: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, inputs: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
         self._graph, self._inputs, self._results = graph, tuple(inputs), tuple(results)
 
     @property
@@ -61,12 +63,12 @@ class CudaGraphCompiler(GraphCompiler):
     max_rows = 512
     max_graphs = 512
 
-    def __init__(self, ops: Ops, *, cuda: Any = torch.cuda, max_bytes: int | None = None) -> None:
+    def __init__(self, ops: Ops, *, cuda: ModuleType = torch.cuda, max_bytes: int | None = None) -> None:
         self.ops = ops
         self._cuda = cuda
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._pool: Any = None
+        self._pool: object = None
         self._reported: set[str] = set()
 
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[CudaGraph, tuple[Tensor, ...]]:

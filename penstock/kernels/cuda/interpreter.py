@@ -9,9 +9,22 @@ from __future__ import annotations
 import warnings
 from contextlib import ExitStack
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+
+
+class _Type(Protocol):
+    """A type of Triton."""
+
+    scalar: object
+
+
+class _Handle(Protocol):
+    """A value of Triton's interpreter."""
+
+    data: np.ndarray
+    dtype: _Type
 
 
 @cache
@@ -23,7 +36,7 @@ def correct_bfloat16() -> None:
     builder: Any = interpreter.InterpreterBuilder
     cast, dot = builder.cast_impl, builder.create_dot
 
-    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+    def cast_impl(self: object, src: _Handle, dst_type: _Type) -> object:
         source, target = src.dtype.scalar, dst_type.scalar
         if tl.bfloat16 not in (source, target) or source == target:
             return cast(self, src, dst_type)
@@ -33,9 +46,9 @@ def correct_bfloat16() -> None:
         wide = src if source == tl.float32 else cast(self, src, tl.float32)
         return interpreter.TensorHandle(_rounded(wide.data), target)
 
-    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+    def create_dot(self: object, a: _Handle, b: _Handle, *others: object) -> object:
         wide = [
-            self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x  # exact
+            cast_impl(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x  # exact
             for x in (a, b)
         ]
         return dot(self, *wide, *others)

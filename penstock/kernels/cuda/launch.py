@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,30 +12,41 @@ from torch import Tensor
 from penstock.kernels.cuda.interpreter import ignored_overflow
 
 _INTERPRETED_PROCESSORS = 132
-"""Multiprocessors that the interpreter stands for: those of an H100."""
+"""Number of multiprocessors to assume in the interpreter: that of an H100."""
 
 
-def launch(program: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+class Program(Protocol):
+    """A function with `triton.jit`."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        """Return the function that runs the instances of a grid."""
+        ...
+
+
+def launch(
+    program: Program, grid: tuple[int, ...], first: Tensor, *arguments: object, **options: object
+) -> None:
     """Run a program on the device of its first argument, which is a tensor.
 
     Programs are compiled without the fusion of products and sums into one instruction, so that they round as
     the reference does. Matrix products do not depend on it.
 
     Args:
-        program: a function with `triton.jit`.
+        program: the program.
         grid: its numbers of instances; nothing runs if one is 0.
-        arguments: its arguments.
+        first: its first argument.
+        arguments: its other arguments.
         options: its constant arguments, ``num_warps`` and ``num_stages``.
     """
     if 0 in grid:
         return
-    device = arguments[0].device
+    device = first.device
     options.setdefault("enable_fp_fusion", False)
     if device.type == "cuda" and device.index == torch.cuda.current_device():
-        program[grid](*arguments, **options)
+        program[grid](first, *arguments, **options)
         return
     with torch.cuda.device(device) if device.type == "cuda" else ignored_overflow():
-        program[grid](*arguments, **options)
+        program[grid](first, *arguments, **options)
 
 
 @cache

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention import FLOATS
 from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
-from penstock.kernels.cuda.products import Groups, Weights, multiply_encoded, multiply_floats
+from penstock.kernels.cuda.products import Groups, WeightTables, multiply_encoded, multiply_floats
 from penstock.kernels.cuda.programs.products import multiply_floats as floats_program
 from penstock.kernels.cuda.rows import CudaRows
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import LinearSlice, PackedLinear, layer_of, pack_linear, pack_quantized
-from penstock.kernels.nibbles import fits_nibbles, to_nibbles
+from penstock.kernels.nibbles import NIBBLES, fits_nibbles, to_nibbles
 
 
 class CudaLinear(CudaRows):
@@ -62,7 +62,7 @@ class CudaLinear(CudaRows):
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
         if x.dtype not in FLOATS or not has_rows(x):
             return super().linear(x, packed)
-        weights = Weights.of([packed])
+        weights = WeightTables.of([packed])
         if weights is None:
             return super().linear(x, packed)
         if packed.order is not None:
@@ -98,7 +98,7 @@ def _for_gpu(packed: PackedLinear) -> PackedLinear:
         return packed
     shape = (packed.out_features, packed.in_features)
     tensors = to_nibbles(packed.tensors, kind)
-    return layer_of(tensors, shape, packed.encoding, packed.bias, packed.slices, "nibbles", packed.order)
+    return layer_of(tensors, shape, packed.encoding, packed.bias, packed.slices, NIBBLES, packed.order)
 
 
 def _multiply_adapters(

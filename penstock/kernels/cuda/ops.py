@@ -12,7 +12,7 @@ from penstock.kernels.cuda.availability import is_interpreted
 from penstock.kernels.cuda.interpreter import correct_bfloat16
 from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two
 from penstock.kernels.cuda.linear import CudaLinear
-from penstock.kernels.cuda.products import Groups, Weights, multiply_encoded, multiply_floats
+from penstock.kernels.cuda.products import Groups, WeightTables, multiply_encoded, multiply_floats
 from penstock.kernels.cuda.programs.products import combine_experts
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LoRAInputs
@@ -28,7 +28,9 @@ class CudaOps(CudaLinear):
     def __init__(self) -> None:
         if is_interpreted():
             correct_bfloat16()
-        self._experts: WeakKeyDictionary[PackedExperts, tuple[Weights, Weights]] = WeakKeyDictionary()
+        self._experts: WeakKeyDictionary[PackedExperts, tuple[WeightTables, WeightTables]] = (
+            WeakKeyDictionary()
+        )
 
     @property
     def description(self) -> str:
@@ -70,12 +72,12 @@ class CudaOps(CudaLinear):
         launch(combine_experts, grid, out, y, shares, places, x.shape[1], TOP=top, WIDTH=columns)
         return out
 
-    def _multiply_grouped(self, x: Tensor, weights: Weights, groups: Groups) -> Tensor:
+    def _multiply_grouped(self, x: Tensor, weights: WeightTables, groups: Groups) -> Tensor:
         if weights.kind.is_float:
             return multiply_floats(x, weights, groups, is_deterministic=self.is_deterministic)
         return multiply_encoded(x, weights, groups)
 
-    def _weights_of(self, packed: PackedExperts) -> tuple[Weights, Weights] | None:
+    def _weights_of(self, packed: PackedExperts) -> tuple[WeightTables, WeightTables] | None:
         """Return the weights of gates and ups, and of downs; None if no program multiplies them."""
         if packed not in self._experts:
             gate_up, down = (_grouped(linears) for linears in (packed.gate_up, packed.down))
@@ -85,6 +87,6 @@ class CudaOps(CudaLinear):
         return self._experts[packed]
 
 
-def _grouped(linears: tuple[PackedLinear, ...]) -> Weights | None:
+def _grouped(linears: tuple[PackedLinear, ...]) -> WeightTables | None:
     """Return the weights with a table of addresses, also for one expert."""
-    return Weights.of(linears if len(linears) > 1 else linears * 2)
+    return WeightTables.of(linears if len(linears) > 1 else linears * 2)

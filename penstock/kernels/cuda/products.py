@@ -14,8 +14,8 @@ from penstock.kernels.cuda.programs import quantization
 from penstock.kernels.encodings import LinearEncoding, encoding_named
 from penstock.kernels.encodings._sizes import GROUP
 from penstock.kernels.lazy_weight import LazyWeight
-from penstock.kernels.linear import PackedLinear
-from penstock.kernels.nibbles import signed_offset
+from penstock.kernels.linear import ROWS, PackedLinear
+from penstock.kernels.nibbles import NIBBLES, signed_offset
 from penstock.kernels.quantized import INPUTS_PER_EXTRA, MAX_EXTRAS
 
 _INPUTS = 64
@@ -43,7 +43,7 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightTables:
     """One weight, or several of one shape and encoding, as the programs read them."""
 
     kind: LinearEncoding
@@ -52,7 +52,7 @@ class Weights:
     """Name of a tensor -> the addresses ``[n]`` of the tensors of all weights; empty for one weight."""
 
     @classmethod
-    def of(cls, linears: Sequence[PackedLinear]) -> Weights | None:
+    def of(cls, linears: Sequence[PackedLinear]) -> WeightTables | None:
         """Return the weights of layers; None if they differ, or if no program multiplies their encoding."""
         first, kind = linears[0], encoding_named(linears[0].encoding)
         if any(isinstance(one.tensors, LazyWeight) and one.tensors.parts for one in linears):
@@ -83,7 +83,9 @@ class Weights:
         return found
 
 
-def multiply_floats(x: Tensor, weights: Weights, groups: Groups | None, *, is_deterministic: bool) -> Tensor:
+def multiply_floats(
+    x: Tensor, weights: WeightTables, groups: Groups | None, *, is_deterministic: bool
+) -> Tensor:
     """Return the product of rows with weights of floats or 8-bit floats.
 
     Args:
@@ -114,7 +116,7 @@ def multiply_floats(x: Tensor, weights: Weights, groups: Groups | None, *, is_de
     return out
 
 
-def multiply_encoded(x: Tensor, weights: Weights, groups: Groups | None) -> Tensor:
+def multiply_encoded(x: Tensor, weights: WeightTables, groups: Groups | None) -> Tensor:
     """Return the product of rows with weights in an encoding that is not of floats, as `multiply_floats`."""
     if weights.kind.activation_dtype is None:
         return multiply_floats(x, weights, groups, is_deterministic=True)
@@ -123,7 +125,7 @@ def multiply_encoded(x: Tensor, weights: Weights, groups: Groups | None) -> Tens
     return _multiply_groups(x, weights, groups)
 
 
-def _multiply_rows(x: Tensor, weights: Weights, groups: Groups | None) -> Tensor:
+def _multiply_rows(x: Tensor, weights: WeightTables, groups: Groups | None) -> Tensor:
     """Multiply integers with one scale per row and per output."""
     packed, (num_rows, in_features) = weights.first, x.shape
     integers = torch.empty((2, num_rows, in_features), dtype=torch.int8, device=x.device)
@@ -147,7 +149,7 @@ def _multiply_rows(x: Tensor, weights: Weights, groups: Groups | None) -> Tensor
     return out
 
 
-def _multiply_groups(x: Tensor, weights: Weights, groups: Groups | None) -> Tensor:
+def _multiply_groups(x: Tensor, weights: WeightTables, groups: Groups | None) -> Tensor:
     """Multiply integers with a scale per `GROUP` inputs."""
     packed, kind, (num_rows, in_features) = weights.first, weights.kind, x.shape
     num_groups, weight = divide_up(in_features, GROUP), packed.tensors["weight"]
@@ -160,7 +162,7 @@ def _multiply_groups(x: Tensor, weights: Weights, groups: Groups | None) -> Tens
     )  # fmt: skip
     count = num_rows if groups is None else len(groups.rows)
     out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
-    rows, is_nibbles = _tile_rows(count, groups), packed.layout == "nibbles"
+    rows, is_nibbles = _tile_rows(count, groups), packed.layout == NIBBLES
     shift = signed_offset(kind) if is_nibbles else (_BYTE_SHIFT if kind.has_zero_points else 0)
     launch(
         programs.multiply_groups, _grid(count, rows, 64, packed, groups), out, integers, scales,
@@ -176,7 +178,7 @@ def _multiply_groups(x: Tensor, weights: Weights, groups: Groups | None) -> Tens
 def _is_known(kind: LinearEncoding, packed: PackedLinear) -> bool:
     """Return whether a program multiplies weights of these properties."""
     tensors = packed.tensors
-    if packed.layout not in ("rows", "nibbles") or not all(one.is_contiguous() for one in tensors.values()):
+    if packed.layout not in (ROWS, NIBBLES) or not all(one.is_contiguous() for one in tensors.values()):
         return False
     if kind.is_float:
         return True

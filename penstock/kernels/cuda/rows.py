@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from penstock.kernels.activations import Activation
 from penstock.kernels.cuda.attention import FLOATS, CudaAttention
-from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
+from penstock.kernels.cuda.launch import Program, divide_up, has_rows, launch, power_of_two, row_stride
 from penstock.kernels.cuda.programs import rows as programs
 from penstock.kernels.cuda.programs.routing import route
 from penstock.kernels.cuda.programs.sampling import sample
@@ -157,7 +155,7 @@ def _norm(
     return out, total
 
 
-def _apply(program: Any, x: Tensor, width: int, *numbers: float, KIND: str) -> Tensor:
+def _apply(program: Program, x: Tensor, width: int, *numbers: float, KIND: str) -> Tensor:
     """Return ``[T, width]``, the result of an elementwise program on the rows of x."""
     out = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
     columns = min(_COLUMNS, power_of_two(width))

@@ -1,11 +1,11 @@
-"""Causal attention over the paged cache, a sequence and a tile of queries at a time.
+"""Causal attention over the paged cache, for one sequence and one tile of queries at a time.
 
 A query of an image may also see the keys of its whole image (``spans``).
 
-The keys a query sees are laid out in whole blocks from position 0. Per block: scores, exponentials and
-their sum times the values; the blocks are then added from left to right (a cumulative sum is
-sequential). A block beyond the query adds exact zeros, so that a query's bits do not depend on how long
-its sequence is in this step, nor on the queries beside it.
+Keys are processed in whole blocks from position 0. Each block gives the scores, their exponentials, and the
+weighted sum of the values. The results of the blocks are added from left to right, by a cumulative sum, which
+is sequential. A block after the query adds exact zeros. So the bits of a query depend neither on the length
+of its sequence in this step nor on the other queries.
 """
 
 from __future__ import annotations
@@ -113,13 +113,13 @@ def _sink_rows(sinks: Tensor | None, rows: int, kv_heads: int, padding: int) -> 
 
 
 def _gather(kv: LayerKV, sequence: int, length: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of one sequence in float32, ``[K, M, S, D]`` each."""
+    """Return the keys and values of one sequence in float32, ``[K, M, S, D]`` each."""
     block_size = kv.cache.shape[3]
     table = kv.block_tables[sequence, : -(-length // block_size)].long()
     pair = kv.cache[:, table].float()  # [2, M, K, S, D]
     if kv.scales is not None:
         pair = pair * kv.scales[:, table][..., None]
-    # What lies beyond `length` is masked, but a product of 0 and a stale NaN would not be zero.
+    # Values after `length` are masked, but 0 times a stale NaN would be NaN.
     pair[:, -1, :, length - (len(table) - 1) * block_size :] = 0
     keys, values = pair.transpose(1, 2)
     return keys, values

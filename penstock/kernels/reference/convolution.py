@@ -126,7 +126,7 @@ def each_sequence(function: Callable[[Tensor], Tensor], x: Tensor, row_offsets: 
 
 
 def _windows(x: Tensor, packed: PackedConv1d, rows: int) -> Tensor:
-    """Return the inputs of each output row side by side, ``[rows, kernel_size * C]``: a view if possible."""
+    """Return the concatenated inputs of each output row, ``[rows, kernel_size * C]``; a view if possible."""
     channels, size = x.shape[1], packed.kernel_size
     if packed.dilation == 1:
         return x.as_strided((rows, size * channels), (packed.stride * channels, 1))

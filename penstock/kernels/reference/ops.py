@@ -1,12 +1,12 @@
-"""The operations in plain torch, each row's bits independent of the batch it is in.
+"""The operations in plain torch. The bits of a row do not depend on the other rows of the batch.
 
-Why a row's result could depend on its neighbours at all, and what is done about it here:
+Without these measures they would:
 
-* a matrix product picks another inner kernel for a handful of rows than for many: products run over a
-  number of rows that is a multiple of 8, padded with zeros;
-* a sum over keys adds in another order when the sequence is cut elsewhere: keys are summed in whole
-  blocks, and the blocks' sums from left to right;
-* a vectorised function may round its tail differently: only functions that do not are used.
+* Torch uses other matrix kernels for few rows than for many. Products are padded with zeros to a multiple of
+  16 rows (`kernels.linear.ROW_TILE`).
+* A sum over keys has another order of additions if the sequence is cut elsewhere. Keys are summed in whole
+  blocks, and the sums of the blocks from left to right.
+* Some vectorised functions round the last elements of a row differently. They are not used.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from penstock.kernels.experts import ClampedSwiGLU, PackedExperts, grouped_by_ex
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs, SequenceBlocks
 from penstock.kernels.lazy_weight import LazyWeight
 from penstock.kernels.linear import (
+    ROWS,
     LinearSlice,
     PackedLinear,
     layer_of,
@@ -39,7 +40,7 @@ from penstock.kernels.reference.sampling import sample
 from penstock.kernels.spans import ImageSpans
 
 ROWS_OF_EXPERTS = 1024
-"""How many rows experts are given at once: the room they take is small beside that of the whole batch."""
+"""Largest number of rows that experts compute at once; bounds the memory of their activations."""
 
 
 class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
@@ -59,16 +60,17 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
         parts = tuple(part.detach() for part in weight)
-        if not self._may_wait(encoding, parts):
+        if not self._can_defer(encoding, parts):
             return self.pack_linear(weight, encoding, bias=bias, slices=slices)
         shape = shape_of(parts)
         size = encoding_named(encoding).num_bytes(*shape)
         tensors = LazyWeight(parts, size, lambda importance: self._pack(parts, encoding, importance))
         return layer_of(tensors, shape, encoding, bias, slices, self.layout)
 
-    def _may_wait(self, encoding: str, parts: Sequence[Tensor]) -> bool:
-        """Return whether packing can be deferred: only for calibrated encodings, and only on a CPU."""
-        return encoding_named(encoding).needs_calibration and parts[0].device.type == "cpu"
+    def _can_defer(self, encoding: str, parts: Sequence[Tensor]) -> bool:
+        """Return whether packing can be deferred: only for calibrated encodings in rows on a CPU."""
+        is_on_cpu = parts[0].device.type == "cpu"
+        return self.layout == ROWS and encoding_named(encoding).needs_calibration and is_on_cpu
 
     def _pack(
         self, parts: Sequence[Tensor], encoding: str, importance: Tensor | None = None
@@ -232,19 +234,19 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
     def _each(
         self,
         linears: Sequence[PackedLinear],
-        x: Tensor,  # [P, in]: of all experts
-        rows: Tensor,  # [P]: what they are in the batch
+        x: Tensor,  # [P, in], sorted by expert
+        rows: Tensor,  # [P], their indices in the batch
         counts: Sequence[int],
         lora: LoRAInputs | None,
     ) -> Tensor:  # [P, out]
-        """Some rows of x through the first linear, the next through the second."""
+        """Multiply the first ``counts[0]`` rows by the first layer, the next ``counts[1]`` by the second."""
         parts = zip(linears, x.split_with_sizes(counts), rows.split_with_sizes(counts), strict=True)
         return torch.cat([self.linear(part, one, lora=_of_rows(lora, one, own)) for one, part, own in parts])
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
-        """Adds each adapter's product to the rows that use it, slice by slice; other rows are not touched.
+        """Add each adapter's product to the rows that use it, for each slice. Other rows do not change.
 
-        Computed in float32 and added once.
+        The product is computed in float32 and rounded once, after the addition.
         """
         for part in packed.slices:
             matrices = lora.matrices.get(part.name)
@@ -263,7 +265,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
 
 
 def _of_rows(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:
-    """The adapters of these rows, if there are any on this layer."""
+    """Return the adapters of these rows; None if no adapter changes this layer."""
     if lora is None or not any(part.name in lora.matrices for part in packed.slices):
         return None
     return lora.take(rows)

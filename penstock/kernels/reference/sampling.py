@@ -28,18 +28,18 @@ def sample(
 
 
 def _draw(scores: Tensor, sampling: SamplingInputs) -> Tensor:
-    """The inverse CDF at each row's uniform, over the kept tokens in token-id order."""
+    """Return each row's token: the inverse CDF at its uniform, over the kept tokens in token-id order."""
     vocabulary = scores.shape[-1]
     scores = scores / sampling.temperature.double()[:, None]
     probabilities = torch.softmax(scores, dim=-1)
-    # Descending, equal scores by token id: which of equals top_k keeps is part of the rule.
+    # Descending; equal scores by token id, because top_k keeps the first of them.
     ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocabulary, device=scores.device)
     top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocabulary)[:, None]
     kept = ordered * (rank < top_k)
     before = kept.cumsum(-1) - kept
     top_p = sampling.top_p.double()[:, None]
-    # A token stays while those before it hold less than top_p of the mass that top_k left.
+    # A token is kept while the tokens before it have less than top_p of the mass after top_k.
     kept = kept * ((before < top_p * kept.sum(-1, keepdim=True)) | (top_p >= 1) | (rank == 0))
     kept = kept * (kept >= sampling.min_p.double()[:, None] * kept[:, :1])
     mass = torch.zeros_like(kept).scatter_(-1, ids, kept).cumsum(-1)  # back in token-id order

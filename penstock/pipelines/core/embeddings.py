@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Required, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +100,30 @@ class EmbeddingsGenerationRequest:
             raise InputError(f"max_tokens is {self.max_tokens} but truncate is False: pass truncate=True")
         if self.text_pair is not None and not isinstance(self.input, str):
             raise InputError("text_pair needs a text as input, not token ids: encode the pair before")
+
+
+class EmbeddingsOptions(TypedDict, total=False):
+    """The fields of an `EmbeddingsGenerationRequest` that several inputs can share."""
+
+    text_pair: str | None
+    prompt: str | None
+    prompt_name: str | None
+    instruction: str | None
+    pooling: PoolingType | None
+    dimensions: int | None
+    normalize: bool | None
+    activation: bool | None
+    truncate: bool
+    max_tokens: int | None
+    priority: int
+
+
+class EmbeddingsFields(EmbeddingsOptions, total=False):
+    """The fields of an `EmbeddingsGenerationRequest` except its id and its model."""
+
+    input: Required[str | Sequence[int]]
+    outputs: tuple[EmbeddingsOutput, ...] | None
+    adapter: str | None
 
 
 class EmbeddingsContext(TextContext, kw_only=True, tag=True, omit_defaults=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 import msgspec
 
@@ -54,7 +54,7 @@ class TokenGeneratorRequestFunction(TypedDict):
 
     name: str
     description: str
-    parameters: dict[str, Any]
+    parameters: dict[str, object]
     """A JSON schema."""
 
 
@@ -69,18 +69,18 @@ class TokenGeneratorResponseFormat(TypedDict):
     """The required format of the output."""
 
     type: str
-    json_schema: dict[str, Any]
+    json_schema: dict[str, object]
 
 
 class TokenGeneratorRequestMessage(TypedDict):
     """One message of a chat."""
 
     role: Literal["system", "user", "assistant", "tool", "developer"]
-    content: str | list[dict[str, Any]] | None
+    content: str | list[dict[str, object]] | None
     """A string, or parts such as ``{"type": "text", "text": ...}``; None only with ``tool_calls``."""
     name: NotRequired[str]
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_calls: NotRequired[list[dict[str, object]]]
     tool_call_id: NotRequired[str]
 
 
@@ -112,7 +112,7 @@ class TokenGeneratorRequest:
     """Whether the prompt is part of the output."""
     stop: str | list[str] | None = None
     """Strings that end the output, in addition to ``sampling_params.stop``."""
-    chat_template_options: dict[str, Any] | None = None
+    chat_template_options: dict[str, object] | None = None
     """Extra variables for the chat template."""
     sampling_params: SamplingParams = _DEFAULT_SAMPLING
     _: KW_ONLY

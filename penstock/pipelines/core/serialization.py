@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, get_origin
+from typing import Any, TypeAlias, get_origin
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ def msgpack_numpy_encoder() -> Callable[[object], bytes]:
     return msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 
 
-def msgpack_numpy_decoder(type_: Any, copy: bool = True) -> Callable[[bytes], Any]:
+def msgpack_numpy_decoder(type_: object, copy: bool = True) -> Callable[[bytes], Any]:
     """Return a function that decodes bytes into ``type_``.
 
     With ``copy`` the arrays own their memory and are writable. Without it they are read-only views of the
@@ -34,16 +34,17 @@ def msgpack_numpy_decoder(type_: Any, copy: bool = True) -> Callable[[bytes], An
     return msgspec.msgpack.Decoder(type_, dec_hook=partial(_decode_array, copy=copy)).decode
 
 
+Frame: TypeAlias = bytes | memoryview
 MIN_FRAME_BYTES = 64 * 1024
-"""Arrays of at least this size are frames of their own, see `frames_encoder`."""
+"""Arrays of at least this size become separate frames, see `frames_encoder`."""
 
 
-def frames_encoder() -> Callable[[Any], list[Any]]:
+def frames_encoder() -> Callable[[object], list[Frame]]:
     """Return a function that encodes objects to frames: the msgpack body, then the bytes of large arrays.
 
     An array that occurs several times is one frame. The function is not thread-safe.
     """
-    frames: list[Any] = []
+    frames: list[Frame] = []
     indices: dict[int, int] = {}
 
     def encode_array(value: object) -> dict[str, object]:
@@ -52,12 +53,12 @@ def frames_encoder() -> Callable[[Any], list[Any]]:
         index = indices.get(id(value))
         if index is None:
             index = indices[id(value)] = len(frames)
-            frames.append(_encode_array(value)["data"])
+            frames.append(_bytes_of(value))
         return {"__np__": True, "frame": index, "shape": value.shape, "dtype": str(value.dtype)}
 
     encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
 
-    def encode(value: Any) -> list[Any]:
+    def encode(value: object) -> list[Frame]:
         frames.clear()
         indices.clear()
         body = encoder.encode(value)
@@ -66,12 +67,12 @@ def frames_encoder() -> Callable[[Any], list[Any]]:
     return encode
 
 
-def frames_decoder(type_: Any) -> Callable[[Sequence[bytes]], Any]:
+def frames_decoder(type_: object) -> Callable[[Sequence[bytes]], Any]:
     """Return a function that decodes the frames of `frames_encoder` into ``type_``, with writable arrays."""
-    arrays: dict[int, npt.NDArray[Any]] = {}
+    arrays: dict[int, npt.NDArray[np.generic]] = {}
     frames: list[bytes] = []
 
-    def decode_array(type_: Any, value: Any) -> Any:
+    def decode_array(type_: type, value: object) -> npt.NDArray[np.generic]:
         if not isinstance(value, dict) or "frame" not in value:
             return _decode_array(type_, value, copy=True)
         index = value["frame"]
@@ -97,13 +98,16 @@ def _encode_array(value: object) -> dict[str, object]:
     if not isinstance(value, np.ndarray):
         hint = "; convert it with .item()" if isinstance(value, np.generic) else ""
         raise TypeError(f"cannot encode {type(value).__module__}.{type(value).__qualname__}{hint}")
-    if value.dtype.hasobject or value.dtype.kind == "V":
-        raise TypeError(f"cannot encode an array of dtype {value.dtype}: only plain numbers and strings")
-    raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    return {"__np__": True, "data": raw.data, "shape": value.shape, "dtype": str(value.dtype)}
+    return {"__np__": True, "data": _bytes_of(value), "shape": value.shape, "dtype": str(value.dtype)}
 
 
-def _decode_array(type_: Any, value: Any, *, copy: bool) -> Any:
+def _bytes_of(array: npt.NDArray[np.generic]) -> memoryview:
+    if array.dtype.hasobject or array.dtype.kind == "V":
+        raise TypeError(f"cannot encode an array of dtype {array.dtype}: only plain numbers and strings")
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _decode_array(type_: type, value: object, *, copy: bool) -> npt.NDArray[np.generic]:
     if (get_origin(type_) or type_) is not np.ndarray:
         raise TypeError(f"cannot decode {type_}: only numpy arrays are added to msgpack's types")
     if not isinstance(value, dict) or "__np__" not in value:

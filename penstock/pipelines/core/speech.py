@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +12,11 @@ from penstock.pipelines.core.status import TextGenerationStatus
 from penstock.pipelines.core.tokens import CHUNK_SIZE
 
 
-def _no_tokens() -> npt.NDArray[Any]:
+def _no_tokens() -> npt.NDArray[np.int32]:
     return np.zeros(0, dtype=np.int32)
 
 
-def _empty_chunk() -> npt.NDArray[Any]:
+def _empty_chunk() -> npt.NDArray[np.int32]:
     return np.zeros(CHUNK_SIZE, dtype=np.int32)
 
 
@@ -54,12 +52,12 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
         0                    decoded_index           len(speech_tokens)
     """
 
-    audio_prompt_tokens: npt.NDArray[Any] = msgspec.field(default_factory=_no_tokens)
+    audio_prompt_tokens: npt.NDArray[np.int32] = msgspec.field(default_factory=_no_tokens)
     """Speech tokens of the voice to imitate."""
     prev_samples_beyond_offset: int = 0
     """Number of audio samples of the last chunk after its end. Only the decoder uses it."""
 
-    _speech_tokens: npt.NDArray[Any] = msgspec.field(default_factory=_empty_chunk)
+    _speech_tokens: npt.NDArray[np.int32] = msgspec.field(default_factory=_empty_chunk)
     _speech_token_end_idx: int = 0
     _decoded_index: int = 0
     _block_counter: int = 0
@@ -70,7 +68,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
         self._speech_tokens = np.array(self._speech_tokens)  # a writable copy
 
     @property
-    def speech_tokens(self) -> npt.NDArray[Any]:
+    def speech_tokens(self) -> npt.NDArray[np.int32]:
         """The speech tokens so far, as a view."""
         return self._speech_tokens[: self._speech_token_end_idx]
 
@@ -90,7 +88,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
             raise ValueError(f"decoded_index must be at least 0, was {idx}")
         self._decoded_index = idx
 
-    def update_speech_tokens(self, new_tokens: npt.NDArray[Any]) -> None:
+    def update_speech_tokens(self, new_tokens: npt.NDArray[np.int32]) -> None:
         """Append speech tokens, ``[n]``."""
         start = self._speech_token_end_idx
         end = start + len(new_tokens)
@@ -105,7 +103,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
 
     def next_speech_tokens(
         self, audio_chunk_size: int | None = None, buffer: int | None = None
-    ) -> tuple[npt.NDArray[Any], int]:
+    ) -> tuple[npt.NDArray[np.int32], int]:
         """Return the next speech tokens to decode, and the number of decoded tokens that precede them.
 
         ``decoded_index`` does not change: the caller sets it with :meth:`set_decoded_index` after decoding.

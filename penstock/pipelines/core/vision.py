@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,14 +28,14 @@ class ImageMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Index of the first placeholder of the image."""
     end_idx: int
     """Index after the last placeholder of the image."""
-    pixel_values: npt.NDArray[Any]
+    pixel_values: npt.NDArray[np.generic]
     """The image as returned by the model's processor, without a batch dimension."""
     image_hash: bytes | None = None
     """Digest of the content, of 32 bytes, see `image_digest`. Equal digests mean equal encoder rows. Without
     it nothing of the image is cached."""
     num_embedding_rows: int | None = None
     """Number of rows that the vision encoder returns; None: the length of the span."""
-    arguments: dict[str, npt.NDArray[Any]] = msgspec.field(default_factory=dict)
+    arguments: dict[str, npt.NDArray[np.generic]] = msgspec.field(default_factory=dict)
     """Other outputs of the processor that the encoder or the decoder reads, such as ``image_grid_thw``."""
 
     def __post_init__(self) -> None:
@@ -76,9 +75,9 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
         InputError: the images are not in order, overlap, or do not match the tokens.
     """
 
-    pixel_values: tuple[npt.NDArray[Any], ...] = ()
+    pixel_values: tuple[npt.NDArray[np.generic], ...] = ()
     """The pixels of all images; set from ``images`` if those are given."""
-    extra_model_args: dict[str, npt.NDArray[Any]] = msgspec.field(default_factory=dict)
+    extra_model_args: dict[str, npt.NDArray[np.generic]] = msgspec.field(default_factory=dict)
     """Further arguments of a model that reads ``pixel_values`` itself. Penstock's own models read
     `ImageMetadata.arguments`."""
     images: list[ImageMetadata] = msgspec.field(default_factory=list)
@@ -188,7 +187,9 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
                 )
 
 
-def image_digest(pixel_values: npt.NDArray[Any], arguments: dict[str, npt.NDArray[Any]]) -> bytes:
+def image_digest(
+    pixel_values: npt.NDArray[np.generic], arguments: dict[str, npt.NDArray[np.generic]]
+) -> bytes:
     """Return the digest of the outputs of a processor for one image: values, shapes and types."""
     digest = blake2b(digest_size=_HASH_SIZE)
     for name, array in [("", pixel_values), *sorted(arguments.items())]:
@@ -208,5 +209,5 @@ def image_hash_overrides(image: ImageMetadata) -> dict[int, int]:
     return dict(zip(range(image.start_idx, image.end_idx), words, strict=False))
 
 
-def _equal(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
+def _equal(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> bool:
     return a.dtype == b.dtype and np.array_equal(a, b)

@@ -16,19 +16,14 @@ from penstock.serve.api.schemas import ChatBody
 from penstock.serve.api.text_generation import answer_request, envelope_of, note
 from penstock.serve.api.token_scores import ChatScores, prompt_parts
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.http.openapi import route_options
 from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.services import Services
 
 router = APIRouter(route_class=JsonRoute, tags=["chat"])
 
 
-@router.post(
-    "/v1/chat/completions",
-    response_class=Response,
-    openapi_extra=body_of(ChatBody),
-    responses=generated("The answer; with `stream`, in chunks."),
-)
+@router.post("/v1/chat/completions", **route_options(ChatBody, "The answer; with `stream`, in chunks."))
 async def create_chat_completion(request: Request) -> Response:
     """Generate the next message of a conversation."""
     services, record = Services.of(request), RequestRecord.of(request)
@@ -51,9 +46,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 @router.post(
     "/v1/chat/completions/render",
-    response_class=Response,
-    openapi_extra=body_of(ChatBody),
-    responses=generated("The prompt's text and token ids.", streams=False),
+    **route_options(ChatBody, "The prompt's text and token ids.", streams=False),
 )
 async def render_chat_completion(request: Request) -> Response:
     """Return the prompt of a conversation without running the model.

@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict, cast
 
+from penstock.pipelines.core import (
+    TokenGeneratorRequestFunction,
+    TokenGeneratorRequestMessage,
+    TokenGeneratorRequestTool,
+)
 from penstock.serve.api.schemas import AllowedTools, ChatBody, NamedTool, TokenizeBody
 from penstock.serve.http.problems import RequestProblem
+from penstock.serve.parsers.tools import NamedFunction
+from penstock.text.chat_template import Message
 from penstock.text.tokenizer import TextTokenizer
 
 ChatLike = ChatBody | TokenizeBody
@@ -18,8 +25,8 @@ ChatLike = ChatBody | TokenizeBody
 class ToolUse:
     """The tools that the output may call, and whether it must call one."""
 
-    tools: list[dict[str, Any]]
-    choice: str | dict[str, Any]
+    tools: list[TokenGeneratorRequestTool]
+    choice: str | NamedFunction
     """``auto``, ``none``, ``required``, or one function as an object of the OpenAI API."""
     strict: frozenset[str] = frozenset()
     """Names of the tools whose arguments must match their schemas."""
@@ -37,13 +44,26 @@ class ToolUse:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
 
-def tool_use(body: ChatBody, raw: Mapping[str, Any]) -> ToolUse:
+def messages_of(raw: Mapping[str, object]) -> list[Message]:
+    """Return the messages of a chat request as the client sent them; the request is validated."""
+    messages = raw["messages"]
+    assert isinstance(messages, list)
+    return messages
+
+
+def plain_tools(raw: Mapping[str, object]) -> list[TokenGeneratorRequestTool]:
+    """Return the tools of a validated request as the client sent them, without nulls and ``strict``."""
+    tools = raw.get("tools")
+    return [_plain_tool(tool) for tool in tools] if isinstance(tools, list) else []
+
+
+def tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
     """Return the tools of a request and how they may be used.
 
     Raises:
         RequestProblem: 400; ``tool_choice`` names a tool that the request does not have.
     """
-    tools = [plain_tool(tool) for tool in raw.get("tools") or []]
+    tools = plain_tools(raw)
     names = [tool["function"]["name"] for tool in tools]
     choice = body.tool_choice
     strict = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
@@ -66,7 +86,7 @@ def tool_use(body: ChatBody, raw: Mapping[str, Any]) -> ToolUse:
     return ToolUse(tools, choice or ("auto" if tools else "none"), strict)
 
 
-def check_template_shows(tools: Sequence[Mapping[str, Any]], tokenizer: TextTokenizer) -> None:
+def check_template_shows(tools: Sequence[Mapping[str, object]], tokenizer: TextTokenizer) -> None:
     """Refuse tools if the chat template would omit them from the prompt.
 
     Raises:
@@ -82,8 +102,8 @@ def check_template_shows(tools: Sequence[Mapping[str, Any]], tokenizer: TextToke
 
 
 def template_messages(
-    messages: Sequence[Mapping[str, Any]], tokenizer: TextTokenizer
-) -> list[dict[str, Any]]:
+    messages: Sequence[Message], tokenizer: TextTokenizer
+) -> list[TokenGeneratorRequestMessage]:
     """Return the messages in the form that Hugging Face templates expect: no nulls, known roles."""
     knows_developer = tokenizer.template_mentions("developer")
     as_objects = tokenizer.template_takes_argument_objects
@@ -92,10 +112,10 @@ def template_messages(
         for message in plain:  # gpt-oss calls the field "thinking"
             if "reasoning_content" in message:
                 message["thinking"] = message.pop("reasoning_content")
-    return plain
+    return cast("list[TokenGeneratorRequestMessage]", plain)
 
 
-def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bool) -> dict[str, Any]:
+def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bool) -> dict[str, object]:
     """Return the variables of the chat template.
 
     Variables that the template does not read have no effect, as in transformers. Some clients send the same
@@ -133,13 +153,12 @@ def reads_effort(tokenizer: TextTokenizer, effort: str) -> bool:
     )
 
 
-def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as the client sent it, without nulls and without ``strict``."""
+def _plain_tool(tool: TokenGeneratorRequestTool) -> TokenGeneratorRequestTool:
     function = {
         key: value for key, value in tool["function"].items() if value is not None and key != "strict"
     }
     function.setdefault("parameters", {"type": "object", "properties": {}})
-    return {"type": tool["type"], "function": function}
+    return {"type": tool["type"], "function": cast("TokenGeneratorRequestFunction", function)}
 
 
 def _check_name(name: str, names: Sequence[str], param: str) -> None:
@@ -149,8 +168,8 @@ def _check_name(name: str, names: Sequence[str], param: str) -> None:
 
 
 def _message(
-    message: Mapping[str, Any], knows_developer: bool, as_objects: bool, reads_images: bool
-) -> dict[str, Any]:
+    message: Message, knows_developer: bool, as_objects: bool, reads_images: bool
+) -> dict[str, object]:
     plain = {key: value for key, value in message.items() if value is not None and key in _KEPT}
     if plain["role"] == "developer" and not knows_developer:
         plain["role"] = "system"
@@ -161,17 +180,18 @@ def _message(
         plain["content"] = [_part(part, reads_images) for part in content] or ""
     elif content is None:
         plain["content"] = message.get("refusal") or ""
-    if not plain.get("tool_calls"):
-        plain.pop("tool_calls", None)
+    calls = plain.get("tool_calls")
+    if isinstance(calls, list) and calls:
+        plain["tool_calls"] = [_call(call, as_objects) for call in calls]
     else:
-        plain["tool_calls"] = [_call(call, as_objects) for call in plain["tool_calls"]]
+        plain.pop("tool_calls", None)
     return plain
 
 
 _KEPT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
-def _part(part: Mapping[str, Any], reads_images: bool) -> dict[str, Any]:
+def _part(part: Mapping[str, object], reads_images: bool) -> dict[str, object]:
     if part["type"] == "image_url" and reads_images:
         return {"type": "image"}
     if part["type"] == "refusal":
@@ -179,7 +199,19 @@ def _part(part: Mapping[str, Any], reads_images: bool) -> dict[str, Any]:
     return {key: value for key, value in part.items() if value is not None}
 
 
-def _call(call: Mapping[str, Any], as_objects: bool) -> dict[str, Any]:
+class _Function(TypedDict):
+    name: str
+    arguments: NotRequired[object]
+
+
+class _Call(TypedDict):
+    """A call of an earlier message."""
+
+    id: NotRequired[str | None]
+    function: _Function
+
+
+def _call(call: _Call, as_objects: bool) -> dict[str, object]:
     arguments = call["function"].get("arguments")
     if as_objects:
         arguments = _object(arguments)
@@ -193,7 +225,7 @@ def _call(call: Mapping[str, Any], as_objects: bool) -> dict[str, Any]:
     }
 
 
-def _object(arguments: Any) -> Any:
+def _object(arguments: object) -> object:
     """Decode JSON text of an object; text that is not a JSON object is returned unchanged."""
     if not isinstance(arguments, str):
         return arguments or {}

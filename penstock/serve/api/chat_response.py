@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.json_parts import Parts, array, event_parts, with_members
@@ -24,13 +24,13 @@ class Envelope:
     model: str
     system_fingerprint: str
 
-    def parts(self, kind: str, members: Mapping[str, Iterable[bytes]], **more: Any) -> Parts:
+    def parts(self, kind: str, members: Mapping[str, Iterable[bytes]], **more: object) -> Parts:
         """Yield the JSON of an object; `members`, such as its choices, are given in parts."""
         plain = self.around(kind, [], **more)
         del plain["choices"]
         return with_members(plain, **members)
 
-    def around(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
+    def around(self, kind: str, choices: Sequence[object], **more: object) -> dict[str, object]:
         """Return an object of type `kind`."""
         return {
             "id": self.id,
@@ -41,6 +41,22 @@ class Envelope:
             "system_fingerprint": self.system_fingerprint,
             **more,
         }
+
+
+class FunctionDelta(TypedDict):
+    """The function of a tool call, or the next part of its arguments."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """A tool call, or the next part of one."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[str]
+    function: FunctionDelta
 
 
 class ChatResponse(OpenAIStream):
@@ -77,7 +93,7 @@ class ChatResponse(OpenAIStream):
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Parts:
         """Yield the JSON of a response that is not streamed."""
         choices = (self._choice(index, piece) for index, piece in enumerate(pieces))
-        more: dict[str, Any] = {"usage": usage}
+        more: dict[str, object] = {"usage": usage}
         if self._prompt_token_ids is not None:
             more["prompt_token_ids"] = self._prompt_token_ids
         members: dict[str, Iterable[bytes]] = {"choices": array(choices)}
@@ -104,7 +120,7 @@ class ChatResponse(OpenAIStream):
         if self._scores is not None and piece.scores:
             return chain((first,), self._scored_chunk(index, delta, piece, so_far), (last,))
         has_more = bool(delta or (self._prompt_token_ids is not None and piece.token_ids))
-        middle = self._chunk(index, delta, piece, usage=so_far) if has_more else b""
+        middle = event(self._chunk(index, delta, piece, usage=so_far)) if has_more else b""
         return (first + middle + last,)
 
     def begin(self) -> bytes:
@@ -119,45 +135,48 @@ class ChatResponse(OpenAIStream):
         return event(self._envelope.around("chat.completion.chunk", [], usage=usage))
 
     def _first(self, index: int, usage: Usage | None) -> bytes:
-        more: dict[str, Any] = {}
+        more: dict[str, object] = {}
         if self._prompt_token_ids is not None and not self._begun:
             more["prompt_token_ids"] = self._prompt_token_ids
         self._begun.add(index)
-        return self._chunk(index, {"role": "assistant", "content": ""}, usage=usage, **more)
+        return event(self._chunk(index, {"role": "assistant", "content": ""}, usage=usage, more=more))
 
     def _last(self, index: int, piece: ChoiceDelta, usage: Usage | None) -> bytes:
-        return self._chunk(index, {}, finish_reason=piece.finish_reason, usage=usage)
+        return event(self._chunk(index, {}, finish_reason=piece.finish_reason, usage=usage))
 
     def _template(self, index: int) -> EventTemplate:
         if index not in self._templates:
-            chunk = self._chunk_object(index, {"content": EventTemplate.PLACEHOLDER})
-            self._templates[index] = EventTemplate(chunk)
+            self._templates[index] = EventTemplate(self._chunk(index, {"content": EventTemplate.PLACEHOLDER}))
         return self._templates[index]
 
     def _scored_chunk(
-        self, index: int, delta: dict[str, Any], piece: ChoiceDelta, usage: Usage | None
+        self, index: int, delta: dict[str, object], piece: ChoiceDelta, usage: Usage | None
     ) -> Parts:
         assert self._scores is not None
-        chunk = self._chunk_object(index, delta, piece, usage=usage)
-        (choice,) = chunk.pop("choices")
+        choice = self._chunk_choice(index, delta, piece, None)
         del choice["logprobs"]
         scored = with_members(choice, logprobs=self._scores.parts(piece.scores))
-        return event_parts(with_members(chunk, choices=array([scored])))
+        members = {"choices": array([scored])}
+        return event_parts(self._envelope.parts("chat.completion.chunk", members, **self._usage(usage)))
 
-    def _chunk(self, *args: Any, **kwargs: Any) -> bytes:
-        return event(self._chunk_object(*args, **kwargs))
-
-    def _chunk_object(
+    def _chunk(
         self,
         index: int,
-        delta: dict[str, Any],
+        delta: dict[str, object],
         piece: ChoiceDelta | None = None,
         *,
         finish_reason: str | None = None,
         usage: Usage | None = None,
-        **more: Any,
-    ) -> dict[str, Any]:
-        choice: dict[str, Any] = {
+        more: Mapping[str, object] | None = None,
+    ) -> dict[str, object]:
+        choice = self._chunk_choice(index, delta, piece, finish_reason)
+        members = {**(more or {}), **self._usage(usage)}
+        return self._envelope.around("chat.completion.chunk", [choice], **members)
+
+    def _chunk_choice(
+        self, index: int, delta: dict[str, object], piece: ChoiceDelta | None, finish_reason: str | None
+    ) -> dict[str, object]:
+        choice: dict[str, object] = {
             "index": index,
             "delta": delta,
             "logprobs": None,
@@ -165,12 +184,14 @@ class ChatResponse(OpenAIStream):
         }
         if piece is not None and self._prompt_token_ids is not None:
             choice["token_ids"] = piece.token_ids
-        if self._include_usage or usage is not None:
-            more["usage"] = usage
-        return self._envelope.around("chat.completion.chunk", [choice], **more)
+        return choice
+
+    def _usage(self, usage: Usage | None) -> dict[str, object]:
+        """Return the ``usage`` member of a chunk, or nothing."""
+        return {"usage": usage} if self._include_usage or usage is not None else {}
 
     def _choice(self, index: int, piece: ChoiceDelta) -> Parts:
-        choice: dict[str, Any] = {
+        choice: dict[str, object] = {
             "index": index,
             "message": self._message(piece),
             "finish_reason": piece.finish_reason,
@@ -180,9 +201,9 @@ class ChatResponse(OpenAIStream):
         scores = (b"null",) if self._scores is None else self._scores.parts(piece.scores)
         return with_members(choice, logprobs=scores)
 
-    def _message(self, piece: ChoiceDelta) -> dict[str, Any]:
+    def _message(self, piece: ChoiceDelta) -> dict[str, object]:
         calls = _calls(piece.events)
-        message: dict[str, Any] = {
+        message: dict[str, object] = {
             "role": "assistant",
             "content": piece.content or (None if calls else ""),
             "refusal": None,
@@ -190,20 +211,18 @@ class ChatResponse(OpenAIStream):
         if reasoning := piece.reasoning:
             message |= dict.fromkeys(self._reasoning_fields, reasoning)
         if calls:
-            message["tool_calls"] = [{**call, "id": call["id"]} for call in calls]
-            for call in message["tool_calls"]:
-                del call["index"]
+            message["tool_calls"] = [
+                {"id": call["id"], "type": call["type"], "function": call["function"]} for call in calls
+            ]
         return message
 
-    def _delta(self, events: Sequence[Event]) -> dict[str, Any]:
+    def _delta(self, events: Sequence[Event]) -> dict[str, object]:
         """Return only the new members: strict clients refuse nulls."""
-        delta: dict[str, Any] = {}
-        reasoning = ""
-        for one in events:
-            if isinstance(one, Content):
-                delta["content"] = delta.get("content", "") + one.text
-            elif isinstance(one, Reasoning):
-                reasoning += one.text
+        delta: dict[str, object] = {}
+        contents = [one.text for one in events if isinstance(one, Content)]
+        reasoning = "".join(one.text for one in events if isinstance(one, Reasoning))
+        if contents:
+            delta["content"] = "".join(contents)
         if reasoning:
             delta |= dict.fromkeys(self._reasoning_fields, reasoning)
         if calls := _calls(events):
@@ -226,12 +245,12 @@ def _without(usage: Usage | None, num_tokens: int) -> Usage | None:
     }
 
 
-def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
+def _calls(events: Sequence[Event]) -> list[ToolCallDelta]:
     """Return the ``tool_calls`` entries of the events, one per call."""
-    calls: dict[int, dict[str, Any]] = {}
+    calls: dict[int, ToolCallDelta] = {}
     for one in events:
         if isinstance(one, ToolCallStart):
-            function = {"name": one.name, "arguments": ""}
+            function: FunctionDelta = {"name": one.name, "arguments": ""}
             calls[one.index] = {"index": one.index, "id": one.id, "type": "function", "function": function}
         elif isinstance(one, ToolCallArguments):
             call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})

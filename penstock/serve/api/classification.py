@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -20,17 +19,13 @@ from penstock.serve.api.embedding_requests import (
 from penstock.serve.api.embedding_schemas import ClassifyBody
 from penstock.serve.api.json_parts import JsonResponse, array, encode, gather, with_members
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.http.openapi import route_options
 from penstock.serve.services import Services
 from penstock.text.scoring import best_label
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 
-_ROUTE: dict[str, Any] = {
-    "response_class": Response,
-    "openapi_extra": body_of(ClassifyBody),
-    "responses": generated("The labels and scores, in the order of the inputs.", streams=False),
-}
+_ROUTE = route_options(ClassifyBody, "The labels and scores, in the order of the inputs.", streams=False)
 
 
 @router.post("/v1/classify", **_ROUTE)
@@ -76,5 +71,7 @@ async def classify_without_version(request: Request) -> Response:
 def _inputs(services: Services, body: ClassifyBody) -> list[ModelInput]:
     given = input_list(body.input)
     check_count(services, len(given), "input")
-    fields = {"outputs": ("scores",), "activation": body.activation}
-    return [ModelInput(name, {"input": one, **fields}) for name, one in given]
+    return [
+        ModelInput(name, {"input": one, "outputs": ("scores",), "activation": body.activation})
+        for name, one in given
+    ]

@@ -21,7 +21,7 @@ from penstock.serve.api.schemas import CompletionBody
 from penstock.serve.api.text_generation import answer_request, checked_body, envelope_of, note
 from penstock.serve.api.token_scores import CompletionScores, prompt_parts
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.http.openapi import route_options
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.services import Services
@@ -30,12 +30,7 @@ from penstock.text.detokenizer import prompt_text
 router = APIRouter(route_class=JsonRoute, tags=["completions"])
 
 
-@router.post(
-    "/v1/completions",
-    response_class=Response,
-    openapi_extra=body_of(CompletionBody),
-    responses=generated("The completions; with `stream`, in chunks."),
-)
+@router.post("/v1/completions", **route_options(CompletionBody, "The completions; with `stream`, in chunks."))
 async def create_completion(request: Request) -> Response:
     """Generate a continuation of each prompt."""
     services, record = Services.of(request), RequestRecord.of(request)

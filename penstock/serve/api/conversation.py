@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -12,12 +11,14 @@ from penstock.pipelines.core import Grammar, TextContext
 from penstock.serve.api.chat_prompt import (
     ToolUse,
     check_template_shows,
+    messages_of,
     template_messages,
     template_options,
     tool_use,
 )
 from penstock.serve.api.choice_decoder import ChoiceDecoder
 from penstock.serve.api.generation import GenerationJob, check_choices
+from penstock.serve.api.images import ImageFields
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logprobs, with_bounded_output
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.output_format import check_enabled, check_tools, checked_grammar, output_grammar
@@ -27,6 +28,7 @@ from penstock.serve.api.roles import check_roles
 from penstock.serve.api.schemas import ChatBody
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.services import Services
+from penstock.text.chat_template import Message
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Conversation:
     """Whether the prompt ends inside a reasoning block."""
 
     @classmethod
-    def of(cls, services: Services, raw: Mapping[str, Any], request_id: str) -> Conversation:
+    def of(cls, services: Services, raw: Mapping[str, object], request_id: str) -> Conversation:
         """Validate a chat request, render its messages and encode them. Slow: call it in the pool.
 
         Args:
@@ -57,10 +59,11 @@ class Conversation:
         """
         body = checked_body(services, ChatBody, raw)
         check_choices(services, 1, body.n or 1)
+        given = messages_of(raw)
         use = tool_use(body, raw)
         check_template_shows(use.tools, services.tokenizer)
         parsers, tokenizer = services.parsers, services.tokenizer
-        messages = template_messages(raw["messages"], tokenizer)
+        messages = template_messages(given, tokenizer)
         options = template_options(body, tokenizer, can_reason=parsers.reasoning_format is not None)
         with map_input_errors("messages"):
             check_roles(messages, tokenizer, use.tools or None, options)
@@ -76,7 +79,7 @@ class Conversation:
             messages=messages,
             tools=use.tools or None,
             chat_template_options=options,
-            **image_fields(services, raw["messages"]),
+            **image_fields(services, given),
         )
         prompt_rows = num_prompt_logprobs(body, [context])
         if top is not None and output_limit(body) is None:
@@ -121,7 +124,7 @@ class Conversation:
         return GenerationJob(contexts, choices, self.body.n or 1)
 
 
-def image_fields(services: Services, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields:
     """Return the request fields of the images of messages; empty without images. Blocks.
 
     Raises:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar, Unpack, cast
 from uuid import uuid4
 
 import numpy as np
@@ -20,6 +20,7 @@ from penstock.pipelines.core import (
     EmbeddingsResponse,
     check_dimensions,
 )
+from penstock.pipelines.core.embeddings import EmbeddingsFields, EmbeddingsOptions
 from penstock.serve.api.embedding_run import EmbeddingRun
 from penstock.serve.api.embedding_schemas import EncodingBody, TextsOrIds, VectorBody
 from penstock.serve.api.generation import cancel_on_disconnect, in_pool
@@ -40,8 +41,7 @@ class ModelInput:
 
     name: str
     """The field of the request, such as ``input[3]``, for errors."""
-    fields: Mapping[str, Any]
-    """Fields of `EmbeddingsGenerationRequest`."""
+    fields: EmbeddingsFields
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,10 @@ def check_outputs(services: Services, outputs: Sequence[str], hint: str = "") ->
 
 
 def vector_inputs(
-    services: Services, body: VectorBody, outputs: Sequence[EmbeddingsOutput] | None, **more: Any
+    services: Services,
+    body: VectorBody,
+    outputs: Sequence[EmbeddingsOutput] | None,
+    **more: Unpack[EmbeddingsOptions],
 ) -> list[ModelInput]:
     """Return the inputs of a request for vectors.
 
@@ -163,20 +166,22 @@ def vector_inputs(
     if body.dimensions is not None and body.pooling is None and size:
         with map_input_errors("dimensions"):
             check_dimensions(body.dimensions, size, services.pipeline_config.model.trained_dimensions)
-    prompt = {} if body.prompt_name is None else {"prompt_name": body.prompt_name}
+    prompt_name = body.prompt_name
     if body.input_type is not None:
-        prompt = tokenizer_of(services).layout.prompt_for(
+        prompt_name = tokenizer_of(services).layout.prompt_for(
             "query" if body.input_type == "query" else "document"
         )
-    shared = {
-        "outputs": tuple(outputs) if outputs else None,
+    shared: EmbeddingsOptions = {
         "pooling": body.pooling,
         "dimensions": body.dimensions,
         "normalize": body.normalize,
-        **prompt,
+        "prompt_name": prompt_name,
         **more,
     }
-    return [ModelInput(name, {"input": one, **shared}) for name, one in given]
+    kinds = tuple(outputs) if outputs else None
+    return [
+        ModelInput(name, {**shared, "input": one, "outputs": kinds, "adapter": None}) for name, one in given
+    ]
 
 
 def tokenizer_of(services: Services) -> EmbeddingsTokenizer:
@@ -204,19 +209,15 @@ def _contexts(
     contexts = []
     for one in inputs:
         with _input_errors(one.name, is_only=len(inputs) == 1):
-            contexts.append(
-                tokenizer.build_embeddings_context(
-                    EmbeddingsGenerationRequest(
-                        id=uuid4().hex,
-                        model_name=body.model,
-                        truncate=body.cuts,
-                        max_tokens=body.max_tokens,
-                        adapter=adapter,
-                        priority=body.priority or 0,
-                        **one.fields,
-                    )
-                )
-            )
+            fields: EmbeddingsFields = {
+                **one.fields,
+                "truncate": body.cuts,
+                "max_tokens": body.max_tokens,
+                "adapter": adapter,
+                "priority": body.priority or 0,
+            }
+            asked = EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields)
+            contexts.append(tokenizer.build_embeddings_context(asked))
     return contexts, [one.name for one in inputs]
 
 

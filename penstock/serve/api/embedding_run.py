@@ -61,7 +61,7 @@ class EmbeddingRun:
     async def responses(self) -> list[EmbeddingsResponse]:
         """Compute all inputs and return their outputs in order.
 
-        If one input fails, the others are cancelled.
+        If one input fails, all other inputs are cancelled.
 
         Raises:
             PenstockError: no input was accepted: the worker is not ready, or the queue is full.

@@ -21,7 +21,7 @@ from penstock.serve.api.embedding_requests import (
 from penstock.serve.api.embedding_schemas import EmbeddingsBody, PoolingBody
 from penstock.serve.api.json_parts import JsonResponse, Parts, array, encode, gather, with_members
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.http.openapi import route_options
 from penstock.serve.services import Services
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
@@ -31,9 +31,7 @@ _USE_OTHERS = ": send the request to /v1/rerank, /v1/score or /v1/classify"
 
 @router.post(
     "/v1/embeddings",
-    response_class=Response,
-    openapi_extra=body_of(EmbeddingsBody),
-    responses=generated("The embeddings, in the order of the inputs.", streams=False),
+    **route_options(EmbeddingsBody, "The embeddings, in the order of the inputs.", streams=False),
 )
 async def create_embeddings(request: Request) -> Response:
     """Return a vector for each input."""
@@ -55,10 +53,7 @@ async def create_embeddings(request: Request) -> Response:
 
 
 @router.post(
-    "/pooling",
-    response_class=Response,
-    openapi_extra=body_of(PoolingBody),
-    responses=generated("The outputs, in the order of the inputs.", streams=False),
+    "/pooling", **route_options(PoolingBody, "The outputs, in the order of the inputs.", streams=False)
 )
 async def create_pooling(request: Request) -> Response:
     """Return all requested outputs of each input: dense, sparse, multi_vector, scores."""

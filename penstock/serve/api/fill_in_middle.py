@@ -10,7 +10,7 @@ from penstock.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)
-class Markers:
+class FillInMiddleTokens:
     """The tokens of one model family, and the order in which it was trained."""
 
     prefix: str
@@ -20,13 +20,13 @@ class Markers:
 
 
 FAMILIES = (
-    Markers("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
-    Markers("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
-    Markers("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    Markers("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001  # DeepSeek
-    Markers("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
-    Markers("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
-    Markers("[PREFIX]", "[SUFFIX]", "[MIDDLE]", suffix_first=True),  # Codestral
+    FillInMiddleTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    FillInMiddleTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    FillInMiddleTokens("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    FillInMiddleTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001  # DeepSeek
+    FillInMiddleTokens("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    FillInMiddleTokens("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    FillInMiddleTokens("[PREFIX]", "[SUFFIX]", "[MIDDLE]", suffix_first=True),  # Codestral
 )
 """The families; the first whose tokens the tokenizer has is used."""
 ENDS = ("<|endoftext|>", "<|file_sep|>", "<|fim_pad|>", "<|repo_name|>", "<|cursor|>", "<EOT>", "▁<EOT>")

@@ -9,11 +9,11 @@ Choice ``i`` of prompt ``p`` has index ``p * n + i``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -266,7 +266,7 @@ class Cancellable(Protocol):
     def cancel(self) -> None: ...
 
 
-async def cancel_on_disconnect(request: Request, run: Cancellable, answer: Callable[[], Any]) -> Any:
+async def cancel_on_disconnect(request: Request, run: Cancellable, answer: Callable[[], Awaitable[T]]) -> T:
     """Await the result of `answer`; if the client disconnects first, cancel `run`.
 
     Raises:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from penstock.errors import InputError, OverloadedError
 from penstock.media.sources import ImageSources
+from penstock.text.chat_template import Message
 
 if TYPE_CHECKING:
     from penstock.config import VisionConfig
@@ -22,6 +23,13 @@ T = TypeVar("T")
 _NUM_THREADS = 8
 _MAX_ACTIVE = 32
 """Requests with images that may be prepared at once; each holds its images in memory."""
+
+
+class ImageFields(TypedDict, total=False):
+    """The fields of a `TokenGeneratorRequest` for the images of its messages; empty without images."""
+
+    images: list[bytes]
+    image_details: list[str]
 
 
 class ImageRequests:
@@ -65,13 +73,13 @@ class ImageRequests:
         working.add_done_callback(lambda ended: self._end(ended, begin))
         return await asyncio.shield(working)  # a thread cannot be cancelled: it counts until it ends
 
-    def _end(self, ended: asyncio.Future[Any], begin: float) -> None:
+    def _end(self, ended: asyncio.Future[T], begin: float) -> None:
         self._num_active -= 1
         if not ended.cancelled():
             ended.exception()  # marks it as read: the request may be gone
         self._metrics.images_prepared(time.perf_counter() - begin)
 
-    def fields(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def fields(self, messages: Sequence[Message]) -> ImageFields:
         """Return the request fields of the images of messages: their files and details. Blocks.
 
         Raises:
@@ -80,8 +88,8 @@ class ImageRequests:
         found = [
             (f"messages[{i}].content[{j}]", part["image_url"])
             for i, message in enumerate(messages)
-            if isinstance(message.get("content"), list)
-            for j, part in enumerate(message["content"])
+            if isinstance(content := message.get("content"), list)
+            for j, part in enumerate(content)
             if part["type"] == "image_url"
         ]
         if len(found) > self._max_images:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from hashlib import blake2b
-from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -97,15 +96,9 @@ def unloaded_model(services: Services) -> Model:
 
 def models_of(services: Services) -> dict[str, Model]:
     """Return the entries of a loaded model and its adapters, by name."""
-    name = services.model_name
-    limits: dict[str, Any] = {
-        "created": _STARTED,
-        "max_model_len": services.worker.info.max_length,
-        "task": services.task.option,
-        "input_modalities": ["text", "image"] if services.tokenizer.reads_images else ["text"],
-        "outputs": services.worker.info.outputs,
-    }
-    models = {name: Model(id=name, root=services.pipeline_config.model.model_path, **limits)}
+    own, info = unloaded_model(services), services.worker.info
+    own = own.model_copy(update={"max_model_len": info.max_length, "outputs": info.outputs})
+    models = {own.id: own}
     for adapter, path in services.worker.adapters.items():
-        models[adapter] = Model(id=adapter, root=path, parent=name, **limits)
+        models[adapter] = own.model_copy(update={"id": adapter, "root": path, "parent": own.id})
     return models

@@ -18,7 +18,7 @@ class Status(BaseModel):
     status: str
 
 
-class Load(BaseModel):
+class ServerLoad(BaseModel):
     """The load of the server."""
 
     server_load: int
@@ -51,9 +51,9 @@ async def ping(request: Request) -> Status:
 
 
 @router.get("/load")
-async def load(request: Request) -> Load:
+async def load(request: Request) -> ServerLoad:
     """Return the number of running and waiting requests."""
-    return Load(server_load=Services.of(request).gate.num_active)
+    return ServerLoad(server_load=Services.of(request).gate.num_active)
 
 
 @router.get("/ready")

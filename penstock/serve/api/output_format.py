@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container
-from typing import Any
 
 from penstock.grammar.schema_keywords import check_grammar, check_json_schema
 from penstock.pipelines.core import Grammar
@@ -120,13 +119,13 @@ def _of_outputs(outputs: StructuredOutputs) -> tuple[Grammar, str]:
         case "structural_tag":
             grammar = Grammar("structural_tag", json.dumps(_loaded(value, place), ensure_ascii=False))
         case "grammar":
-            grammar = Grammar("ebnf", value)
+            grammar = Grammar("ebnf", str(value))
         case _:
-            grammar = Grammar("regex", value)
+            grammar = Grammar("regex", str(value))
     return grammar, place
 
 
-def _guides(body: GenerationBody) -> dict[str, Any]:
+def _guides(body: GenerationBody) -> dict[str, object]:
     """Return the fields that are aliases of the members of ``structured_outputs``."""
     return {
         "guided_json": body.guided_json,
@@ -136,18 +135,18 @@ def _guides(body: GenerationBody) -> dict[str, Any]:
     }
 
 
-def _of_guide(name: str, value: Any) -> tuple[Grammar, str]:
+def _of_guide(name: str, value: object) -> tuple[Grammar, str]:
     match name:
         case "guided_json":
             return _of_schema(_loaded(value, name), name), name
         case "guided_choice":
             return Grammar("choice", json.dumps(value, ensure_ascii=False)), name
         case "guided_grammar":
-            return Grammar("ebnf", value), name
-    return Grammar("regex", value), name
+            return Grammar("ebnf", str(value)), name
+    return Grammar("regex", str(value)), name
 
 
-def _members(outputs: StructuredOutputs) -> dict[str, Any]:
+def _members(outputs: StructuredOutputs) -> dict[str, object]:
     return {
         "json": outputs.json_,
         "regex": outputs.regex,
@@ -157,7 +156,7 @@ def _members(outputs: StructuredOutputs) -> dict[str, Any]:
     }
 
 
-def _loaded(value: Any, place: str) -> Any:
+def _loaded(value: object, place: str) -> object:
     if not isinstance(value, str):
         return value
     try:
@@ -166,7 +165,7 @@ def _loaded(value: Any, place: str) -> Any:
         raise RequestProblem(400, f"{place} is not JSON: {error}", param=place) from None
 
 
-def _of_schema(schema: Any, place: str) -> Grammar:
+def _of_schema(schema: object, place: str) -> Grammar:
     if not isinstance(schema, dict | bool):
         raise RequestProblem(400, f"{place} must be a JSON schema, an object", param=place)
     return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))

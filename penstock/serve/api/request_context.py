@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 import msgspec
 
-from penstock.pipelines.core import TextContext, TokenGeneratorRequest
+from penstock.pipelines.core import (
+    TextContext,
+    TokenGeneratorRequest,
+    TokenGeneratorRequestMessage,
+    TokenGeneratorRequestTool,
+)
 from penstock.pipelines.core.choices import choice_contexts
+from penstock.serve.api.images import ImageFields
 from penstock.serve.api.logprob_limit import num_best, without_echo
 from penstock.serve.api.parameters import map_input_errors, sampling_params
 from penstock.serve.api.schemas import GenerationBody
 from penstock.serve.services import Services
 from penstock.text.tokenizer import TextTokenizer
+
+
+class PromptFields(ImageFields, total=False):
+    """The fields of a `TokenGeneratorRequest` that its prompt is made from."""
+
+    prompt: str | Sequence[int]
+    messages: list[TokenGeneratorRequestMessage]
+    tools: list[TokenGeneratorRequestTool] | None
+    chat_template_options: dict[str, object]
 
 
 def request_context(
@@ -27,7 +43,7 @@ def request_context(
     top: int | None,
     echo: bool,
     default_limit: int | None = None,
-    **prompt: Any,
+    **prompt: Unpack[PromptFields],
 ) -> TextContext:
     """Return the context of one prompt of a request.
 

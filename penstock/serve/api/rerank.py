@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
+from penstock.pipelines.core.embeddings import EmbeddingsFields
 from penstock.serve.api.embedding_requests import (
     Encoded,
     ModelInput,
@@ -20,18 +21,14 @@ from penstock.serve.api.generation import in_pool
 from penstock.serve.api.json_parts import JsonResponse, array, encode, gather, with_members
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.http.openapi import route_options
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
 from penstock.text.scoring import PairScoring, ranking
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 
-_ROUTE: dict[str, Any] = {
-    "response_class": Response,
-    "openapi_extra": body_of(RerankBody),
-    "responses": generated("The documents by descending relevance.", streams=False),
-}
+_ROUTE = route_options(RerankBody, "The documents by descending relevance.", streams=False)
 
 
 @router.post("/v1/rerank", **_ROUTE)
@@ -67,7 +64,7 @@ async def _rerank(request: Request, version: str) -> Response:
             layout=tokenizer_of(services).layout,
             activation=body.activation,
         )
-    encoded = await encode_inputs(request, body, lambda: _inputs(services, body, plan))
+    encoded = await encode_inputs(request, body, lambda: _inputs(services, body, plan, texts))
     with map_input_errors("model"):
         scores = await in_pool(request, lambda: plan.scores(encoded.responses))
     items = (
@@ -78,21 +75,24 @@ async def _rerank(request: Request, version: str) -> Response:
     return JsonResponse(await gather(parts, services.turns))
 
 
-def _inputs(services: Services, body: RerankBody, plan: PairScoring) -> list[ModelInput]:
+def _inputs(
+    services: Services, body: RerankBody, plan: PairScoring, texts: Sequence[str]
+) -> list[ModelInput]:
     """Return the inputs of the model, with documents cut to ``max_tokens_per_doc``."""
     limit, tokenizer = body.max_tokens_per_doc, tokenizer_of(services)
     inputs = []
     for one in plan.inputs:
-        fields = {**one.fields, "outputs": (plan.output,)}
-        key = {"pair": "text_pair", "document": "input"}.get(one.kind)
-        if limit is not None and key is not None:
-            fields[key] = tokenizer.cut_text(fields[key], limit)
+        fields: EmbeddingsFields = {**one.fields, "outputs": (plan.output,)}
+        if limit is not None and one.kind == "pair":
+            fields["text_pair"] = tokenizer.cut_text(texts[one.index], limit)
+        elif limit is not None and one.kind == "document":
+            fields["input"] = tokenizer.cut_text(texts[one.index], limit)
         inputs.append(ModelInput("query" if one.kind == "query" else f"documents[{one.index}]", fields))
     return inputs
 
 
 def _result(index: int, score: float, text: str | None) -> dict[str, object]:
-    result: dict[str, Any] = {"index": index, "relevance_score": score}
+    result: dict[str, object] = {"index": index, "relevance_score": score}
     return result if text is None else {**result, "document": {"text": text}}
 
 

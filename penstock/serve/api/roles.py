@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 from uuid import uuid4
 
 from penstock.serve.http.problems import RequestProblem
+from penstock.text.chat_template import Message
 from penstock.text.tokenizer import TextTokenizer
 
 STANDARD = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 def check_roles(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Message],
     tokenizer: TextTokenizer,
-    tools: Sequence[Mapping[str, Any]] | None,
-    options: Mapping[str, Any],
+    tools: Sequence[Mapping[str, object]] | None,
+    options: Mapping[str, object],
 ) -> None:
     """Refuse messages whose role the chat template omits from the prompt.
 
@@ -41,8 +41,8 @@ def check_roles(
     if not marks or not tokenizer.has_chat_template:
         return
     for index in marks:
-        _check_name(messages[index]["role"], index, tokenizer)
-    marked = [
+        _check_name(str(messages[index]["role"]), index, tokenizer)
+    marked: list[Message] = [
         {**message, "content": marks.get(index, _as_text(message.get("content")))}
         for index, message in enumerate(messages)
     ]
@@ -68,7 +68,7 @@ def _check_name(role: str, index: int, tokenizer: TextTokenizer) -> None:
         )
 
 
-def _as_text(content: Any) -> str:
+def _as_text(content: object) -> str:
     if isinstance(content, list):
         return "\n".join(part.get("text") or "" for part in content)
-    return content or ""
+    return str(content or "")

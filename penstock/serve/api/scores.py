@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -20,18 +19,14 @@ from penstock.serve.api.generation import in_pool
 from penstock.serve.api.json_parts import JsonResponse, encode
 from penstock.serve.api.parameters import map_input_errors
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.http.openapi import route_options
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
 from penstock.text.scoring import PairScoring, ScoringInput
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 
-_ROUTE: dict[str, Any] = {
-    "response_class": Response,
-    "openapi_extra": body_of(ScoreBody),
-    "responses": generated("The scores, in the order of the pairs.", streams=False),
-}
+_ROUTE = route_options(ScoreBody, "The scores, in the order of the pairs.", streams=False)
 
 
 @router.post("/v1/score", **_ROUTE)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 from uuid import uuid4
 
-import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from penstock.errors import InputError, MissingDependencyError
-from penstock.media.audio_files import AudioEncoder
+from penstock.media.audio_files import AudioEncoder, Samples
 from penstock.pipelines.core import AudioGenerationRequest, TTSContext
 from penstock.serve.api.generation import cancel_on_disconnect, in_pool
 from penstock.serve.api.models import adapter_named
@@ -26,7 +25,7 @@ from penstock.serve.http.problems import Problem, RequestProblem
 from penstock.serve.http.sse import PING, EventStream, event
 from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.services import Services
-from penstock.text.speech_tokenizer import SpeechTokenizer, voice_fields
+from penstock.text.speech_tokenizer import SpeechTokenizer, VoiceFields, voice_fields
 
 router = APIRouter(route_class=JsonRoute, tags=["speech"])
 
@@ -71,7 +70,7 @@ async def create_speech(request: Request) -> Response:
 
 
 @router.get("/v1/audio/voices", responses=responses(400, 401, 403, 421))
-async def list_voices(request: Request) -> dict[str, Any]:
+async def list_voices(request: Request) -> dict[str, object]:
     """Return the voices that requests may name."""
     services = Services.of(request)
     imitated = [one.name for one in services.worker.info.voices]
@@ -90,7 +89,7 @@ class _SpeechResponse:
         self._run = run
         self._encoder = encoder
         self._chunks = run.chunks()
-        self._first: Any = None
+        self._first: Samples | None = None
 
     async def begin(self) -> None:
         """Wait for the first audio.
@@ -120,7 +119,7 @@ class _SpeechResponse:
             return data
         return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
 
-    async def _encoded(self, samples: np.ndarray[Any, Any] | None) -> bytes:
+    async def _encoded(self, samples: Samples | None) -> bytes:
         """Return the bytes that samples add; those of the end for None. Compressing runs in the pool."""
         encoder = self._encoder
 
@@ -130,7 +129,7 @@ class _SpeechResponse:
         return encode() if encoder.format.container is None else await in_pool(self._request, encode)
 
 
-def _prepare(services: Services, raw: Any) -> tuple[SpeechBody, list[TTSContext], AudioEncoder]:
+def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSContext], AudioEncoder]:
     """Check a body and return its contexts and the encoder of its audio. Slow: call it in the pool.
 
     Raises:
@@ -151,7 +150,7 @@ def _prepare(services: Services, raw: Any) -> tuple[SpeechBody, list[TTSContext]
         )
     with map_input_errors("voice"):
         known = {one.name: one for one in info.voices}
-        chosen = {} if body.voice_name is None else voice_fields(body.voice_name, known, form)
+        chosen: VoiceFields = {} if body.voice_name is None else voice_fields(body.voice_name, known, form)
     if body.audio_prompt_tokens:
         chosen = {
             "audio_prompt_tokens": body.audio_prompt_tokens,

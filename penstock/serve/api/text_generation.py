@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from fastapi import Request, Response
 
@@ -60,7 +60,7 @@ class ChoiceResponseBuilder(Protocol):
         ...
 
 
-def checked_body(services: Services, kind: type[Body], raw: Any) -> Body:
+def checked_body(services: Services, kind: type[Body], raw: object) -> Body:
     """Validate a body and check all of its fields.
 
     If ``model`` is absent, it is set to the served model.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from penstock.pipelines.core import TokenGeneratorRequest
-from penstock.serve.api.chat_prompt import plain_tool, template_messages, template_options
+from penstock.serve.api.chat_prompt import messages_of, plain_tools, template_messages, template_options
 from penstock.serve.api.conversation import image_fields
 from penstock.serve.api.generation import in_pool
 from penstock.serve.api.models import adapter_named
@@ -56,14 +56,15 @@ async def detokenize(request: Request) -> DetokenizeResponse:
     return await _in_pool(request, _detokenize)
 
 
-async def _in_pool(request: Request, work: Callable[[Services, Any], T]) -> T:
+async def _in_pool(request: Request, work: Callable[[Services, object], T]) -> T:
     services = Services.of(request)
     raw = await request.json()
     return await in_pool(request, lambda: work(services, raw))
 
 
-def _tokenize(services: Services, raw: Any) -> TokenizeResponse:
+def _tokenize(services: Services, raw: object) -> TokenizeResponse:
     body = checked_body(services, TokenizeBody, raw)
+    assert isinstance(raw, dict)
     _check_model(services, body.model)
     tokenizer = services.tokenizer
     if (body.prompt is None) == (body.messages is None):
@@ -80,16 +81,17 @@ def _tokenize(services: Services, raw: Any) -> TokenizeResponse:
                 "add_special_tokens is only for prompt: the chat template adds special tokens",
                 param="add_special_tokens",
             )
-        messages = template_messages(raw["messages"], tokenizer)
-        tools = [plain_tool(tool) for tool in raw.get("tools") or ()] or None
+        sent = messages_of(raw)
+        messages = template_messages(sent, tokenizer)
+        tools = plain_tools(raw) or None
         options = template_options(body, tokenizer, can_reason=False)
-        images = image_fields(services, raw["messages"])
+        images = image_fields(services, sent)
         chat = TokenGeneratorRequest(
             "",
             0,
             services.model_name,
-            messages=messages,  # type: ignore[arg-type]
-            tools=tools,  # type: ignore[arg-type]
+            messages=messages,
+            tools=tools,
             chat_template_options=options,
             **images,
         )
@@ -106,7 +108,7 @@ def _tokenize(services: Services, raw: Any) -> TokenizeResponse:
     )
 
 
-def _detokenize(services: Services, raw: Any) -> DetokenizeResponse:
+def _detokenize(services: Services, raw: object) -> DetokenizeResponse:
     body = checked_body(services, DetokenizeBody, raw)
     _check_model(services, body.model)
     vocab_size = services.tokenizer.vocab_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -15,7 +15,7 @@ from penstock.serve.http.problems import RequestProblem
 Body = TypeVar("Body", bound=RequestBody)
 
 
-def validated(kind: type[Body], body: Any) -> Body:
+def validated(kind: type[Body], body: object) -> Body:
     """Validate a body; unknown fields are not checked here.
 
     Raises:
@@ -31,7 +31,7 @@ def validated(kind: type[Body], body: Any) -> Body:
         raise _problem_of(error, body) from None
 
 
-def _with_lists_validated(kind: type[RequestBody], body: dict[str, Any]) -> dict[str, Any]:
+def _with_lists_validated(kind: type[RequestBody], body: dict[str, object]) -> dict[str, object]:
     """Validate the elements of long lists one by one, because one call of pydantic holds the GIL.
 
     At an invalid element the list is cut behind that element, so that the validation of the whole body
@@ -45,8 +45,8 @@ def _with_lists_validated(kind: type[RequestBody], body: dict[str, Any]) -> dict
     return {**body, **done} if done else body
 
 
-def _validated_elements(kind: type[RequestBody], given: list[Any]) -> list[Any]:
-    elements: list[Any] = []
+def _validated_elements(kind: type[RequestBody], given: list[object]) -> list[object]:
+    elements: list[object] = []
     for one in given:
         try:
             elements.append(kind.model_validate(one))
@@ -55,7 +55,7 @@ def _validated_elements(kind: type[RequestBody], given: list[Any]) -> list[Any]:
     return elements
 
 
-def _beginning(body: Any) -> str:
+def _beginning(body: object) -> str:
     return json.dumps(body[:10] if isinstance(body, list | str) else body)[:40]
 
 
@@ -64,7 +64,7 @@ _LISTS: Mapping[str, type[RequestBody]] = {"messages": ChatMessage, "tools": Too
 _LONG_LIST = 64
 
 
-def _problem_of(error: ValidationError, body: Mapping[str, Any]) -> RequestProblem:
+def _problem_of(error: ValidationError, body: Mapping[str, object]) -> RequestProblem:
     """Return the error of the first invalid field; for a union of types, with the error of each type."""
     details = error.errors(include_url=False, include_context=False)
     places = [_place(one, body) for one in details]
@@ -78,7 +78,7 @@ def _problem_of(error: ValidationError, body: Mapping[str, Any]) -> RequestProbl
     return RequestProblem(400, f"{first}: {text}" if first else text, param=first or None)
 
 
-def _place(error: ErrorDetails, body: Mapping[str, Any]) -> str:
+def _place(error: ErrorDetails, body: Mapping[str, object]) -> str:
     """Return the location, such as ``messages[0].content``, without pydantic's names of union members."""
     place, value = "", _Value(body)
     absent = error["loc"][-1:] if error["type"] == "missing" else ()
@@ -93,7 +93,7 @@ def _place(error: ErrorDetails, body: Mapping[str, Any]) -> str:
 class _Value:
     """A value in the body, or None."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
     def has_index(self, index: int) -> bool:
@@ -103,7 +103,12 @@ class _Value:
         return isinstance(self.value, dict) and key in self.value
 
     def at(self, part: int | str) -> _Value:
-        return _Value(self.value[part]) if self.has_index(part) or self.has_key(part) else _Value(None)  # type: ignore[arg-type]
+        match self.value:
+            case list() if isinstance(part, int) and part < len(self.value):
+                return _Value(self.value[part])
+            case dict() if part in self.value:
+                return _Value(self.value[part])
+        return _Value(None)
 
 
 def _sentence(message: str) -> str:
@@ -111,15 +116,16 @@ def _sentence(message: str) -> str:
     return message[:1].lower() + message[1:]
 
 
-def json_schema(kind: type[RequestBody]) -> dict[str, Any]:
+def json_schema(kind: type[RequestBody]) -> dict[str, object]:
     """Return the JSON schema of a body for the OpenAPI document, with all references inlined."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})
-    inlined: dict[str, Any] = _inlined(schema, definitions)
+    inlined = _inlined(schema, definitions)
+    assert isinstance(inlined, dict)
     return inlined
 
 
-def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
+def _inlined(node: object, definitions: Mapping[str, object]) -> object:
     if isinstance(node, list):
         return [_inlined(one, definitions) for one in node]
     if not isinstance(node, dict):
@@ -129,5 +135,5 @@ def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
     return {key: _inlined(value, definitions) for key, value in _without_noise(node)}
 
 
-def _without_noise(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _without_noise(node: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     return ((key, value) for key, value in node.items() if key != "additionalProperties" or value is not True)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from starlette.types import ASGIApp
 
@@ -20,7 +20,7 @@ from penstock.serve.batches.batch_lines import (
     read_lines,
     remaining,
 )
-from penstock.serve.batches.batch_store import ObjectStore, file_object
+from penstock.serve.batches.batch_store import BatchObject, FileObject, ObjectStore, file_object
 from penstock.serve.services import Services
 
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
@@ -39,13 +39,13 @@ class BatchManager:
 
     def __init__(self, services: Services, app: ASGIApp, state_dir: str) -> None:
         folder = Path(state_dir).expanduser()
-        self.files = ObjectStore(folder / "files", "file-")
-        self.batches = ObjectStore(folder / "batches", "batch_")
+        self.files = ObjectStore[FileObject](folder / "files", "file-")
+        self.batches = ObjectStore[BatchObject](folder / "batches", "batch_")
         self._services = services
         self._app = app
         self._task: asyncio.Task[None] | None = None
         self._new = asyncio.Event()
-        self._current: dict[str, object] | None = None
+        self._current: BatchObject | None = None
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -59,12 +59,12 @@ class BatchManager:
         if self._task is not None and not self._task.get_loop().is_closed():
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
-    def state_of(self, batch: dict[str, object]) -> dict[str, object]:
+    def state_of(self, batch: BatchObject) -> BatchObject:
         """Return the newest state of a batch."""
         current = self._current
         return current if current is not None and current["id"] == batch["id"] else batch
 
-    async def cancel(self, batch: dict[str, object]) -> dict[str, object]:
+    async def cancel(self, batch: BatchObject) -> BatchObject:
         """Cancel a batch. Its results so far become its files. Does nothing if it has ended."""
         batch = self.state_of(batch)
         if batch["status"] not in ACTIVE:
@@ -102,7 +102,7 @@ class BatchManager:
                 self._running.cancel()
                 self._current = self._running = None
 
-    async def _run_one(self, batch: dict[str, Any]) -> None:
+    async def _run_one(self, batch: BatchObject) -> None:
         if batch["status"] == "cancelling":
             return
         services, counts = self._services, batch["request_counts"]
@@ -114,7 +114,7 @@ class BatchManager:
         except InputError as error:
             await asyncio.to_thread(self._fail, batch, "invalid_input_file", str(error))
             return
-        counts |= {"completed": len(done), "failed": len(failed)}
+        counts["completed"], counts["failed"] = len(done), len(failed)
         batch |= {"status": "in_progress", "in_progress_at": batch["in_progress_at"] or int(time.time())}
         await asyncio.to_thread(self.batches.put, batch)
         saved = time.monotonic()
@@ -139,7 +139,7 @@ class BatchManager:
             await runner.run(remaining(self._lines(batch), done | failed))
         await asyncio.to_thread(self._finish, batch, "completed")
 
-    def _lines(self, batch: dict[str, Any]) -> Iterator[BatchRequest | BadLine]:
+    def _lines(self, batch: BatchObject) -> Iterator[BatchRequest | BadLine]:
         """Yield the lines of a batch; a request to another route than the batch's is an error."""
         path = self.files.content(batch["input_file_id"])
         for line in read_lines(path, *self._services.json_limits):
@@ -149,24 +149,26 @@ class BatchManager:
             else:
                 yield line
 
-    def _finish(self, batch: dict[str, Any], status: str) -> None:
+    def _finish(self, batch: BatchObject, status: Literal["completed", "cancelled"]) -> None:
         """Make the results of a batch files, and end it."""
-        for member, name, title in (
-            ("output_file_id", batch["results"], "output"),
-            ("error_file_id", batch["failures"], "error"),
-        ):
-            path = self.files.content(name)
-            size = path.stat().st_size if path.exists() else 0
-            if size:
-                file_name = f"{batch['id']}_{title}.jsonl"
-                self.files.put(file_object(name, batch["owner"], file_name, "batch_output", size))
-                batch[member] = name
-            else:
-                path.unlink(missing_ok=True)
-        batch |= {"status": status, f"{status}_at": int(time.time())}
+        batch["output_file_id"] = self._as_file(batch, batch["results"], "output")
+        batch["error_file_id"] = self._as_file(batch, batch["failures"], "error")
+        batch["status"] = status
+        batch["completed_at" if status == "completed" else "cancelled_at"] = int(time.time())
         self.batches.put(batch)
 
-    def _fail(self, batch: dict[str, object], code: str, message: str) -> None:
+    def _as_file(self, batch: BatchObject, name: str, title: str) -> str | None:
+        """Store the object of a file of results and return its id; remove an empty file."""
+        path = self.files.content(name)
+        size = path.stat().st_size if path.exists() else 0
+        if not size:
+            path.unlink(missing_ok=True)
+            return None
+        file_name = f"{batch['id']}_{title}.jsonl"
+        self.files.put(file_object(name, batch["owner"], file_name, "batch_output", size))
+        return name
+
+    def _fail(self, batch: BatchObject, code: str, message: str) -> None:
         data = [{"code": code, "message": message, "param": None, "line": None}]
         batch |= {"status": "failed", "failed_at": int(time.time())}
         batch["errors"] = {"object": "list", "data": data}

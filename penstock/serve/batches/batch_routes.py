@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 from starlette.responses import FileResponse
+from starlette.types import ASGIApp
 
 from penstock.serve.api.owners import owner_of
 from penstock.serve.api.schemas import MAX_METADATA, Label, RequestBody
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.batches.batch_lines import ENDPOINTS
 from penstock.serve.batches.batch_manager import BatchManager
-from penstock.serve.batches.batch_store import ObjectStore, file_object, shown
+from penstock.serve.batches.batch_store import (
+    BatchObject,
+    ObjectStore,
+    ObjectT,
+    StoredObject,
+    file_object,
+    shown,
+)
 from penstock.serve.batches.form import read_form
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import body_of, generated, responses
+from penstock.serve.http.openapi import responses, route_options
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
 
@@ -92,12 +101,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
     return _json({"id": file_id, "object": "file", "deleted": True})
 
 
-@router.post(
-    "/v1/batches",
-    response_class=Response,
-    openapi_extra=body_of(BatchBody),
-    responses=generated("The batch.", streams=False),
-)
+@router.post("/v1/batches", **route_options(BatchBody, "The batch.", streams=False))
 async def create_batch(request: Request) -> Response:
     """Run the requests of a file with lower priority than other requests."""
     services = Services.of(request)
@@ -111,9 +115,8 @@ async def create_batch(request: Request) -> Response:
         raise RequestProblem(
             400, f"there is no file {body.input_file_id[:100]!r} of requests", param="input_file_id"
         )
-    times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     now = int(time.time())
-    batch: dict[str, Any] = {
+    batch: BatchObject = {
         "id": manager.batches.new_id(),
         "object": "batch",
         "endpoint": body.endpoint,
@@ -125,7 +128,13 @@ async def create_batch(request: Request) -> Response:
         "error_file_id": None,
         "created_at": now,
         "expires_at": None,
-        **{f"{one}_at": None for one in times},
+        "in_progress_at": None,
+        "finalizing_at": None,
+        "completed_at": None,
+        "failed_at": None,
+        "expired_at": None,
+        "cancelling_at": None,
+        "cancelled_at": None,
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": body.metadata,
         "owner": owner,
@@ -174,7 +183,7 @@ def _manager(request: Request) -> BatchManager:
     return open_manager(services, request.app)
 
 
-def open_manager(services: Services, app: Any) -> BatchManager:
+def open_manager(services: Services, app: ASGIApp) -> BatchManager:
     """Return the manager of a server with ``--state-dir``. The first call creates it.
 
     Raises:
@@ -185,20 +194,20 @@ def open_manager(services: Services, app: Any) -> BatchManager:
     return services.states.get_or_make(BatchManager, lambda: BatchManager(services, app, folder))
 
 
-async def _found(request: Request, store: ObjectStore, name: str) -> dict[str, Any]:
+async def _found(request: Request, store: ObjectStore[ObjectT], name: str) -> ObjectT:
     found = await asyncio.to_thread(store.get, name, owner_of(request))
     if found is None:
         raise RequestProblem(404, f"there is no {name[:100]!r}")
     return found
 
 
-def _page(objects: list[dict[str, Any]], limit: int, after: str | None) -> Response:
+def _page(objects: Sequence[StoredObject], limit: int, after: str | None) -> Response:
     names = [one["id"] for one in objects]
     if after is not None and after not in names:
         raise RequestProblem(400, f"after is {after[:100]!r}, which is not in the list", param="after")
     start = 0 if after is None else names.index(after) + 1
     data = [shown(one) for one in objects[start : start + limit]]
-    listed = {
+    listed: dict[str, object] = {
         "object": "list",
         "data": data,
         "first_id": data[0]["id"] if data else None,
@@ -208,5 +217,5 @@ def _page(objects: list[dict[str, Any]], limit: int, after: str | None) -> Respo
     return _json(listed)
 
 
-def _json(value: Any) -> Response:
+def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypedDict, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -19,7 +20,62 @@ from penstock.errors import ConfigError
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 
 
-class ObjectStore:
+class StoredObject(TypedDict):
+    """The members that files and batches share."""
+
+    id: str
+    object: str
+    created_at: int
+    owner: str
+
+
+class FileObject(StoredObject):
+    """A file."""
+
+    bytes: int
+    filename: str
+    purpose: str
+    status: str
+
+
+class RequestCounts(TypedDict):
+    """The numbers of requests of a batch."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(StoredObject):
+    """A batch."""
+
+    endpoint: str
+    errors: Mapping[str, object] | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    in_progress_at: int | None
+    expires_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: Mapping[str, str] | None
+    results: str
+    """The id of the file of results."""
+    failures: str
+    """The id of the file of failed requests."""
+
+
+ObjectT = TypeVar("ObjectT", bound=StoredObject)
+
+
+class ObjectStore(Generic[ObjectT]):
     """JSON objects by id in one folder. Every method reads or writes the disk: call it in a thread.
 
     Args:
@@ -46,19 +102,19 @@ class ObjectStore:
         """Return the path of the content of a file."""
         return self._folder / f"{name}.jsonl"
 
-    def put(self, value: dict[str, Any]) -> None:
+    def put(self, value: ObjectT) -> None:
         """Store an object under its id. The old object is replaced at once."""
         path = self._path(value["id"])
         new = path.with_suffix(".new")
         new.write_bytes(msgspec.json.encode(value))
         os.replace(new, path)
 
-    def get(self, name: str, owner: str | None = None) -> dict[str, object] | None:
+    def get(self, name: str, owner: str | None = None) -> ObjectT | None:
         """Return an object; None if there is none, or if it has another owner."""
         if not _ID.fullmatch(name) or not name.startswith(self._kind):
             return None
         try:
-            value: dict[str, object] = msgspec.json.decode(self._path(name).read_bytes())
+            value: ObjectT = msgspec.json.decode(self._path(name).read_bytes())
         except FileNotFoundError:
             return None
         return value if owner is None or value["owner"] == owner else None
@@ -68,7 +124,7 @@ class ObjectStore:
         self._path(name).unlink(missing_ok=True)
         self.content(name).unlink(missing_ok=True)
 
-    def all(self, owner: str | None = None) -> list[dict[str, Any]]:
+    def all(self, owner: str | None = None) -> list[ObjectT]:
         """Return all objects of an owner, the newest first."""
         names = (path.stem for path in self._folder.glob(f"{self._kind}*.json"))
         found = [value for name in names if (value := self.get(name, owner)) is not None]
@@ -78,12 +134,12 @@ class ObjectStore:
         return self._folder / f"{name}.json"
 
 
-def shown(value: dict[str, object]) -> dict[str, object]:
+def shown(value: Mapping[str, object]) -> dict[str, object]:
     """Return an object without the members that only the server uses."""
     return {name: one for name, one in value.items() if name not in ("owner", "results", "failures")}
 
 
-def file_object(name: str, owner: str, file_name: str, purpose: str, size: int) -> dict[str, object]:
+def file_object(name: str, owner: str, file_name: str, purpose: str, size: int) -> FileObject:
     """Return the object of a file."""
     return {
         "id": name,

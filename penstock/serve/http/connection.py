@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import h11
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.serve.http.problems import RequestProblem, problem_of
@@ -28,14 +29,24 @@ MAX_HEAD_SIZE = 64 * 1024
 _REASONS = {400: "Bad Request", 431: "Request Header Fields Too Large", 501: "Not Implemented"}
 
 
+class Cycle(Protocol):
+    """uvicorn's state of a request and its response."""
+
+    more_body: bool
+    disconnected: bool
+    response_started: bool
+    response_complete: bool
+    message_event: asyncio.Event
+
+
 class Connection(asyncio.Protocol):
     """Mixin for uvicorn's protocol classes with the behaviour described above."""
 
     request_start_timeout: float
     """Seconds in which a request must start. Otherwise the connection closes."""
-    cycle: Any
-    """uvicorn's state of the last parsed request; None before the first request."""
-    flow: Any
+    cycle: Cycle | None
+    """The last parsed request; None before the first request."""
+    flow: FlowControl
     transport: ClosingTransport
     _start_timer: asyncio.TimerHandle | None = None
     _has_received_eof = False
@@ -64,8 +75,8 @@ class Connection(asyncio.Protocol):
         super().data_received(data)
         if self.cycle is not cycle:
             self._stop_waiting()
-        elif self._start_timer is None and cycle.response_complete:  # part of the next request's headers
-            self._wait_for_request()
+        elif self._start_timer is None and (cycle is None or cycle.response_complete):
+            self._wait_for_request()  # for the rest of the next request's headers
 
     def eof_received(self) -> bool:
         """Return whether the connection stays open. It does while a response is pending."""
@@ -73,7 +84,7 @@ class Connection(asyncio.Protocol):
         if self.transport.is_closing() or not self._is_answering():
             return False
         self._drop_incomplete_request()
-        self.transport.probe(lambda: not self.cycle.response_started)
+        self.transport.probe(self._has_response_to_start)
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -134,6 +145,9 @@ class Connection(asyncio.Protocol):
         """Return whether a completely received request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
+    def _has_response_to_start(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_started
+
     def _drop_incomplete_request(self) -> None:
         """Forget a pipelined request whose rest will not arrive."""
 
@@ -159,7 +173,7 @@ class _StrictParser(h11.Connection):
     status = 400
     """The status code for the last parser error."""
 
-    def next_event(self) -> Any:
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:

@@ -57,7 +57,7 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
         return bool(self.pipeline) or super()._is_answering()
 
     def _drop_incomplete_request(self) -> None:
-        if self.pipeline and self.cycle.more_body:
+        if self.pipeline and self.cycle is not None and self.cycle.more_body:
             self.pipeline.popleft()
 
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.host.garbage_collection import gc_disabled
@@ -246,7 +246,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _loop_factory() -> Callable[[], Any] | None:
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Return the event loop factory of uvloop if it is installed, else None for asyncio's default."""
     with contextlib.suppress(ImportError):
         import uvloop

@@ -6,9 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import MutableMapping
 from contextlib import suppress
-from typing import Any
 from uuid import uuid4
 
 from starlette.datastructures import MutableHeaders
@@ -212,7 +210,7 @@ def _request_id(scope: Scope) -> str:
     return uuid4().hex
 
 
-def _route_of(scope: MutableMapping[str, Any]) -> str:
+def _route_of(scope: Scope) -> str:
     """Return the template of the matched route, which bounds the number of metric labels."""
     route = scope.get("route")
     return "unmatched" if route is None else str(route.path)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
+from starlette.responses import Response
+
 from penstock.serve.api.parameters import accepted_values
 from penstock.serve.api.schemas import RequestBody
 from penstock.serve.api.validation import json_schema
@@ -51,9 +55,28 @@ def responses(*statuses: int) -> dict[int | str, dict[str, object]]:
 def body_of(kind: type[RequestBody]) -> dict[str, object]:
     """Return the ``openapi_extra`` of a route with this request body."""
     schema = json_schema(kind)
-    schema["properties"].update(accepted_values(kind))
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    properties.update(accepted_values(kind))
     schema["additionalProperties"] = False
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+class RouteOptions(TypedDict):
+    """Arguments of a route that reads its body itself."""
+
+    response_class: type[Response]
+    openapi_extra: dict[str, object]
+    responses: dict[int | str, dict[str, object]]
+
+
+def route_options(kind: type[RequestBody], description: str, *, streams: bool = True) -> RouteOptions:
+    """Return the arguments of a route with this request body."""
+    return {
+        "response_class": Response,
+        "openapi_extra": body_of(kind),
+        "responses": generated(description, streams=streams),
+    }
 
 
 def generated(description: str, *, streams: bool = True) -> dict[int | str, dict[str, object]]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from penstock.errors import (
@@ -198,7 +198,7 @@ async def handle(request: Request, error: Exception) -> Response:
     return problem.response(request.url.path, record.request_id)
 
 
-def problem_of_validation(errors: Sequence[Any]) -> Problem:
+def problem_of_validation(errors: Sequence[ErrorDetails]) -> Problem:
     """Return the 400 for the first validation error of a body, with the path of the field."""
     first = errors[0]
     path = field_path(first["loc"])

@@ -20,7 +20,7 @@ from penstock.serve.observability.request_record import RequestRecord
 _UNLOADED = frozenset({"/sleep", "/is_sleeping", "/tokenize", "/detokenize"})
 """Paths that need no loaded model."""
 _SHARED = ("/v1/files", "/v1/batches", "/v1/models")
-"""Beginnings of paths whose routes concern no single model."""
+"""Path prefixes of routes that do not belong to a single model."""
 
 
 class _Named(msgspec.Struct):
@@ -39,7 +39,8 @@ class ModelDispatcher:
     Args:
         registry: the models, with their applications.
         task_of: returns the task of a path, None for any task.
-        max_body_size: bytes of a body up to which its model is looked for; the routes refuse longer ones.
+        max_body_size: longest body, in bytes, that is searched for the name of a model; the routes refuse
+            longer ones.
         body_timeout: seconds in which the body must arrive; the routes refuse slower ones.
     """
 

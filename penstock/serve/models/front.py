@@ -14,7 +14,7 @@ from penstock.serve.models.registry import ModelRegistry
 def make_front(registry: ModelRegistry) -> ASGIApp:
     """Return the application that passes requests on to those of the models, which are made here.
 
-    The middleware is in front of all of them. The routes that concern all models are those of the default.
+    The middleware is in front of all of them. Routes that concern all models are those of the default model.
     """
     services = registry.default.services
     assert services is not None

@@ -20,32 +20,15 @@ def model_router(registry: ModelRegistry) -> APIRouter:
     """Return the routes, which replace those of a server with one model."""
     router = APIRouter(tags=["models"])
 
-    def all_models() -> dict[str, Model]:
-        found: dict[str, Model] = {}
-        for model in registry:
-            assert model.services is not None
-            if model.was_loaded:
-                found |= models_of(model.services)
-            else:
-                found[model.name] = unloaded_model(model.services)
-        return found
-
-    def listed(models: Iterable[ServedModel]) -> list[dict[str, object]]:
-        found: list[dict[str, object]] = []
-        for model in models:
-            assert model.services is not None
-            found += listed_models(model.services, [model.name, *model.engine.adapters])
-        return found
-
     @router.get("/v1/models", responses=responses(401, 421, 503))
     async def list_models() -> ModelList:
         """List the served models and their adapters, also those that are not loaded."""
-        return ModelList(data=list(all_models().values()))
+        return ModelList(data=list(_all_models(registry).values()))
 
     @router.get("/v1/models/{model:path}", responses=responses(401, 404, 421, 503))
     async def retrieve_model(model: str) -> Model:
         """Return one model or adapter."""
-        models = all_models()
+        models = _all_models(registry)
         if model not in models:
             raise UnknownModelError(model[:200], models)
         return models[model]
@@ -53,12 +36,12 @@ def model_router(registry: ModelRegistry) -> APIRouter:
     @router.get("/api/tags")
     async def tags() -> dict[str, object]:
         """List all models and adapters, in Ollama's format."""
-        return {"models": listed(registry)}
+        return {"models": _listed(registry)}
 
     @router.get("/api/ps")
     async def running() -> dict[str, object]:
         """List the loaded models, in Ollama's format."""
-        return {"models": listed(model for model in registry if model.is_loaded)}
+        return {"models": _listed(model for model in registry if model.is_loaded)}
 
     @router.get("/health", responses=responses(503))
     @router.get("/ping", include_in_schema=False)
@@ -81,3 +64,22 @@ def model_router(registry: ModelRegistry) -> APIRouter:
         return Status(status="ready")
 
     return router
+
+
+def _all_models(registry: ModelRegistry) -> dict[str, Model]:
+    found: dict[str, Model] = {}
+    for model in registry:
+        assert model.services is not None
+        if model.was_loaded:
+            found |= models_of(model.services)
+        else:
+            found[model.name] = unloaded_model(model.services)
+    return found
+
+
+def _listed(models: Iterable[ServedModel]) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    for model in models:
+        assert model.services is not None
+        found += listed_models(model.services, [model.name, *model.engine.adapters])
+    return found

@@ -1,9 +1,9 @@
-"""The models of a server, of which as many are loaded as the memory allows.
+"""The models of a server. Those that fit into the memory budget are loaded.
 
     unloaded --- a request names it ---> loaded --- another model needs its memory ---> unloaded
 
-One model is loaded or unloaded at a time. A model is unloaded when no request uses it. New requests for a
-model that waits for that wait until it is loaded again, so that two models that share memory take turns.
+One model is loaded or unloaded at a time. A model that is to be unloaded first finishes its running
+requests. New requests for it wait until it is loaded again, so two models that share memory take turns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ServedModel:
     is_loaded: bool = False
     was_loaded: bool = False
     is_closing: bool = False
-    """Whether it waits for the end of its requests, to be unloaded."""
+    """Whether it will be unloaded when its running requests have ended."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     services: Services | None = None
     """The objects of its routes; set when the server is made."""
@@ -70,7 +70,7 @@ class ModelRegistry:
         models: the models, the default first.
         budget: bytes of host memory for all loaded models.
         prepare: awaited after a model was loaded and before it gets requests.
-        grace: seconds that work in the background of a model has to finish before it is unloaded.
+        grace: seconds to wait for background work of a model before it is unloaded.
 
     Raises:
         ConfigError: two models have the same name, or one needs more memory than the budget.

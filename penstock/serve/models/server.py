@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ModelsServer(Server):
-    """A server of several models. The first one is loaded at the start, the others when requests name them.
+    """A server of several models. The first is loaded at the start, every other when a request names it.
 
     Args:
         config: the configuration of the server.

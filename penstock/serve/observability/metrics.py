@@ -26,9 +26,9 @@ Metrics of the engine: `ENGINE_METRICS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -60,66 +60,63 @@ class Metrics:
     def __init__(self, *, with_process: bool = True) -> None:
         self.registry = CollectorRegistry()
         self._engines: dict[str, EngineClient] = {}
-        make: Any = {"registry": self.registry}
-        self._requests = Counter(
-            "penstock_requests", "Requests that ended", ["route", "method", "status"], **make
+        self._requests = self._counter(
+            "penstock_requests", "Requests that ended", ["route", "method", "status"]
         )
         self._in_progress = Gauge(
-            "penstock_requests_in_progress", "Requests that have arrived and not ended", **make
+            "penstock_requests_in_progress",
+            "Requests that have arrived and not ended",
+            registry=self.registry,
         )
-        self._total = Histogram(
-            "penstock_request_seconds", "From arrival to the end", ["route"], buckets=_REQUEST_BUCKETS, **make
+        self._total = self._histogram("penstock_request_seconds", "From arrival to the end", ["route"])
+        self._queue = self._histogram("penstock_queue_seconds", "From arrival to admission into the batch")
+        self._first_token = self._histogram(
+            "penstock_time_to_first_token_seconds", "From arrival to the first token"
         )
-        self._queue = Histogram(
-            "penstock_queue_seconds",
-            "From arrival to admission into the batch",
-            buckets=_REQUEST_BUCKETS,
-            **make,
+        self._inter_token = self._histogram(
+            "penstock_inter_token_seconds", "Time between two tokens of one choice", buckets=_TOKEN_BUCKETS
         )
-        self._first_token = Histogram(
-            "penstock_time_to_first_token_seconds",
-            "From arrival to the first token",
-            buckets=_REQUEST_BUCKETS,
-            **make,
-        )
-        self._inter_token = Histogram(
-            "penstock_inter_token_seconds",
-            "Time between two tokens of one choice",
-            buckets=_TOKEN_BUCKETS,
-            **make,
-        )
-        self._image_preparation = Histogram(
+        self._image_preparation = self._histogram(
             "penstock_image_preparation_seconds",
             "Duration of the preparation of a request with images",
-            buckets=_REQUEST_BUCKETS,
-            **make,
         )
-        self._prompt = Counter("penstock_prompt_tokens", "Prompt tokens of requests that ended", **make)
-        self._cached = Counter(
-            "penstock_cached_prompt_tokens", "Prompt tokens found in the prefix cache", **make
+        self._prompt = self._counter("penstock_prompt_tokens", "Prompt tokens of requests that ended")
+        self._cached = self._counter(
+            "penstock_cached_prompt_tokens", "Prompt tokens found in the prefix cache"
         )
-        self._completion = Counter(
-            "penstock_completion_tokens", "Generated tokens of requests that ended", **make
+        self._completion = self._counter(
+            "penstock_completion_tokens", "Generated tokens of requests that ended"
         )
-        self._first_audio = Histogram(
-            "penstock_time_to_first_audio_seconds",
-            "From arrival to the first audio",
-            buckets=_REQUEST_BUCKETS,
-            **make,
+        self._first_audio = self._histogram(
+            "penstock_time_to_first_audio_seconds", "From arrival to the first audio"
         )
-        self._real_time = Histogram(
+        self._real_time = self._histogram(
             "penstock_real_time_factor",
             "Seconds from arrival to the last audio, per second of audio",
             buckets=_FACTOR_BUCKETS,
-            **make,
         )
-        self._audio = Counter("penstock_audio_seconds", "Duration of the generated audio", **make)
-        self._finished = Counter("penstock_finished", "Choices that ended, by reason", ["reason"], **make)
-        self._build = Info("penstock_build", "Version, model and kernels", **make)
-        self._startup = Gauge("penstock_startup_seconds", "Seconds of a start-up phase", ["phase"], **make)
+        self._audio = self._counter("penstock_audio_seconds", "Duration of the generated audio")
+        self._finished = self._counter("penstock_finished", "Choices that ended, by reason", ["reason"])
+        self._build = Info("penstock_build", "Version, model and kernels", registry=self.registry)
+        self._startup = Gauge(
+            "penstock_startup_seconds", "Seconds of a start-up phase", ["phase"], registry=self.registry
+        )
         if with_process:
             ProcessCollector(registry=self.registry)
         self.describe_build()
+
+    def _counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(name, help, labels, registry=self.registry)
+
+    def _histogram(
+        self,
+        name: str,
+        help: str,
+        labels: Sequence[str] = (),
+        *,
+        buckets: Sequence[float] = _REQUEST_BUCKETS,
+    ) -> Histogram:
+        return Histogram(name, help, labels, registry=self.registry, buckets=buckets)
 
     def request_received(self) -> RequestMetrics:
         """Count the arrival of a request. Only the middleware calls this."""

@@ -12,7 +12,7 @@ from typing import Protocol
 from penstock.serve.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from penstock.serve.parsers.json_scanner import JsonScanner
 from penstock.serve.parsers.reasoning import ReasoningFormat
-from penstock.serve.parsers.stream import IncrementalText, Markers, NotAToolCallError, Steps, is_finished
+from penstock.serve.parsers.stream import IncrementalText, MarkerSearch, NotAToolCallError, Steps, is_finished
 from penstock.serve.parsers.tools import Schema, Tools
 
 
@@ -106,7 +106,7 @@ class ReasoningToolParser:
         self._call_markers = calls.markers if calls else ()
         self._bare_in_text = calls.bare_starts if calls and calls.bare_in_text and bare_in_text else ""
         ignored = (*dropped, *(reasoning.dropped if reasoning else ()))
-        self._markers = Markers(
+        self._markers = MarkerSearch(
             [*self._begins, *self._ends, *self._call_markers, *ignored, *self._bare_in_text]
         )
         # Scans JSON in the text that is not a call: no call without a marker begins inside it.

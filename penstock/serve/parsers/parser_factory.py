@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from penstock.errors import ConfigError, UnsupportedFeatureError
-from penstock.pipelines.core import Grammar
+from penstock.pipelines.core import Grammar, TokenGeneratorRequestTool
 from penstock.serve.parsers.formats import TOOL_FORMATS, ToolFormat
 from penstock.serve.parsers.output_parser import OutputParser, PlainParser, ReasoningToolParser
 from penstock.serve.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
@@ -114,7 +114,7 @@ class ParserFactory:
     def new(
         self,
         *,
-        tools: Sequence[Mapping[str, object]] = (),
+        tools: Sequence[TokenGeneratorRequestTool] = (),
         tool_choice: ToolChoice = "auto",
         in_reasoning: bool = False,
         parallel: bool = True,
@@ -157,7 +157,7 @@ class ParserFactory:
 
     def grammar(
         self,
-        tools: Sequence[Mapping[str, object]],
+        tools: Sequence[TokenGeneratorRequestTool],
         tool_choice: ToolChoice,
         *,
         parallel: bool = True,
@@ -185,7 +185,7 @@ class ParserFactory:
 
     def strict_grammar(
         self,
-        tools: Sequence[Mapping[str, object]],
+        tools: Sequence[TokenGeneratorRequestTool],
         strict: Container[str],
         *,
         parallel: bool = True,
@@ -224,7 +224,7 @@ class ParserFactory:
     def call_or(
         self,
         grammar: Grammar,
-        tools: Sequence[Mapping[str, object]],
+        tools: Sequence[TokenGeneratorRequestTool],
         strict: Container[str],
         *,
         parallel: bool = True,

@@ -16,7 +16,7 @@ class ReasoningFormat:
     begins: tuple[str, ...]
     ends: tuple[str, ...]
     dropped: tuple[str, ...] = ()
-    """Markers around the content. They are removed."""
+    """MarkerSearch around the content. They are removed."""
     between: str = ""
     """Text between the end marker and the output that follows."""
     answer: str = ""

@@ -22,7 +22,7 @@ class NotAToolCallError(Exception):
     """The text is not a tool call. The part that was not emitted yet is plain text."""
 
 
-class Markers:
+class MarkerSearch:
     """Searches a text for markers; longer markers win."""
 
     def __init__(self, markers: Iterable[str]) -> None:
@@ -63,14 +63,12 @@ class IncrementalText:
 
     def __init__(self) -> None:
         self.ended = False
-        self.num_pushed = 0
         self.num_looked_at = 0  # characters that readers examined; tests check that it is linear in the text
         self._text = ""
         self._at = 0
         self._taken: list[str] = []
 
     def push(self, text: str) -> None:
-        self.num_pushed += len(text)
         self._text = self._text[self._at :] + text
         self._at = 0
 
@@ -142,7 +140,7 @@ class IncrementalText:
             self.num_looked_at += match.end() - at
             pieces.append(self.take(match.end() - at))
 
-    def until(self, end: Markers, max_length: int) -> Steps[str]:
+    def until(self, end: MarkerSearch, max_length: int) -> Steps[str]:
         """Take a text and the marker that ends it; return the text.
 
         Raises:
@@ -181,7 +179,7 @@ class IncrementalText:
             if at + count < len(text):
                 return "".join(pieces)
 
-    def piece(self, markers: Markers, limit: int | None = None) -> Steps[tuple[str, str]]:
+    def piece(self, markers: MarkerSearch, limit: int | None = None) -> Steps[tuple[str, str]]:
         """Take the available text before the next marker, or the marker if it is next.
 
         With a `limit`, which is at least 1, take at most that many characters of text.

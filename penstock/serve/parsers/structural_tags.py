@@ -128,15 +128,10 @@ def with_tokens(tag: Tag, special_tokens: Iterable[str]) -> Tag:
     found = sorted(special_tokens, key=len, reverse=True)
     if not found:
         return tag
-    rewritten: Tag = _with_tokens(tag, re.compile(f"({'|'.join(map(re.escape, found))})"))
-    return rewritten
+    return _with_tokens(tag, re.compile(f"({'|'.join(map(re.escape, found))})"))
 
 
-def _with_tokens(part: Any, special: re.Pattern[str]) -> Any:
-    if isinstance(part, list):
-        return [_with_tokens(one, special) for one in part]
-    if not isinstance(part, dict):
-        return part
+def _with_tokens(part: Tag, special: re.Pattern[str]) -> Tag:
     match part["type"]:
         case "const_string":
             return _spelled(part["value"], special)
@@ -153,7 +148,13 @@ def _with_tokens(part: Any, special: re.Pattern[str]) -> Any:
             return tag if not part["begin"] else sequence(begin, tag)
         case "triggered_tags":
             return _with_trigger_tokens(part, special)
-    return {name: _with_tokens(one, special) for name, one in part.items()}
+    return {name: _value_with_tokens(one, special) for name, one in part.items()}
+
+
+def _value_with_tokens(value: object, special: re.Pattern[str]) -> object:
+    if isinstance(value, list):
+        return [_value_with_tokens(one, special) for one in value]
+    return _with_tokens(value, special) if isinstance(value, dict) else value
 
 
 def _spelled(text: str, special: re.Pattern[str]) -> Tag:

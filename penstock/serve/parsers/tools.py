@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
+
+from penstock.pipelines.core import TokenGeneratorRequestTool
 
 Schema = dict[str, Any]
-ToolChoice = str | Mapping[str, Any] | None
+
+
+class ChosenFunction(TypedDict):
+    """The function that a request chooses."""
+
+    name: str
+
+
+class NamedFunction(TypedDict):
+    """A choice of one function, as an object of the OpenAI API."""
+
+    type: str
+    function: ChosenFunction
+
+
+ToolChoice = str | NamedFunction | None
 
 _JSON_TYPES: dict[type, str] = {
     str: "string",
@@ -27,7 +44,7 @@ class Tools:
     schemas: dict[str, Schema]
 
     @classmethod
-    def of(cls, tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice) -> Tools:
+    def of(cls, tools: Sequence[TokenGeneratorRequestTool], tool_choice: ToolChoice) -> Tools:
         """Return the callable tools, given validated ``tools`` and ``tool_choice`` of the OpenAI API.
 
         The choice ``"none"`` allows no tool, a named choice only that tool.
@@ -36,7 +53,7 @@ class Tools:
             return cls({})
         functions = [tool["function"] for tool in tools]
         schemas = {function["name"]: _of_object(function.get("parameters")) for function in functions}
-        if isinstance(tool_choice, Mapping):
+        if isinstance(tool_choice, dict):
             name = tool_choice["function"]["name"]
             schemas = {name: schemas[name]}
         return cls(schemas)

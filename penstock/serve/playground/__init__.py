@@ -4,7 +4,7 @@ For an embeddings model the page shows the similarity of a few texts in place of
 it shows a text box, a player that starts with the first audio, and the waveform.
 
 Plain HTML, CSS and JavaScript modules without a build step. The Content-Security-Policy of the page allows no
-content from other origins. The page uses the public API and one route of its own, `routes.stats`.
+content from other origins. The page uses the public API and one additional route, `routes.stats`.
 
     index.html    structure                          settings.js   controls -> request fields
     style.css     layout and colours                 answer.js     event stream -> response and its figures

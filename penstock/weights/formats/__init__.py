@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.errors import ConfigError
 from penstock.host.discovery import modules_in
@@ -60,7 +60,7 @@ class CheckpointFormat(ABC):
     """If several formats detect a checkpoint, the one with the highest priority reads it."""
 
     @abstractmethod
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         """Return whether a checkpoint is of this format.
 
         Args:
@@ -68,11 +68,11 @@ class CheckpointFormat(ABC):
             headers: the stored tensors by name.
         """
 
-    def policy(self, config: Mapping[str, Any]) -> LayerPolicy | None:
+    def policy(self, config: Mapping[str, object]) -> LayerPolicy | None:
         """Return the encoding of each layer. None, the default: all layers are plain floats."""
         return None
 
-    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         """Return the tensors that a model sees, by the names and in the shapes of plain checkpoints.
 
         A format that stores one weight as several tensors replaces them by one `QuantizedHeader` named
@@ -148,7 +148,7 @@ class FormatRegistry:
         """All values of ``quant_method`` that some format reads."""
         return tuple(sorted(method for one in self.formats for method in one.quant_methods))
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> CheckpointFormat:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> CheckpointFormat:
         """Return the format of a checkpoint.
 
         Args:
@@ -196,7 +196,7 @@ def in_own_order(weight: Tensor, order: bytes) -> Tensor:
     return weight[:, places]
 
 
-def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def quantization_section(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return ``quantization_config`` of a ``config.json``, or of its text model; empty if there is none."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
@@ -207,7 +207,7 @@ def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def quant_method(config: Mapping[str, Any]) -> object:
+def quant_method(config: Mapping[str, object]) -> object:
     """Return ``quantization_config.quant_method`` of a ``config.json``, or None."""
     return quantization_section(config).get("quant_method")
 

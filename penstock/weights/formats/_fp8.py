@@ -7,7 +7,7 @@ matrix may be smaller. The weight is the 8-bit float times its scale.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.weights.formats import TensorReader
 from penstock.weights.formats._stored import LayerHeader, StoredTensors, scale_group
@@ -73,7 +73,7 @@ def read_fp8(source: TensorReader, header: LayerHeader) -> tuple[str | None, Map
     }
 
 
-def block_size(section: Mapping[str, Any], key: str) -> tuple[int, int]:
+def block_size(section: Mapping[str, object], key: str) -> tuple[int, int]:
     """Return the outputs and inputs of a block from a configuration; (0, 0) if it names none."""
     value = section.get(key)
     if (

@@ -9,7 +9,7 @@ with one row for each output and unused columns behind those of the groups.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
 from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
@@ -33,10 +33,10 @@ class AWQFormat(StoredFormat):
     quant_methods = ("awq",)
     kept_encodings = ("uint4",)
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         section = quantization_section(config)
         version = str(section.get("version") or VERSIONS[0]).lower()
         if version not in VERSIONS:

@@ -18,7 +18,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.kernels.encodings import fp4, nf4
 from penstock.weights.formats import Headers, TensorReader, quant_method
@@ -56,10 +56,10 @@ class BitsAndBytesFormat(StoredFormat):
     quant_methods = ("bitsandbytes",)
     kept_encodings = ("nf4", "fp4", "int8")
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         tensors = StoredTensors(stored, self.name)
         for kind in _TABLES:
             for layer in list(tensors.layers(f"{_STATE}{kind}", ("U8",))):

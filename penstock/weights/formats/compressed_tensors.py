@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
@@ -47,13 +47,13 @@ class CompressedTensorsFormat(StoredFormat):
     quant_methods = ("compressed-tensors",)
     kept_encodings = ("uint4", "uint8", "int8", "fp8", "nvfp4", "mxfp4")
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         section = quantization_section(config)
         _refuse_transforms(section)
-        groups = [one for one in (section.get("config_groups") or {}).values() if isinstance(one, Mapping)]
+        groups = [one for one in _mapping(section.get("config_groups")).values() if isinstance(one, Mapping)]
         tensors = StoredTensors(stored, self.name)
         for layer in tensors.layers("weight_packed", ("I32",)):
             _take_packed(tensors, layer, _weights_of(groups, layer))
@@ -76,7 +76,7 @@ class CompressedTensorsFormat(StoredFormat):
 FORMAT = CompressedTensorsFormat()
 
 
-def _refuse_transforms(section: Mapping[str, Any]) -> None:
+def _refuse_transforms(section: Mapping[str, object]) -> None:
     """Refuse checkpoints whose weights need more than scales.
 
     Raises:
@@ -89,7 +89,7 @@ def _refuse_transforms(section: Mapping[str, Any]) -> None:
         raise ConfigError("quantization_config", "models with transforms of activations cannot be read")
 
 
-def _weights_of(groups: list[Mapping[str, Any]], layer: str) -> Mapping[str, Any]:
+def _weights_of(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, object]:
     """Return how a layer's weight is stored. Names count more than patterns, and these more than kinds."""
 
     def rank(target: str) -> int:
@@ -97,14 +97,15 @@ def _weights_of(groups: list[Mapping[str, Any]], layer: str) -> Mapping[str, Any
             return 2 if re.match(target.removeprefix("re:"), layer) else 0
         return 3 if layer == target or layer.endswith(f".{target}") else 1 if target == "Linear" else 0
 
-    best: tuple[int, Mapping[str, Any]] = (0, {})
+    best: tuple[int, Mapping[str, object]] = (0, {})
     for one in groups:
-        for target in one.get("targets") or ():
+        targets = one.get("targets")
+        for target in targets if isinstance(targets, list) else ():
             best = max(best, (rank(str(target)), _mapping(one.get("weights"))), key=lambda pair: pair[0])
     return best[1]
 
 
-def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, Any]) -> None:
+def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, object]) -> None:
     packed, scale = tensors.peek(layer, "weight_packed"), tensors.peek(layer, "weight_scale")
     assert packed is not None
     bits = weights.get("num_bits")
@@ -220,5 +221,5 @@ def _read_integers(source: TensorReader, header: LayerHeader) -> tuple[str | Non
     return read_codes(header.encoding, codes, scales, zeros, header.group[1])
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}

@@ -8,7 +8,7 @@ inputs and outputs, ``<layer>.weight_scale`` one for each output or one in all. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
 from penstock.weights.formats._fp8 import block_size, read_fp8, take_fp8_layers
@@ -26,10 +26,10 @@ class Fp8Format(StoredFormat):
     quant_methods = ("fbgemm_fp8", "fp8")
     kept_encodings = ("fp8",)
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         tensors = StoredTensors(stored, self.name)
         take_fp8_layers(tensors, block_size(quantization_section(config), "weight_block_size"))
         return tensors.left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.weights.formats import CheckpointFormat, Headers, TensorReader
 from penstock.weights.gguf_names import GGUFTensor
@@ -34,10 +34,10 @@ class GGUFFormat(CheckpointFormat):
     kept_encodings = tuple(dict.fromkeys(_ENCODINGS.values()))
     keeps_floats = True
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return any(isinstance(header, GGUFTensor) for header in headers.values())
 
-    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         return {
             name: replace(header, encoding=_ENCODINGS.get(header.type_name))
             if len(header.shape) == 2

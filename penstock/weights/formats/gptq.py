@@ -14,7 +14,7 @@ A layer ``[out, in]`` is stored in columns:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method, quantization_section
@@ -38,10 +38,10 @@ class GPTQFormat(StoredFormat):
     kept_encodings = ("uint4", "uint8")
     unread_if_zero = ("*.bias",)  # some writers add biases to all layers
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         section = quantization_section(config)
         version = section.get("checkpoint_format") or "gptq"
         if version not in ("gptq", "gptq_v2"):
@@ -64,7 +64,7 @@ class GPTQFormat(StoredFormat):
 FORMAT = GPTQFormat()
 
 
-def _take(tensors: StoredTensors, layer: str, section: Mapping[str, Any], version: object) -> None:
+def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], version: object) -> None:
     weight, order, scales = (tensors.peek(layer, part) for part in ("qweight", "g_idx", "scales"))
     assert weight is not None
     bits = section.get("bits")
@@ -74,7 +74,7 @@ def _take(tensors: StoredTensors, layer: str, section: Mapping[str, Any], versio
     rows, outputs = weight.shape
     if order is not None and len(order.shape) == 1 and order.shape[0]:
         bits = rows * 32 // order.shape[0]  # single layers may differ from the configuration
-    if bits not in BITS or rows * 32 % bits:
+    if not isinstance(bits, int) or bits not in BITS or rows * 32 % bits:
         tensors.refuse(layer, "qweight", f"has {bits!r} bits where 2, 3, 4 or 8 can be read")
     assert isinstance(bits, int)
     inputs, groups = rows * 32 // bits, scales.shape[0]

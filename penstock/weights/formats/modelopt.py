@@ -7,7 +7,7 @@ The tensors of a layer tell how it is stored: ``weight`` E4M3 with ``weight_scal
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.weights.formats import Headers, TensorReader, quant_method
 from penstock.weights.formats._fp4 import read_fp4, take_fp4_layers
@@ -26,10 +26,10 @@ class ModelOptFormat(StoredFormat):
     quant_methods = ("modelopt", "modelopt_fp4")
     kept_encodings = ("fp8", "nvfp4")
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         tensors = StoredTensors(stored, self.name)
         take_fp8_layers(tensors, (0, 0))
         take_fp4_layers(tensors, "weight")

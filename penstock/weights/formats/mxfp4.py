@@ -12,7 +12,7 @@ mxfp4. Other readers get bfloat16.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.dtype import DType
 from penstock.errors import WeightsError
@@ -37,11 +37,11 @@ class MXFP4Format(StoredFormat):
     quant_methods = ("mxfp4",)
     kept_encodings = ("mxfp4",)
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         method = quant_method(config)
         return method in self.quant_methods or (method is None and any(_block_names(headers)))
 
-    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         found = dict(stored)
         for name in list(_block_names(stored)):
             blocks, scales = found.pop(f"{name}{_BLOCKS}"), found.pop(f"{name}{_SCALES}", None)

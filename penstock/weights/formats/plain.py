@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from penstock.weights.formats import CheckpointFormat, Headers, quant_method
 
@@ -14,7 +13,7 @@ class PlainFormat(CheckpointFormat):
     name = "plain"
     priority = -1  # formats that are detected by their tensors come first
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return quant_method(config) is None
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.errors import WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method
@@ -41,10 +41,10 @@ class TorchAOFormat(StoredFormat):
     quant_methods = ("torchao",)
     kept_encodings = ("int8", "fp8", "uint4", "uint8", _ENCODING_OF_4_BITS)
 
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
         return quant_method(config) in self.quant_methods
 
-    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         tensors, descriptions = StoredTensors(stored, self.name), _descriptions(stored)
         for layer in tensors.layers(_DATA):
             data, scale = tensors.peek(layer, _DATA), tensors.peek(layer, _SCALE)
@@ -77,9 +77,9 @@ class TorchAOFormat(StoredFormat):
 FORMAT = TorchAOFormat()
 
 
-def _descriptions(stored: Headers) -> Mapping[str, Mapping[str, Any]]:
+def _descriptions(stored: Headers) -> Mapping[str, Mapping[str, object]]:
     """Return what the metadata of all files says about each weight, by its stored name."""
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Mapping[str, object]] = {}
     for file in {header.file for header in stored.values()}:
         for name, text in read_metadata(file).items():
             try:
@@ -91,7 +91,7 @@ def _descriptions(stored: Headers) -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def _bits(description: Mapping[str, Any]) -> int:
+def _bits(description: Mapping[str, object]) -> int:
     """Return the bits of the integers of a weight; 8 if the metadata names no fewer."""
     data = description.get("_data")
     dtype = data.get("target_dtype") if isinstance(data, dict) else None

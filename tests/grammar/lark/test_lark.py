@@ -59,7 +59,7 @@ def expression(choose: random.Random, depth: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_grammar_matches_what_its_definition_says(seed: int, tokenizer: Any) -> None:
+def test_any_grammar_matches_its_definition(seed: int, tokenizer: Any) -> None:
     choose = random.Random(seed)
     num_checked = 0
     while num_checked < 8:

@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.kernels import encoding_named
 from penstock.kernels.codes import group_codes, quantize_fp8, split_scales, unpack_codes
 from penstock.kernels.cpu import variants
+from penstock.kernels.cpu.linear import PANELS
 from penstock.kernels.cpu.ops import CpuOps
 
 VARIANTS = {ops.isa: ops for ops in variants()}
@@ -31,9 +32,7 @@ def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
     if encoding == "fp8":
         codes = torch.randint(0, 256, (outputs, inputs)).to(torch.uint8)
         codes[codes & 127 == 127] = 0x03  # a subnormal number in place of a NaN
-        codes[:48][codes[:48] & 0x78 == 0] += (
-            8  # vectors without subnormal numbers have a product of their own
-        )
+        codes[:48][codes[:48] & 0x78 == 0] += 8  # vectors without subnormal numbers have a separate product
         return {"weight": codes, "scales": torch.rand(outputs, -(-inputs // 128)) / 100}
     groups, top = -(-inputs // 32), 1 << int(encoding[4])
     return {
@@ -67,7 +66,7 @@ def test_products(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
         torch.randn(shape[0]).bfloat16(),
     )
     packed = ops.pack_quantized(rows, encoding, bias=bias)
-    assert packed.layout == "panels"
+    assert packed.layout == PANELS
     x = torch.randn(33, shape[1] + 5).bfloat16()[:, 3 : 3 + shape[1]]  # rows apart, and not aligned
     expected = kind.multiply(x.float(), rows, bias.float())
     terms = x.float().abs() @ kind.unpack(rows).abs().T + bias.float().abs()

@@ -1,6 +1,6 @@
 """The programs on small shapes against the reference, in Triton's interpreter.
 
-`test_interpreter.py` runs this file in a process of its own, because triton reads ``TRITON_INTERPRET`` when
+`test_interpreter.py` runs this file in another process, because triton reads ``TRITON_INTERPRET`` when
 it is imported.
 """
 
@@ -29,6 +29,7 @@ from penstock.kernels import (
 )
 from penstock.kernels.cuda import BACKEND
 from penstock.kernels.cuda.ops import CudaOps
+from penstock.kernels.nibbles import NIBBLES
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.spans import ImageSpans
 
@@ -234,7 +235,7 @@ def test_encodings_give_the_bits_of_the_reference(ops: CudaOps, encoding: str) -
     weight, bias, x = torch.randn(20, 70), torch.randn(20), torch.randn(3, 70)
     x[0, 3], x[1, 2] = 30.0, torch.nan  # beyond the range of a byte, and a row without a scale
     packed, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
-    assert (packed.layout == "nibbles") == (encoding in ("int4", "uint4"))
+    assert (packed.layout == NIBBLES) == (encoding in ("int4", "uint4"))
     assert torch.equal(unpack_linear(packed), unpack_linear(expected))
     got = ops.linear(x, packed)
     assert torch.equal(got[[0, 2]], REFERENCE.linear(x, expected)[[0, 2]])

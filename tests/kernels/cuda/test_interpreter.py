@@ -1,4 +1,4 @@
-"""Runs the programs of the CUDA back end in Triton's interpreter, in processes of their own."""
+"""Runs the programs of the CUDA back end in Triton's interpreter, in other processes."""
 
 from __future__ import annotations
 

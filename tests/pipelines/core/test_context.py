@@ -263,7 +263,7 @@ def test_a_finished_context_returns_no_tokens() -> None:
     assert outstanding(made) == [6]
 
 
-def test_handing_out_leaves_the_status_and_gives_integers_once() -> None:
+def test_outstanding_tokens_are_integers_and_are_returned_once() -> None:
     made = context_of(3, 4)
     made.update(7)
     [(token, log_probabilities)] = made.outstanding_completion_tokens()

@@ -91,7 +91,7 @@ def test_an_end_tokens_own_row_is_dropped() -> None:
     assert context.outstanding_completion_tokens() == []
 
 
-def test_a_rolled_back_token_takes_its_row_along() -> None:
+def test_a_rolled_back_token_loses_its_row() -> None:
     context = context_of(3, log_probabilities=1)
     context.update(5, rows_of(3))
     context.update(6, rows_of(4))

@@ -52,7 +52,7 @@ def test_the_example_in_the_documentation_holds() -> None:
 
 
 @given(array=arrays, copy=st.booleans(), transposed=st.booleans(), strided=st.booleans())
-def test_arrays_come_back_in_value_shape_and_dtype(
+def test_arrays_keep_value_shape_and_dtype(
     array: npt.NDArray[Any], copy: bool, transposed: bool, strided: bool
 ) -> None:
     array = array.T if transposed else array
@@ -115,7 +115,7 @@ def test_no_other_type_is_decoded() -> None:
         Grammar("regex", "a+"),
     ],
 )
-def test_responses_come_back_equal(value: Any) -> None:
+def test_decoded_responses_are_equal(value: Any) -> None:
     assert through(value) == value
 
 
@@ -154,7 +154,7 @@ def contexts() -> list[TextContext]:
 
 @pytest.mark.parametrize("context", contexts(), ids=lambda context: type(context).__name__)
 @pytest.mark.parametrize("copy", [True, False])
-def test_contexts_come_back_equal_and_go_on(context: TextContext, copy: bool) -> None:
+def test_decoded_contexts_are_equal_and_can_continue(context: TextContext, copy: bool) -> None:
     arrived = through(context, copy=copy)
     assert type(arrived) is type(context)
     assert arrived == context

@@ -15,7 +15,7 @@ def buffer_of(*tokens: int, **fields: Any) -> TokenBuffer:
     return TokenBuffer(tokens=np.array(tokens), **fields)
 
 
-def test_a_prompt_is_to_be_computed_whole() -> None:
+def test_a_new_prompt_must_be_computed_completely() -> None:
     buffer = buffer_of(1, 2, 3)
     assert (buffer.start_idx, buffer.active_idx, buffer.end_idx, buffer.committed_idx) == (0, 3, 3, 0)
     assert (buffer.active_length, buffer.current_length) == (3, 3)

@@ -8,15 +8,15 @@ import pytest
 from support.chatting import chatting
 
 from penstock.serve.api import fill_in_middle
-from penstock.serve.api.fill_in_middle import Markers, fill_in_prompt
+from penstock.serve.api.fill_in_middle import FillInMiddleTokens, fill_in_prompt
 from penstock.testing import FakePipeline, FakeTokenizer
 
-PSM, SPM = Markers("^", "~", "|"), Markers("^", "~", "|", suffix_first=True)
+PSM, SPM = FillInMiddleTokens("^", "~", "|"), FillInMiddleTokens("^", "~", "|", suffix_first=True)
 
 
 @pytest.mark.parametrize(("family", "text"), [(PSM, "^ab~cd|"), (SPM, "~cd^ab")])
-def test_order(family: Markers, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill_in_middle, "FAMILIES", (Markers("<none>", "x", "y"), family))
+def test_order(family: FillInMiddleTokens, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill_in_middle, "FAMILIES", (FillInMiddleTokens("<none>", "x", "y"), family))
     ids = fill_in_prompt(FakeTokenizer(), "ab", "cd", "suffix")
     assert bytes(ids).decode() == text
 

@@ -8,7 +8,7 @@ import pytest
 from support.chatting import chatting, events_of
 
 from penstock.serve.api import fill_in_middle
-from penstock.serve.api.fill_in_middle import Markers
+from penstock.serve.api.fill_in_middle import FillInMiddleTokens
 from penstock.testing import FakePipeline
 
 
@@ -43,7 +43,7 @@ async def test_infill(monkeypatch: pytest.MonkeyPatch) -> None:
     async with chatting(echoing()) as server:
         given: Any = {"input_prefix": "ab", "input_suffix": "cd", "n_predict": 50}
         assert (await server.refusal("/infill", **given))["param"] == "input_suffix"
-        monkeypatch.setattr(fill_in_middle, "FAMILIES", (Markers("^", "~", "|"),))
+        monkeypatch.setattr(fill_in_middle, "FAMILIES", (FillInMiddleTokens("^", "~", "|"),))
         found = await server.post("/infill", **given)
         assert found.json()["content"] == "^ab~cd|"
         extra = [{"filename": "f", "text": "t"}]

@@ -49,7 +49,7 @@ def test_wrong_keys(headers: list[tuple[bytes, bytes]]) -> None:
     assert "one" not in caught.value.message.replace("one of this server's", "")
 
 
-def test_without_keys_all_are_let_in() -> None:
+def test_without_keys_every_client_is_admitted() -> None:
     ApiKeys(()).check([])
 
 

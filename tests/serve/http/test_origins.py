@@ -68,7 +68,7 @@ async def test_a_local_server_answers_to_no_other(host: str, path: str) -> None:
     assert "--allowed-hosts" in error["message"]
 
 
-async def test_the_error_gives_advice() -> None:
+async def test_the_error_has_advice() -> None:
     error = (await ask("/health", {"host": "llm.example:8000"})).json()["error"]
     assert "--allowed-hosts llm.example, or with --api-key" in error["message"]
 

@@ -43,7 +43,7 @@ class Client:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_killed_worker_takes_only_its_own_requests_along(tmp_path: Path) -> None:
+async def test_a_killed_worker_fails_only_its_requests(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with server_process(log, "--data-parallel-size", "2", "--max-length", "512") as server:
         shares = sorted(sorted(share.processors) for share in divide_processors(2))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.call_formats import pieces
 from support.random_draws import examples
 
-from penstock.serve.parsers.stream import IncrementalText, Markers, Steps, is_finished
+from penstock.serve.parsers.stream import IncrementalText, MarkerSearch, Steps, is_finished
 
 WORDS = st.text("ab<", min_size=1, max_size=4)
 
@@ -19,7 +19,7 @@ def found(markers: list[str], text: str, sizes: list[int]) -> list[tuple[str, st
     def read() -> Steps[None]:
         nonlocal held
         while True:
-            piece, marker = yield from stream.piece(Markers(markers))
+            piece, marker = yield from stream.piece(MarkerSearch(markers))
             held += piece
             if marker:
                 result.append((held, marker))

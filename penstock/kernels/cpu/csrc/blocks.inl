@@ -1,7 +1,7 @@
 // Blocks of checkpoints: codes of 4, 5 or 6 bits with a scale, and perhaps a minimum, for each SIZE inputs
 // (kernels/encodings/_blocks.py). A weight is scale * (code - OFFSET) - minimum. In the encodings of 256 inputs (GGUF's K
-// types), scales and minima are small integers times a float16 factor; both products are exact in float32. The codes of
-// 4-bit floats are numbers of a table: 12 + 2 * the float.
+// types), scales and minima are small integers times a float16 factor; both products are exact in float32. A
+// code of a 4-bit float selects a number of a table: 12 + 2 * the float.
 //
 // Rows of x are quantised as for int4, with a scale for each SIZE inputs. The minimum takes part as a float:
 // scale * sum(code * x) - minimum * sum(x). Each output is one chain of additions in the order of the groups.
@@ -177,7 +177,7 @@ template <class Kind> struct Blocks {
       const char *unit = block.w, *ahead = block.ahead + column / (VECTORS * W) * ON * block.units * PASSES;
       for (int64_t u = 0; u < block.units; u++, unit += UNIT_BYTES) {
         vf factors[VECTORS], min_factors[VECTORS];
-        // Those of the next unit: the stream reaches them too late, because all its groups wait for them.
+        // Prefetches the factors of the next unit. The stream would prefetch them too late: all groups of a unit need them.
         for (int64_t line = FACTORS; line < UNIT_BYTES; line += LINE) __builtin_prefetch(unit + UNIT_BYTES + line, 0, 2);
         if (GROUPS > 1)
           for (int v = 0; v < VECTORS; v++) {
@@ -195,7 +195,7 @@ template <class Kind> struct Blocks {
 #pragma GCC unroll 4
             for (int part = 0; part < STEPS; part++) {
               const int step = scaled * STEPS + part;
-              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // the gaps between two lines are too long
+              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // the stream would leave too many lines to the hardware
 #pragma GCC unroll 8
                 for (int64_t line = step; line < LINES; line += 4) __builtin_prefetch(ahead + line * LINE, 0, 2);
               } else fetch<FETCHED>(ahead, LINES, step, 4);

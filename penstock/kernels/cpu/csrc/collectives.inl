@@ -1,6 +1,6 @@
 // Collectives of the ranks of one host, in memory that they share: `SharedRegion` in penstock/distributed/region.py.
 //
-// A message is a block of at most `capacity` bytes. Messages are numbered from 1, on all ranks alike. For message n,
+// A message is a block of at most `capacity` bytes. Messages are numbered from 1, equally on all ranks. For message n,
 // a rank
 //   1. writes its block into its buffer n & 1,
 //   2. publishes n,
@@ -9,7 +9,7 @@
 // A rank publishes n + 1 only after it has read message n. A rank writes message n + 2 into the same buffer after all
 // have published n + 1, so that it overwrites nothing that is still being read.
 
-constexpr int64_t NAP = 20000000;  // ns that a waiting rank sleeps before it looks again for an abort
+constexpr int64_t NAP = 20000000;  // ns that a waiting rank sleeps before it checks for an abort again
 
 struct Region {
   int64_t aborted;  // not 0: all collectives fail

@@ -115,7 +115,7 @@ template <int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile
       }
       vu words[VECTORS];
       for (int v = 0; v < VECTORS; v++) words[v] = WIDE ? vu{} : load((const uint32_t*)codes + v * W);
-      // Subnormal numbers are rare in weights that are scaled to the largest number: skip what only they need.
+      // Subnormal numbers are rare in weights that are scaled to the largest number: skip the code that only they need.
 #define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline))
       if (WIDE) add_fp8_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return load(wide + part * PANEL + v * W); });
       else if (__builtin_expect(has_subnormals(words), 0))

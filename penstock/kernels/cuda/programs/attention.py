@@ -6,7 +6,7 @@ changes neither the row's maximum nor its sums. So the bits of a row do not depe
 tile, nor on where a prompt is cut.
 
 Keys may be cut into splits of SPLIT keys, at multiples of SPLIT. `attend` computes the splits of a tile one
-after the other, `attend_split` computes them in programs of their own, and `merge_splits` adds them up. Both
+after the other, `attend_split` computes each in a separate program, and `merge_splits` adds them up. Both
 ways use `_merge`, so that their bits are equal.
 """
 

@@ -16,7 +16,7 @@ from penstock.serve.api.text_generation import answer_request, checked_body, not
 from penstock.serve.api.translation import Translation
 from penstock.serve.api.usage import Usage
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.http.openapi import route_options
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.http.sse import OpenAIStream, event
 from penstock.serve.observability.request_record import RequestRecord
@@ -37,10 +37,7 @@ _SAME = "temperature top_k top_p min_p stop stream presence_penalty frequency_pe
 
 
 @router.post(
-    "/completion",
-    response_class=Response,
-    openapi_extra=body_of(LlamaCppCompletionBody),
-    responses=generated("The completion; with `stream`, its events."),
+    "/completion", **route_options(LlamaCppCompletionBody, "The completion; with `stream`, its events.")
 )
 async def llama_cpp_completion(request: Request) -> Response:
     """Continue a prompt, in llama.cpp's format."""
@@ -48,10 +45,7 @@ async def llama_cpp_completion(request: Request) -> Response:
 
 
 @router.post(
-    "/infill",
-    response_class=Response,
-    openapi_extra=body_of(InfillBody),
-    responses=generated("The text between prefix and suffix; with `stream`, its events."),
+    "/infill", **route_options(InfillBody, "The text between prefix and suffix; with `stream`, its events.")
 )
 async def llama_cpp_infill(request: Request) -> Response:
     """Fill in the middle of a text, in llama.cpp's format."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -37,7 +36,7 @@ class MessageBuilder:
         self._choice = job.choices[0]
         self._num_prompt_tokens = job.num_prompt_tokens
         self._hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
-        self._blocks: list[dict[str, Any]] = []
+        self._blocks: list[dict[str, object]] = []
         self._open = False
         """Whether the last block is in progress."""
         self._pieces: list[str] = []
@@ -91,9 +90,9 @@ class MessageBuilder:
         stop = self._choice.stop_match if reason == "stop_sequence" else None
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    def _add(self, events: Sequence[Event]) -> list[dict[str, Any]]:
+    def _add(self, events: Sequence[Event]) -> list[dict[str, object]]:
         """Add output to the blocks, and return the events that announce it."""
-        said: list[dict[str, Any]] = []
+        said: list[dict[str, object]] = []
         for event in events:
             match event:
                 case Content():
@@ -107,14 +106,13 @@ class MessageBuilder:
                         said.append(self._delta(type="thinking_delta", thinking=event.text))
                 case ToolCallStart():
                     said += self._close()
-                    block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
-                    self._begin(block, said)
+                    self._begin({"type": "tool_use", "id": event.id, "name": event.name, "input": {}}, said)
                 case ToolCallArguments():
                     self._pieces.append(event.text)
                     said.append(self._delta(type="input_json_delta", partial_json=event.text))
         return said
 
-    def _begin(self, block: dict[str, Any], said: list[dict[str, Any]]) -> None:
+    def _begin(self, block: dict[str, object], said: list[dict[str, object]]) -> None:
         """Begin a block, unless one of this type is in progress."""
         if self._open and self._blocks[-1]["type"] == block["type"]:
             return
@@ -125,7 +123,7 @@ class MessageBuilder:
             {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": {**block}}
         )
 
-    def _close(self) -> list[dict[str, Any]]:
+    def _close(self) -> list[dict[str, object]]:
         """End the block that is in progress, if any."""
         if not self._open:
             return []
@@ -149,7 +147,7 @@ class MessageBuilder:
 _NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage) -> dict[str, object]:
     """Return the usage; tokens that were read from the cache do not count as input tokens."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 from penstock.serve.api.chat_prompt import reads_effort
 from penstock.serve.api.messages.message_schema import (
@@ -17,6 +17,8 @@ from penstock.serve.api.messages.message_schema import (
 from penstock.serve.api.translation import Translation
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
+
+T = TypeVar("T")
 
 FIELDS: Mapping[str, str] = {
     "response_format.json_schema.schema": "output_config.format.schema",
@@ -135,12 +137,13 @@ def _tool_result(block: MessageBlock, place: str) -> dict[str, object]:
     }
 
 
-def _content(given: str | Sequence[ResultBlock], place: str) -> Any:
+def _content(given: str | Sequence[ResultBlock], place: str) -> str | list[dict[str, object]]:
     """Return the content of a message; one text block becomes plain text."""
     if isinstance(given, str):
         return given
     parts = [_part(block, f"{place}[{index}]") for index, block in enumerate(given)]
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+    text = parts[0].get("text") if len(parts) == 1 else None
+    return text if isinstance(text, str) else parts
 
 
 def _part(block: ResultBlock, place: str) -> dict[str, object]:
@@ -158,10 +161,10 @@ def _part(block: ResultBlock, place: str) -> dict[str, object]:
             data = _needed(source.data, f"{place}.source.data")
             return _text(f"{block.title}\n\n{data}" if block.title else data)
         case "image" | "document":
-            kind = None if source is None else source.type
+            source_type = None if source is None else source.type
             raise RequestProblem(
                 400,
-                f"{place}.source has the type {kind!r}, which is not supported for type {block.type}",
+                f"{place}.source has the type {source_type!r}, which is not supported for type {block.type}",
                 param=f"{place}.source",
                 code="unsupported_value",
             )
@@ -172,8 +175,9 @@ def _text(text: str) -> dict[str, object]:
     return {"type": "text", "text": text}
 
 
-def _tools(services: Services, body: CountTokensBody) -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    tools, places, skipped = [], [], []
+def _tools(services: Services, body: CountTokensBody) -> tuple[list[dict[str, object]], list[str], list[str]]:
+    tools: list[dict[str, object]] = []
+    places, skipped = [], []
     for index, tool in enumerate(body.tools or ()):
         place = f"tools[{index}]"
         if tool.is_hosted:
@@ -232,9 +236,13 @@ def _reasoning(services: Services, body: CountTokensBody) -> tuple[dict[str, obj
     return settings, unread
 
 
-def _sampling(body: MessagesBody, chat: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling(body: MessagesBody, chat: Mapping[str, object]) -> dict[str, object]:
     given = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
-    options = {**chat.get("chat_template_kwargs", {}), **given.get("chat_template_kwargs", {})}
+    thinking = chat.get("chat_template_kwargs")
+    options = {
+        **(thinking if isinstance(thinking, dict) else {}),
+        **given.get("chat_template_kwargs", {}),
+    }
     if options:
         given["chat_template_kwargs"] = options
     if body.stop_sequences:
@@ -244,7 +252,7 @@ def _sampling(body: MessagesBody, chat: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "max_completion_tokens": body.max_tokens}
 
 
-def _needed(value: Any, place: str) -> Any:
+def _needed(value: T | None, place: str) -> T:
     if value is None:
         raise RequestProblem(400, f"{place} is required", param=place, code="missing_required_parameter")
     return value

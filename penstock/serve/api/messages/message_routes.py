@@ -14,19 +14,14 @@ from penstock.serve.api.messages.message_input import chat_request
 from penstock.serve.api.messages.message_schema import CountTokensBody, MessagesBody
 from penstock.serve.api.text_generation import answer_request, checked_body, note
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.http.openapi import route_options
 from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.services import Services
 
 router = APIRouter(route_class=JsonRoute, tags=["messages"])
 
 
-@router.post(
-    "/v1/messages",
-    response_class=Response,
-    openapi_extra=body_of(MessagesBody),
-    responses=generated("The message; with `stream`, its events."),
-)
+@router.post("/v1/messages", **route_options(MessagesBody, "The message; with `stream`, its events."))
 async def create_message(request: Request) -> Response:
     """Generate the next message of a conversation, in Anthropic's format."""
     services, record = Services.of(request), RequestRecord.of(request)
@@ -45,10 +40,7 @@ async def create_message(request: Request) -> Response:
 
 
 @router.post(
-    "/v1/messages/count_tokens",
-    response_class=Response,
-    openapi_extra=body_of(CountTokensBody),
-    responses=generated("The number of tokens.", streams=False),
+    "/v1/messages/count_tokens", **route_options(CountTokensBody, "The number of tokens.", streams=False)
 )
 async def count_message_tokens(request: Request) -> Response:
     """Return the number of input tokens of a message, without generating it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TypedDict
 
 import msgspec
 
@@ -15,6 +15,14 @@ from penstock.serve.api.usage import Usage
 from penstock.serve.http.problems import Problem, ollama_error
 from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+
+
+class _Message(TypedDict, total=False):
+    """A message, or what a line adds to it."""
+
+    content: str
+    thinking: str
+    tool_calls: list[dict[str, object]]
 
 
 class OllamaBuilder:
@@ -42,10 +50,14 @@ class OllamaBuilder:
 
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
-        message: dict[str, Any] = {"content": ""}
+        message: _Message = {"content": ""}
         for one in [*self._parts(pieces[0].events), *self._end_call()]:
-            for name, value in one.items():
-                message[name] = message[name] + value if name in message else value
+            if "content" in one:
+                message["content"] += one["content"]
+            if "thinking" in one:
+                message["thinking"] = message.get("thinking", "") + one["thinking"]
+            if "tool_calls" in one:
+                message["tool_calls"] = [*message.get("tool_calls", ()), *one["tool_calls"]]
         yield msgspec.json.encode(self._object(message, done=True, **self._end(usage)))
 
     def begin(self) -> bytes:
@@ -70,19 +82,19 @@ class OllamaBuilder:
         """Return the line of an error that ends the stream."""
         return msgspec.json.encode(ollama_error(problem)) + b"\n"
 
-    def _line(self, part: dict[str, object]) -> bytes:
+    def _line(self, part: _Message) -> bytes:
         return msgspec.json.encode(self._object({"content": "", **part}, done=False)) + b"\n"
 
-    def _object(self, message: dict[str, object], **more: Any) -> dict[str, object]:
+    def _object(self, message: _Message, **more: object) -> dict[str, object]:
         plain = {"model": self._model, "created_at": now()}
         if self._is_chat:
             return {**plain, "message": {"role": "assistant", **message}, **more}
         thinking = {"thinking": message["thinking"]} if "thinking" in message else {}
         return {**plain, "response": message["content"], **thinking, **more}
 
-    def _parts(self, events: Sequence[Event]) -> list[dict[str, object]]:
+    def _parts(self, events: Sequence[Event]) -> list[_Message]:
         """Return the members that events add to a message; a call is added when it is complete."""
-        parts: list[dict[str, object]] = []
+        parts: list[_Message] = []
         for event in events:
             match event:
                 case Content():
@@ -97,7 +109,7 @@ class OllamaBuilder:
                     self._call[1].append(event.text)
         return parts
 
-    def _end_call(self) -> list[dict[str, object]]:
+    def _end_call(self) -> list[_Message]:
         if self._call is None:
             return []
         (start, pieces), self._call = self._call, None

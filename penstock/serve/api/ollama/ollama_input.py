@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from penstock.serve.api.chat_prompt import reads_effort
 from penstock.serve.api.ollama.ollama_schema import (
@@ -44,7 +43,7 @@ def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
     open_calls: list[str] = []
     for number, message in enumerate(body.messages or ()):
         messages.append(_message(message, number, open_calls))
-    chat = {**_shared(services, body), "messages": messages}
+    chat: dict[str, object] = {**_shared(services, body), "messages": messages}
     if body.tools:
         chat["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     places = [f"messages[{number}]" for number in range(len(messages))]
@@ -54,7 +53,9 @@ def chat_of_chat(services: Services, body: OllamaChatBody) -> Translation:
 
 def chat_of_generate(services: Services, body: OllamaGenerateBody) -> Translation:
     """Return the chat request of ``/api/generate`` with the chat template."""
-    messages = [] if not body.system else [{"role": "system", "content": body.system}]
+    messages: list[dict[str, object]] = (
+        [] if not body.system else [{"role": "system", "content": body.system}]
+    )
     places = ["system"] * len(messages)
     messages.append({"role": "user", "content": _with_images(body.prompt or "", body.images)})
     chat = {**_shared(services, body), "messages": messages}
@@ -145,9 +146,9 @@ def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict
     return plain
 
 
-def _with_images(text: str, images: list[str] | None) -> Any:
+def _with_images(text: str, images: list[str] | None) -> str | list[dict[str, object]]:
     if not images:
         return text
     urls = [image if image.startswith("data:") else f"data:image/png;base64,{image}" for image in images]
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return [{"type": "text", "text": text}, *parts]
+    parts: list[dict[str, object]] = [{"type": "text", "text": text}]
+    return parts + [{"type": "image_url", "image_url": {"url": url}} for url in urls]

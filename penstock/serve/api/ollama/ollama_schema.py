@@ -12,7 +12,6 @@ from penstock.serve.api.unsupported import Refused
 
 _ENGINE = Refused("it is a setting of the server", accepts_all=True)
 _NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p and temperature"
-Keep = str | int | float
 Think = bool | Literal["low", "medium", "high", "max"]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.errors import UnsupportedSchemaError
 from penstock.serve.parsers.formats.tagged_calls import typed_json
@@ -66,7 +65,7 @@ class Arguments:
             if keyword not in _OBJECT_KEYWORDS:
                 reason = "this model writes arguments one by one: only their own schemas can be enforced"
                 raise UnsupportedSchemaError(keyword, "#", reason)
-        properties: dict[str, Any] = {**schema.get("properties", {})}
+        properties: dict[str, Schema | bool] = {**schema.get("properties", {})}
         required = frozenset(schema.get("required", ()))
         others = schema.get("additionalProperties", True)
         for name in sorted(required - properties.keys()):
@@ -190,7 +189,7 @@ class TaggedArguments:
         return self._around(key, True, constant(text + self.line + self.end))
 
 
-def _referenced(reference: object, root: Mapping[str, Any]) -> object:
+def _referenced(reference: object, root: Mapping[str, object]) -> object:
     target: object = root
     steps = reference.removeprefix("#/").split("/") if isinstance(reference, str) else [""]
     for step in steps:

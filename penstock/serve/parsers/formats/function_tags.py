@@ -9,12 +9,12 @@ from penstock.serve.parsers.formats.json_calls import read_end, read_name
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import Markers, Steps
+from penstock.serve.parsers.stream import MarkerSearch, Steps
 from penstock.serve.parsers.structural_tags import Tag, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
-_TAG_END = Markers([">"])
-_VALUE_END = Markers(["</parameter>"])
+_TAG_END = MarkerSearch([">"])
+_VALUE_END = MarkerSearch(["</parameter>"])
 _FUNCTION = "<function="
 
 

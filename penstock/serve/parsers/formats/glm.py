@@ -9,12 +9,12 @@ from penstock.serve.parsers.formats.json_calls import read_name
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import Markers, Steps
+from penstock.serve.parsers.stream import MarkerSearch, Steps
 from penstock.serve.parsers.structural_tags import Tag, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
-_KEY_END = Markers(["</arg_key>"])
-_VALUE_END = Markers(["</arg_value>"])
+_KEY_END = MarkerSearch(["</arg_key>"])
+_VALUE_END = MarkerSearch(["</arg_value>"])
 
 
 @dataclass(frozen=True)

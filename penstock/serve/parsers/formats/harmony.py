@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import Markers, NotAToolCallError, Steps
+from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
 _TO, _PREFIX = "to=", "functions."
 _START, _CHANNEL, _MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
-_HEAD = Markers([_MESSAGE])
+_HEAD = MarkerSearch([_MESSAGE])
 _MAX_HEAD = 256
 
 

@@ -16,14 +16,14 @@ from penstock.serve.parsers.formats.json_calls import read_end
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import Markers, Steps
+from penstock.serve.parsers.stream import MarkerSearch, Steps
 from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
 
 DSML = "\uff5cDSML\uff5c"
 """Prefix of the tags of DeepSeek."""
-_NAME_END = Markers(['">'])
-_TYPED_KEY_END = Markers(['" string="'])
+_NAME_END = MarkerSearch(['">'])
+_TYPED_KEY_END = MarkerSearch(['" string="'])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class InvokeCalls(ToolFormat):
         return f'<{self.prefix}parameter name="'
 
     def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
-        stream, value_end = parser.stream, Markers([f"</{self.prefix}parameter>"])
+        stream, value_end = parser.stream, MarkerSearch([f"</{self.prefix}parameter>"])
         yield from stream.skip_space()
         while (yield from stream.accept(self._invoke)):
             writer = ArgumentWriter(parser, (yield from stream.until(_NAME_END, 256)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import Markers, Steps
+from penstock.serve.parsers.stream import MarkerSearch, Steps
 from penstock.serve.parsers.structural_tags import (
     Tag,
     by_schema,
@@ -26,7 +26,7 @@ from penstock.serve.parsers.tools import Tools
 _BEGIN, _END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _CALL_END, _ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
 _WHOLE_ID = re.compile(r"functions\..+:[0-9]+")
-_ID_END = Markers([_ARGUMENTS])
+_ID_END = MarkerSearch([_ARGUMENTS])
 
 
 @dataclass(frozen=True)

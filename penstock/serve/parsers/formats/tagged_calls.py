@@ -7,7 +7,7 @@ import re
 
 from penstock.serve.parsers.json_scanner import JsonScanner
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import Markers, NotAToolCallError, Steps
+from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Steps
 
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _STRING = frozenset({"string"})
@@ -29,7 +29,9 @@ class ArgumentWriter:
         if not self._known:
             parser.refuse()
 
-    def argument(self, key: str, end: Markers, *, padded: bool, is_string: bool | None = None) -> Steps[None]:
+    def argument(
+        self, key: str, end: MarkerSearch, *, padded: bool, is_string: bool | None = None
+    ) -> Steps[None]:
         """Read the value of an argument and its end marker.
 
         Args:
@@ -65,7 +67,7 @@ class ArgumentWriter:
         if self._known:
             self._parser.add_arguments(text)
 
-    def _string(self, end: Markers, padded: bool) -> Steps[None]:
+    def _string(self, end: MarkerSearch, padded: bool) -> Steps[None]:
         """Emit the text incrementally, except for a line end that may be the padding."""
         stream = self._parser.stream
         self._add('"')
@@ -81,7 +83,7 @@ class ArgumentWriter:
             self._add(_escaped(text[: len(text) - len(held)]))
         self._add('"')
 
-    def _typed(self, end: Markers, padded: bool, types: frozenset[str] | None) -> Steps[None]:
+    def _typed(self, end: MarkerSearch, padded: bool, types: frozenset[str] | None) -> Steps[None]:
         stream = self._parser.stream
         pieces, marker = [], ""
         while not marker:

@@ -1,0 +1,186 @@
+"""Simulate 1 to 256 workers behind one router, and find where the router saturates.
+
+    python benchmarks/cluster.py simulate                     # prefix-aware, least loaded, random routing
+    python benchmarks/cluster.py simulate --speed 30 --workers 64 256
+    python benchmarks/cluster.py saturate --speed 30          # decisions per second of the router
+    python benchmarks/cluster.py measure --shape l110m -o benchmarks/cluster_costs.json
+
+``simulate`` runs a trace through the real router, schedulers and KV caches in virtual time
+(`penstock.bench.simulation`). The times of steps come from a file that ``measure`` writes. Each worker gets
+the same number of requests per second, ``--load`` times what it could serve without a prefix cache. The first
+quarter of the trace does not count. ``--speed`` simulates workers that are so many times as fast as the
+measured one. ``saturate`` measures processor times of the real router; ``measure`` needs an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from against_transformers import machine
+from router import measure_decisions
+
+from penstock.bench.random_weights import SHAPES, write_random_checkpoint
+from penstock.bench.simulation.cluster import POLICIES, Cluster, capacity
+from penstock.bench.simulation.costs import ClusterCosts, RouterCosts, non_negative_least_squares
+from penstock.bench.simulation.measure import measure_steps
+from penstock.bench.simulation.trace import TraceShape, make_trace
+from penstock.config import PipelineConfig
+from penstock.worker.messages import StepResults, TextResult, WorkerStats, report_decoder, report_encoder
+from penstock.worker.results import Generation
+
+COSTS = Path(__file__).with_name("cluster_costs.json")
+WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+AIM = 20_000
+"""Decisions per second with known digests that one router should reach."""
+_PREFIXES = 50
+_DECISIONS = 2000
+
+
+def main() -> None:
+    """Run the part that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("simulate", "saturate", "measure"))
+    parser.add_argument("--costs", type=Path, default=COSTS)
+    parser.add_argument("--workers", nargs="+", type=int, default=WORKERS)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--load", type=float, default=0.9)
+    parser.add_argument("--speed", type=float, default=1.0)
+    parser.add_argument("--requests", type=int, default=100, help="requests per worker, at least 800 in all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the reports of simulate")
+    parser.add_argument("--shape", choices=SHAPES, default="l110m")
+    parser.add_argument("--model", help="measure this checkpoint in place of random weights")
+    parser.add_argument("--num-threads", type=int)
+    parser.add_argument("--kv-cache-memory", default="1GiB")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    if options.what == "measure":
+        measure(options)
+    elif options.what == "saturate":
+        saturate(options)
+    else:
+        simulate(options)
+
+
+def simulate(options: argparse.Namespace) -> None:
+    """Print a row for each number of workers and policy."""
+    costs = ClusterCosts.read(options.costs)
+    costs = msgspec.structs.replace(costs, step=costs.step.scaled(options.speed))
+    shape = TraceShape(rate=1.0, num_requests=2000, max_length=costs.limits.max_length, seed=options.seed)
+    rate = options.load * capacity(costs, shape)
+    print(f"{costs.measured.get('model', '')}; {rate:.2f} requests/s for each worker")
+    print("workers  routing        req/s  tokens/s   first token p50, p99    latency p50, p99  hits  busy")
+    rows = []
+    for count in options.workers:
+        wanted = max(options.requests * count, 800)
+        trace = make_trace(replace(shape, rate=rate * count, num_requests=wanted))
+        for policy in options.policies:
+            begin = time.perf_counter()
+            report = Cluster(costs, count, policy).run(trace)
+            rows.append(asdict(report) | {"real_seconds": time.perf_counter() - begin})
+            first, latency = report.first_token, report.latency
+            print(
+                f"{count:7}  {policy:12} {report.requests_per_second:7.1f} {report.tokens_per_second:9,.0f} "
+                f"{first[0]:13.3f} s {first[1]:6.3f} s {latency[0]:8.2f} s {latency[1]:6.2f} s "
+                f"{report.hit_rate:4.0%} {report.worker_utilization:5.0%}, "
+                f"router {report.router_utilization:.1%}",
+                flush=True,
+            )
+    if options.json:
+        options.json.write_text(json.dumps({"costs": msgspec.to_builtins(costs), "reports": rows}, indent=1))
+
+
+def saturate(options: argparse.Namespace) -> None:
+    """Print how many decisions one router process makes, and how many workers it can drive."""
+    costs = ClusterCosts.read(options.costs)
+    step = costs.step.scaled(options.speed)
+    shape = TraceShape(rate=1.0, num_requests=2000, max_length=costs.limits.max_length, seed=options.seed)
+    wanted = capacity(msgspec.structs.replace(costs, step=step), shape)
+    trace = make_trace(shape)
+    answer = np.mean([turn.num_new_tokens for one in trace for turn in one.turns])
+    print(f"{machine()}\n{wanted:.2f} requests/s for each worker, {answer:.0f} tokens in each answer")
+    print("workers  decisions/s: digests known  with hashing  wanted  the router's thread is busy")
+    router, reports_per_second = measure_router(options.workers), 1 / 0.02
+    for count in options.workers:
+        known, hashing = measure_decisions(count, _PREFIXES, 2048, _DECISIONS)
+        results = wanted * answer / reports_per_second  # of each worker, in one report
+        busy = count * (
+            wanted * router.of_decision(count, 2048 // costs.limits.block_size)
+            + reports_per_second * router.of_report(round(results))
+        )
+        short = "" if known >= AIM else f"  (below {AIM:,})"
+        print(
+            f"{count:7}  {known:26,.0f}  {hashing:12,.0f}  {wanted * count:6,.0f}  {busy:26.1%}{short}",
+            flush=True,
+        )
+    print("\nbusy counts decisions with hashing and 50 reports per second of each worker, not HTTP and text")
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure steps and router and write the costs."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        model = options.model or str(write_random_checkpoint(Path(folder), SHAPES[options.shape]))
+        flat = {"model_path": model, "kv_cache_memory": options.kv_cache_memory, "max_batch_size": 32}
+        if options.num_threads:
+            flat["num_threads"] = options.num_threads
+        config = PipelineConfig.from_flat(flat)
+        step, limits = measure_steps(config)
+    name = options.model or f"{options.shape} (random weights, {SHAPES[options.shape]['dtype']})"
+    measured = {"model": name, "threads": str(options.num_threads or "all"), "machine": machine()}
+    measured["date"] = date.today().isoformat()
+    costs = ClusterCosts(measured, limits, step, measure_router(WORKERS))
+    costs.write(options.output or COSTS)
+    print(msgspec.json.format(msgspec.json.encode(costs)).decode())
+
+
+def measure_router(counts: Sequence[int]) -> RouterCosts:
+    """Return the processor times of decisions with hashing, and of reports, of the real code."""
+    rows, seconds = [], []
+    for count in sorted({max(2, min(counts)), 32, max(counts)}):  # a router of one worker decides nothing
+        for length in (256, 2048):
+            _, rate = measure_decisions(count, _PREFIXES, length, _DECISIONS)
+            rows.append([1.0, count, length // 32])
+            seconds.append(1 / rate)
+    weights = 1 / np.array(seconds)
+    found = non_negative_least_squares(np.array(rows) * weights[:, None], np.ones(len(rows)))
+    one, many = measure_report(1), measure_report(32)
+    per_result = max(many - one, 0.0) / 31
+    return RouterCosts(*map(float, found), per_report=max(one - per_result, 0.0), per_result=per_result)
+
+
+def measure_report(num_results: int, count: int = 2000) -> float:
+    """Return the processor seconds in which the router's process reads the report of a step."""
+    names = [f"{number:032x}" for number in range(num_results)]
+    frame = report_encoder()(StepResults(WorkerStats(), results=[TextResult(name, [7]) for name in names]))
+    generations, decode = {name: Generation(name, lambda _: None) for name in names}, report_decoder()
+
+    def read() -> None:
+        report = decode(frame)
+        assert isinstance(report, StepResults)
+        for result in report.results:
+            generations[result.request_id].add(result)
+
+    best = float("inf")
+    for _ in range(3):
+        begin = time.process_time()
+        for _ in range(count):
+            read()
+        best = min(best, (time.process_time() - begin) / count)
+        for generation in generations.values():
+            generation._results.clear()
+    return best
+
+
+if __name__ == "__main__":
+    main()

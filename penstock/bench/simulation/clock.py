@@ -1,0 +1,56 @@
+"""Virtual time: events in the order of their times."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+
+class Clock:
+    """Runs events at their times without waiting. Events of the same time run in the order of their calls."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """The virtual time, in seconds."""
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Call ``action`` at a time that has not passed."""
+        assert time >= self.now, f"{time} is before {self.now}"
+        heapq.heappush(self._events, (time, next(self._numbers), action))
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Call ``action`` after some seconds."""
+        self.at(self.now + seconds, action)
+
+    def run(self) -> None:
+        """Run all events, including those that events add."""
+        while self._events:
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+
+
+class BusyServer:
+    """A single server in virtual time, which serves one after the other: the thread of the router.
+
+    Args:
+        clock: the virtual time.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._free_at = 0.0
+        self.busy_seconds = 0.0
+        """Seconds that it has worked or will have worked."""
+        self.waits: list[float] = []
+        """Seconds that each call of `serve` waited until its work began."""
+
+    def serve(self, seconds: float, action: Callable[[], None]) -> None:
+        """Call ``action`` when the work before it and ``seconds`` of its own work have passed."""
+        begin = max(self._clock.now, self._free_at)
+        self.waits.append(begin - self._clock.now)
+        self._free_at = begin + seconds
+        self.busy_seconds += seconds
+        self._clock.at(self._free_at, action)

@@ -1,0 +1,247 @@
+"""A cluster in virtual time: arrivals, the real router, and workers with the real scheduler."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import numpy as np
+
+from penstock.bench.simulation.clock import BusyServer, Clock
+from penstock.bench.simulation.costs import ClusterCosts, StepShape
+from penstock.bench.simulation.trace import Conversation, Tokens, TraceShape, make_trace
+from penstock.bench.simulation.worker import SimulatedWorker
+from penstock.errors import InputError
+from penstock.pipelines.core import RequestContext, SamplingParams, TextContext
+from penstock.worker.engine_client import EngineClient
+from penstock.worker.messages import StepResults, TextResult
+from penstock.worker.router import WorkerRouter
+from penstock.worker.routing import LeastLoaded, RoutingPolicy
+
+_WARM_UP = 0.25
+"""Share of the trace's time whose requests do not count: the caches fill."""
+
+
+class RandomWorker:
+    """Chooses workers at random.
+
+    Args:
+        seed: the seed of the random numbers.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._draws = random.Random(seed)
+
+    def choose(
+        self, context: RequestContext, digests: Sequence[bytes], loads: Sequence[int], workers: int
+    ) -> int:
+        """Return a ready worker."""
+        return self._draws.choice([number for number in range(len(loads)) if workers >> number & 1])
+
+
+POLICIES: Mapping[str, Callable[[], RoutingPolicy | None]] = {
+    "prefix-aware": lambda: None,
+    "least-loaded": LeastLoaded,
+    "random": RandomWorker,
+}
+"""Name -> the policy of a router; None is the router's default, which is prefix-aware."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The times of a request, in virtual seconds."""
+
+    arrived: float
+    num_prompt_tokens: int
+    first_token: float = 0.0
+    ended: float = 0.0
+    num_new_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterReport:
+    """What a simulation measured, without the requests of its begin."""
+
+    num_workers: int
+    policy: str
+    num_requests: int
+    requests_per_second: float
+    tokens_per_second: float
+    """Generated tokens."""
+    first_token: tuple[float, float]
+    """Seconds from arrival to the first token: median and 99th percentile."""
+    latency: tuple[float, float]
+    """Seconds from arrival to the end: median and 99th percentile."""
+    hit_rate: float
+    """Share of the prompt tokens that were in a prefix cache."""
+    worker_utilization: float
+    """Mean share of the time in which a worker ran steps."""
+    router_utilization: float
+    """Share of the time in which the router's thread worked."""
+    router_wait: float
+    """Seconds that a message waited for the router's thread, 99th percentile."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request that has not ended."""
+
+    context: TextContext
+    conversation: Conversation
+    number: int
+    """The index of the turn."""
+    outcome: Outcome
+
+
+class Cluster:
+    """Runs a trace on simulated workers behind the real router.
+
+    Args:
+        costs: the times of workers and router.
+        num_workers: the number of workers.
+        policy: a name of `POLICIES`.
+    """
+
+    def __init__(self, costs: ClusterCosts, num_workers: int, policy: str) -> None:
+        self._costs = costs
+        self._policy = policy
+        self._clock = Clock()
+        self._router_thread = BusyServer(self._clock)
+        self._workers = [SimulatedWorker(self._clock, costs, self._receive) for _ in range(num_workers)]
+        # `WorkerRouter` uses the members that `SimulatedWorker` has.
+        self._router = WorkerRouter(cast("list[EngineClient]", self._workers), POLICIES[policy]())
+        self._requests: dict[str, _Request] = {}
+        self.outcomes: list[Outcome] = []
+        """The times of all requests, in the order of their arrivals."""
+
+    def run(self, trace: Sequence[Conversation]) -> ClusterReport:
+        """Run all requests of a trace and return the report.
+
+        Raises:
+            InputError: all conversations begin at once, so that there is no time to count requests in.
+        """
+        if not trace or trace[-1].begin <= 0:
+            raise InputError("a trace needs two conversations that begin at different times")
+        nothing = np.empty(0, np.int64)
+        for conversation in trace:
+            self._clock.at(conversation.begin, partial(self._arrive, conversation, 0, nothing))
+        end = trace[-1].begin
+        busy: list[tuple[float, float]] = []
+        for time in (_WARM_UP * end, end):
+            self._clock.at(time, lambda: busy.append(self._busy_seconds()))
+        self._clock.run()
+        return self._report(end, *np.subtract(busy[1], busy[0]).tolist())
+
+    def _busy_seconds(self) -> tuple[float, float]:
+        """Return the seconds that the workers together and the router have worked so far."""
+        return sum(worker.busy_seconds for worker in self._workers), self._router_thread.busy_seconds
+
+    def _arrive(self, conversation: Conversation, number: int, before: Tokens) -> None:
+        """Let a turn arrive at the router, with the tokens of the turns before it."""
+        turn = conversation.turns[number]
+        tokens = np.concatenate([before, turn.message])
+        context = TextContext(
+            prompt="",
+            max_length=len(tokens) + turn.num_new_tokens,
+            tokens=tokens,
+            ignore_eos=True,
+            sampling_params=SamplingParams(temperature=0.0),
+            request_id=f"{conversation.name}-{number}",
+        )
+        outcome = Outcome(self._clock.now, len(tokens))
+        self.outcomes.append(outcome)
+        self._requests[context.request_id] = _Request(context, conversation, number, outcome)
+        num_blocks = len(tokens) // self._costs.limits.block_size
+        seconds = self._costs.router.of_decision(len(self._workers), num_blocks)
+        self._router_thread.serve(seconds, lambda: self._submit(context))
+
+    def _submit(self, context: TextContext) -> None:
+        self._router.submit(context)
+
+    def _receive(self, report: StepResults, deliver: Callable[[StepResults], None]) -> None:
+        """Let the report of a step arrive at the router."""
+
+        def process() -> None:
+            deliver(report)
+            for result in report.results:
+                assert isinstance(result, TextResult)
+                self._count(result)
+
+        self._router_thread.serve(self._costs.router.of_report(len(report.results)), process)
+
+    def _count(self, result: TextResult) -> None:
+        """Record the tokens of a request, and let the next turn follow its end."""
+        request, now = self._requests[result.request_id], self._clock.now
+        outcome = request.outcome
+        if result.tokens and not outcome.num_new_tokens:
+            outcome.first_token = now
+        outcome.num_new_tokens += len(result.tokens)
+        if not result.status.is_done:
+            return
+        del self._requests[result.request_id]
+        outcome.ended = now
+        outcome.num_cached_tokens = request.context.num_cached_tokens
+        number, turns = request.number + 1, request.conversation.turns
+        if number < len(turns):
+            tokens = request.context.all_tokens.astype(np.int64)
+            self._clock.after(
+                turns[number].think_seconds, partial(self._arrive, request.conversation, number, tokens)
+            )
+
+    def _report(self, last_begin: float, workers_busy: float, router_busy: float) -> ClusterReport:
+        begin = _WARM_UP * last_begin
+        counted = [one for one in self.outcomes if begin <= one.arrived <= last_begin]
+        ended = [one for one in self.outcomes if begin <= one.ended <= last_begin]
+        span, num_workers = last_begin - begin, len(self._workers)
+        num_prompt_tokens = sum(one.num_prompt_tokens for one in counted)
+        return ClusterReport(
+            num_workers=num_workers,
+            policy=self._policy,
+            num_requests=len(counted),
+            requests_per_second=len(ended) / span,
+            tokens_per_second=sum(one.num_new_tokens for one in ended) / span,
+            first_token=_percentiles([one.first_token - one.arrived for one in counted]),
+            latency=_percentiles([one.ended - one.arrived for one in counted]),
+            hit_rate=sum(one.num_cached_tokens for one in counted) / num_prompt_tokens,
+            worker_utilization=workers_busy / span / num_workers,
+            router_utilization=router_busy / span,
+            router_wait=float(np.percentile(self._router_thread.waits, 99)),
+        )
+
+
+def capacity(costs: ClusterCosts, shape: TraceShape) -> float:
+    """Estimate the requests per second of one worker without a prefix cache.
+
+    A request costs its prompt tokens at the speed of a full step, and its answer's tokens at the speed of
+    decode steps with as many requests as the KV cache holds.
+    """
+    limits, step = costs.limits, costs.step
+    trace = make_trace(shape)
+    answers = [turn.num_new_tokens for conversation in trace for turn in conversation.turns]
+    prompt, answer = _mean_prompt(trace), sum(answers) / len(answers)
+    whole = min(limits.max_batch_input_tokens, 512)
+    prefill = step.of(StepShape(whole, 1, whole * whole // 2)) / whole
+    batch = max(1, min(limits.max_batch_size, int(limits.num_blocks * limits.block_size / (prompt + answer))))
+    decode = step.of(StepShape(batch, batch, int(batch * (prompt + answer / 2)))) / batch
+    return 1 / (prompt * prefill + answer * decode)
+
+
+def _mean_prompt(trace: Sequence[Conversation]) -> float:
+    """Return the mean number of prompt tokens of a request."""
+    lengths = []
+    for conversation in trace:
+        length = 0
+        for turn in conversation.turns:
+            lengths.append(length + len(turn.message))
+            length = lengths[-1] + turn.num_new_tokens
+    return sum(lengths) / len(lengths)
+
+
+def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the median and the 99th percentile."""
+    median, high = np.percentile(seconds, [50, 99])
+    return float(median), float(high)
