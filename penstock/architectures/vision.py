@@ -52,6 +52,9 @@ class VisionModel(ABC):
     def estimate_encoder_memory(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
-        """Return the bytes of activations of the largest call of `encode_images`."""
-        rows = max(cls.max_encoder_rows, cls.largest_image(huggingface_config))
+        """Return the bytes of activations of the largest call of `encode_images`, and of its graphs.
+
+        Graphs are made of calls of up to ``max_encoder_rows`` rows. They keep at most the activations of one.
+        """
+        rows = max(cls.max_encoder_rows, cls.largest_image(huggingface_config)) + cls.max_encoder_rows
         return rows * cls.encoder_row_size(pipeline_config, huggingface_config)

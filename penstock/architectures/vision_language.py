@@ -15,8 +15,9 @@ from penstock.architectures.transformer import TransformerModel
 from penstock.architectures.vision import VisionModel
 from penstock.config import HuggingFaceConfig
 from penstock.errors import ConfigError
-from penstock.kernels import Ops, StepInputs, encoding_named
+from penstock.kernels import GraphCache, StepInputs, encoding_named
 from penstock.nn import Blueprint, Loader, TensorNames
+from penstock.nn.vision import EncoderRunner
 from penstock.pipelines.core import ImageMetadata
 
 if TYPE_CHECKING:
@@ -28,10 +29,14 @@ _ROWS_PER_PATCH = 6
 """Rows as wide as the widest layer that the tower holds for a patch, as in `estimate_activation_memory`."""
 
 
+MAX_ENCODER_GRAPHS = 8
+"""Shapes of images for which a graph of the encoder is kept."""
+
+
 class ImageEncoder(Protocol):
     """The computation from images to embeddings: a tower and its connector to the decoder."""
 
-    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+    def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
         """Return the embeddings ``[embedding_rows, W]`` of each image; see `VisionModel.encode_images`."""
         ...
 
@@ -68,6 +73,8 @@ class VisionLanguageModel(VisionModel, TransformerModel):
     """
 
     network: VisionLanguageNetwork
+    encoder_graphs: GraphCache | None = None
+    """The graphs of the encoder; None before the first image, and if operations run one by one."""
     text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     """Model type of the decoder -> values that transformers assumes if ``text_config`` lacks them."""
     vision_defaults: ClassVar[Mapping[str, object]] = {}
@@ -161,7 +168,24 @@ class VisionLanguageModel(VisionModel, TransformerModel):
 
     def encode_images(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
         self.session.check_process()
-        return self.network.encoder(images, self.session.ops)
+        is_small = sum(map(self.encoder_rows, images)) <= self.max_encoder_rows
+        graphs = self._graphs_of_encoder() if is_small and not self.lazy_packing.num_pending else None
+        return self.network.encoder(images, EncoderRunner(self.session.ops, graphs))
+
+    def _graphs_of_encoder(self) -> GraphCache | None:
+        """Return the graphs of the encoder; None if operations run one by one."""
+        plans = self.session.plans
+        if plans is None or self.session.ranks is not None:
+            return None
+        if self.encoder_graphs is None or self.encoder_graphs.compiler is not plans.compiler:
+            rows = self.encoder_row_size(self.pipeline_config, self.huggingface_config)
+            self.encoder_graphs = GraphCache(
+                plans.compiler,
+                max_graphs=MAX_ENCODER_GRAPHS,
+                max_bytes=self.max_encoder_rows * rows,
+                pads_columns=False,
+            )
+        return self.encoder_graphs
 
     @classmethod
     def encoder_row_size(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:

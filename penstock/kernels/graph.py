@@ -34,6 +34,11 @@ class Graph(ABC):
     def description(self) -> str:
         """How a replay runs, as text: ``130 kernels in one call``."""
 
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        """The tensors that it keeps besides weights; graphs of one compiler may share some of them."""
+        return ()
+
     @abstractmethod
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copy the inputs to where the graph reads them, run, and return copies of the results.
@@ -106,14 +111,30 @@ class GraphCompiler(ABC):
 
 
 class GraphCache:
-    """The graphs of a session, by key. Captures a step when its key occurs for the second time.
+    """Graphs by key. Captures a step when its key occurs for the second time.
 
     Args:
         compiler: captures the steps.
+        max_graphs: graphs that are kept; by default ``max_graphs`` of the compiler. The least recently used
+            one is dropped.
+        max_bytes: memory that the graphs may keep, see `Graph.memory`; by default any. The least recently
+            used graphs are dropped until the others fit. A graph that does not fit alone is not kept, and its
+            step runs eagerly.
+        pads_columns: whether a captured two-dimensional input is padded to `columns`, as a block table needs.
     """
 
-    def __init__(self, compiler: GraphCompiler) -> None:
+    def __init__(
+        self,
+        compiler: GraphCompiler,
+        *,
+        max_graphs: int | None = None,
+        max_bytes: int | None = None,
+        pads_columns: bool = True,
+    ) -> None:
         self.compiler = compiler
+        self._max_graphs = max_graphs
+        self._max_bytes = max_bytes
+        self._pads_columns = pads_columns
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # least recently used first
         self._seen: OrderedDict[Hashable, str | None] = (
             OrderedDict()
@@ -142,6 +163,16 @@ class GraphCache:
     def last(self) -> Graph | None:
         """The graph that the last step ran as, or None."""
         return self._last
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are kept."""
+        return len(self._graphs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the graphs keep."""
+        return _bytes_of(self._graphs.values())
 
     def run(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
         """Return the results of a step, or None if the caller must run it eagerly.
@@ -199,23 +230,40 @@ class GraphCache:
         self._last, self._reason = None, reason
 
     def _capture(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
-        own = {name: _padded(tensor) for name, tensor in inputs.items()}
+        copy = _padded if self._pads_columns else _contiguous
+        own = {name: copy(tensor) for name, tensor in inputs.items()}
         try:
             with torch.inference_mode():
                 graph, results = self.compiler.capture(step, own)
         except UnrecordableStepError as error:
             self._reason = self._seen[key] = str(error)
             return None  # the eager step writes the same keys and values to the cache again
+        size, limit = _bytes_of([graph]), self._max_bytes
+        if limit is not None and size > limit:
+            self._reason = self._seen[key] = f"a graph of {size:,} bytes exceeds the limit of {limit:,} bytes"
+            return results
         self._graphs[key] = self._last = graph
-        if len(self._graphs) > self.compiler.max_graphs:
+        most = self.compiler.max_graphs if self._max_graphs is None else self._max_graphs
+        while len(self._graphs) > most or (limit is not None and self.num_bytes > limit):
             self._graphs.popitem(last=False)
         return results
+
+
+def _bytes_of(graphs: Iterable[Graph]) -> int:
+    """Return the bytes of memory that some graphs keep together."""
+    tensors = (tensor for graph in graphs for tensor in graph.memory)
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _padded(tensor: Tensor) -> Tensor:
     """Return a contiguous copy; a two-dimensional tensor gets zeros in further columns."""
     if tensor.dim() != 2:
-        return tensor.clone(memory_format=torch.contiguous_format)
+        return _contiguous(tensor)
     rows, width = tensor.shape
     copied = torch.zeros(rows, GraphCache.columns(width), dtype=tensor.dtype, device=tensor.device)
     copied[:, :width] = tensor

@@ -42,6 +42,13 @@ def _own_adapters(arguments: Arguments) -> Arguments:
     return {**arguments, "lora": lora and lora.on(part.name for part in packed.slices)}
 
 
+def _no_bias(arguments: Arguments) -> Arguments:
+    """Refuse a bias of attention: back ends may pad it, which is no operation."""
+    if arguments["bias"] is not None:
+        raise UnrecordableStepError("a bias of encoder attention")
+    return arguments
+
+
 def _no_adapters(arguments: Arguments) -> Arguments:
     """Refuse adapters on experts."""
     lora, packed = arguments["lora"], arguments["packed"]
@@ -275,7 +282,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
         """
         return None
 
-    @operation(is_recordable=False)
+    @operation(weights=["blocks"], simplify=_no_bias)
     @abstractmethod
     def encoder_attention(
         self,
@@ -295,7 +302,8 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
         Query head h reads kv head ``h // (H / K)``. Query i sees key j of its sequence if
         ``abs(i - j) <= window``, and, with ``is_causal``, only if ``j <= i``. ``bias[h, j - i + P - 1]`` is
         added to the scaled score; P is at least the length of the longest sequence. Softmax in float32.
-        ``blocks`` is the result of `sequence_blocks`; a back end that needs it computes it otherwise.
+        ``blocks`` is the result of `sequence_blocks`; a back end that needs it computes it otherwise. A
+        recorded step keeps it: it replays batches of sequences of the same lengths.
         """
 
     @operation(functions={"gated_activation": CFunction("2q 2P 3q")})

@@ -7,8 +7,8 @@ Dosovitskiy et al. 2020 (arXiv:2010.11929), Radford et al. 2021 (arXiv:2103.0002
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.host.heartbeat import beat
-from penstock.kernels import Activation, Ops, StepInputs
+from penstock.kernels import Activation, GraphCache, Ops, StepInputs
+from penstock.kernels.graph import Step
 from penstock.nn.blueprint import activation_named, num_layers
 from penstock.nn.config_values import ConfigValues
 from penstock.nn.encoder import EncoderAttention
@@ -27,6 +28,28 @@ from penstock.nn.norm import LayerNorm, RMSNorm
 from penstock.nn.rotary import RotaryRows
 
 _QUICK_GELU = 1.702
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderRunner:
+    """Runs the steps of an encoder: as a graph if their shape repeats, otherwise its single operations.
+
+    Both give the same bits.
+    """
+
+    ops: Ops
+    graphs: GraphCache | None = None
+
+    def __call__(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...]:
+        """Return the results of a step.
+
+        Args:
+            key: everything that changes the operations of the step: the encoder, the grids of the images.
+            inputs: the tensors of the step by name, always in the same order.
+            step: applies only operations and views to the inputs.
+        """
+        results = None if self.graphs is None else self.graphs.run(key, inputs, step)
+        return tuple(step(self.ops, inputs)) if results is None else results
 
 
 class RowLayer(Protocol):
@@ -115,6 +138,16 @@ def image_step(ops: Ops, counts: Sequence[int], device: torch.device) -> StepInp
     return StepInputs(ops, positions.to(device), offsets, blocks=ops.sequence_blocks(offsets))
 
 
+def inputs_of(step: StepInputs) -> dict[str, Tensor]:
+    """Return the tensors of an `image_step` by name, as inputs of a graph."""
+    return {"positions": step.positions, "row_offsets": step.row_offsets}
+
+
+def with_inputs(step: StepInputs, ops: Ops, given: Mapping[str, Tensor]) -> StepInputs:
+    """Return an `image_step` with other operations, and with the tensors of `inputs_of` from ``given``."""
+    return replace(step, ops=ops, positions=given["positions"], row_offsets=given["row_offsets"])
+
+
 @dataclass(frozen=True, slots=True)
 class VisionBlock:
     """Attention, then the feed-forward layer, each after a norm."""
@@ -191,8 +224,7 @@ class VisionTower:
 
     sizes: VisionSizes
     patches: Linear  # [C p p] -> [E]
-    positions: Tensor  # [P, E]
-    class_embedding: Tensor | None  # [1, E]: the first row of each image in CLIP
+    positions: Tensor  # [P, E]; in CLIP the class embedding is added to the first row
     pre_norm: LayerNorm | None
     blocks: tuple[VisionBlock, ...]
     post_norm: LayerNorm | None
@@ -222,12 +254,14 @@ class VisionTower:
         hidden, embeddings, grid = sizes.hidden, f"{name}.embeddings", sizes.grid
         shape = (hidden, sizes.channels, sizes.patch_size, sizes.patch_size)
         count = sizes.layers if num_blocks is None else num_blocks
-        first = load.tensor(f"{embeddings}.class_embedding", hidden)[None] if is_clip else None
+        positions = load.tensor(f"{embeddings}.position_embedding.weight", grid * grid + is_clip, hidden)
+        if is_clip:  # the patch embedding has no bias: the zeros of a class row stay zeros
+            positions = positions.clone()
+            positions[0] += load.tensor(f"{embeddings}.class_embedding", hidden)
         return cls(
             sizes,
             load_patch_embedding(load, f"{embeddings}.patch_embedding", shape, bias=not is_clip),
-            load.tensor(f"{embeddings}.position_embedding.weight", grid * grid + is_clip, hidden),
-            first,
+            positions,
             load.layer_norm(f"{name}.pre_layrnorm", hidden, sizes.norm_eps) if is_clip else None,
             tuple(load_vision_block(load, f"{name}.encoder.layers.{i}", sizes) for i in range(count)),
             load.layer_norm(f"{name}.post_layernorm", hidden, sizes.norm_eps) if post_norm else None,
@@ -268,11 +302,7 @@ class VisionTower:
 
     def _embed(self, patches: Tensor, positions: Tensor, step: StepInputs) -> Tensor:  # [T, E]
         ops = step.ops
-        x = self.patches(patches, step)
-        if self.class_embedding is not None:
-            firsts = step.row_offsets[:-1].long()
-            x = ops.put_rows(x, firsts, self.class_embedding.expand(len(firsts), -1).contiguous())
-        x = ops.add(x, ops.embedding(positions, self.positions))
+        x = ops.add(self.patches(patches, step), ops.embedding(positions, self.positions))
         return x if self.pre_norm is None else self.pre_norm(x, step)
 
 

@@ -16,6 +16,7 @@ from penstock.engine import InferenceSession
 from penstock.errors import ConfigError
 from penstock.kernels import Ops
 from penstock.kernels.reference import ReferenceOps
+from penstock.nn.vision import EncoderRunner
 
 GRIDS = [(4, 6), (10, 14), (2, 2), (8, 8)]
 QWEN = {
@@ -44,7 +45,7 @@ def test_qwen2_5_windows(ops: Ops, window: int, full: list[int]) -> None:
     tower = Qwen25Vision.load(loader_of(model, ops), "tower", HuggingFaceConfig(values), 40)
     patches = torch.randn(sum(height * width for height, width in GRIDS), 3 * 2 * 4 * 4)
     theirs = model(patches, torch.tensor([(1, *grid) for grid in GRIDS])).pooler_output
-    assert_close(tower.encode(patches, GRIDS, ops), theirs)
+    assert_close(tower.encode(patches, GRIDS, EncoderRunner(ops)), theirs)
 
 
 @pytest.mark.parametrize("stacked", [[2, 0], [1], []])
@@ -59,7 +60,7 @@ def test_qwen3_deepstack(ops: Ops, stacked: list[int]) -> None:
     patches = torch.randn(sum(height * width for height, width in GRIDS), 3 * 2 * 4 * 4)
     theirs = model(patches, torch.tensor([(1, *grid) for grid in GRIDS]))
     expected = [theirs.pooler_output, *theirs.deepstack_features]
-    ours = tower.encode(patches, GRIDS, ops).split(40, dim=1)
+    ours = tower.encode(patches, GRIDS, EncoderRunner(ops)).split(40, dim=1)
     assert len(ours) == len(expected)
     for one, other in zip(ours, expected, strict=True):
         assert_close(one, other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
 from typing import TYPE_CHECKING
@@ -13,7 +13,15 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.kernels import Ops
 from penstock.nn import Linear, Loader, RMSNorm
-from penstock.nn.vision import VisionSizes, VisionTower, image_step, patches_of
+from penstock.nn.vision import (
+    EncoderRunner,
+    VisionSizes,
+    VisionTower,
+    image_step,
+    inputs_of,
+    patches_of,
+    with_inputs,
+)
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -57,13 +65,18 @@ class Gemma3Vision:
             load.dtype,
         )
 
-    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+    def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
         """Return the embeddings ``[side^2, E]`` of each image."""
         sizes, count, side = self.tower.sizes, len(images), self.side
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
         patches = patches_of(pixels.to(self.device, self.dtype), sizes.patch_size)
-        step = image_step(ops, [sizes.grid**2] * count, self.device)
-        x = self.tower(patches, step.positions, step)
+        step = image_step(run.ops, [sizes.grid**2] * count, self.device)
+
+        def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
+            own = with_inputs(step, ops, given)
+            return [self.tower(given["patches"], own.positions, own)]
+
+        [x] = run((id(self), count), {"patches": patches, **inputs_of(step)}, forward)
         squares = x.view(count, side, sizes.grid // side, side, sizes.grid // side, -1)
         pooled = squares.float().mean((2, 4)).to(x.dtype).view(count * side * side, -1)
         return list(self.projection(self.norm(pooled, step), step).view(count, side * side, -1))

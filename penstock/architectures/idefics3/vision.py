@@ -3,7 +3,7 @@ arXiv:2408.12637)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,15 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.kernels import Ops
 from penstock.nn import Linear, Loader
-from penstock.nn.vision import VisionSizes, VisionTower, image_step, patches_of
+from penstock.nn.vision import (
+    EncoderRunner,
+    VisionSizes,
+    VisionTower,
+    image_step,
+    inputs_of,
+    patches_of,
+    with_inputs,
+)
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -53,27 +61,41 @@ class Idefics3Vision:
             load.dtype,
         )
 
-    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+    def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
         """Return the embeddings ``[embedding_rows, E]`` of each image. The tiles of an image run in parts."""
-        return [torch.cat(list(self._encode(image, ops))) for image in images]
+        return [torch.cat(list(self._encode(image, run))) for image in images]
 
-    def _encode(self, image: ImageMetadata, ops: Ops) -> Iterator[Tensor]:
+    def _encode(self, image: ImageMetadata, run: EncoderRunner) -> Iterator[Tensor]:
         """Yield the rows ``[n, E]`` of the next tiles of an image."""
         pixels = torch.from_numpy(image.pixel_values).to(self.device, self.dtype)  # [N, C, h, w]
         patches = num_patches(image, self.tower.sizes.patch_size)
         for tiles in torch.split(pixels, max(1, MAX_ROWS * len(pixels) // patches)):
-            yield self.encode_tiles(tiles, ops)
+            yield self.encode_tiles(tiles, run)
 
-    def encode_tiles(self, pixels: Tensor, ops: Ops) -> Tensor:
+    def encode_tiles(self, pixels: Tensor, run: EncoderRunner) -> Tensor:
         """``pixels [N, C, h, w]`` of N tiles -> rows ``[N h w / (p s)^2, E]``."""
         count, _, height, width = pixels.shape
         patch, scale = self.tower.sizes.patch_size, self.scale
         rows, columns = height // patch, width // patch
-        step = image_step(ops, [rows * columns] * count, pixels.device)
-        positions = tile_positions(rows, columns, self.tower.sizes.grid).to(pixels.device).repeat(count)
-        x = self.tower(patches_of(pixels, patch), positions, step)
-        squares = x.view(count, rows // scale, scale, columns // scale, scale, -1).transpose(2, 3)
-        return self.projection(squares.reshape(-1, x.shape[1] * scale * scale), step)
+        step = image_step(run.ops, [rows * columns] * count, pixels.device)
+        order = torch.arange(count * rows * columns, device=pixels.device)  # patches square by square
+        order = order.view(count, rows // scale, scale, columns // scale, scale).transpose(2, 3).flatten()
+        inputs = {
+            "patches": patches_of(pixels, patch),
+            "table_rows": tile_positions(rows, columns, self.tower.sizes.grid)
+            .to(pixels.device)
+            .repeat(count),
+            "order": order,
+            **inputs_of(step),
+        }
+
+        def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
+            own = with_inputs(step, ops, given)
+            x = self.tower(given["patches"], given["table_rows"], own)
+            squares = ops.take_rows(x, given["order"]).view(-1, x.shape[1] * scale * scale)
+            return [self.projection(squares, own)]
+
+        return run((id(self), count, rows, columns), inputs, forward)[0]
 
 
 def num_patches(image: ImageMetadata, patch_size: int) -> int:

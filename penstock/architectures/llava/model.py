@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,7 +20,15 @@ from penstock.architectures.vision_language import ImageEncoder, VisionLanguageM
 from penstock.errors import ConfigError
 from penstock.kernels import Activation, Ops
 from penstock.nn import MAX_LAYERS, Linear, Loader, activation_named
-from penstock.nn.vision import VisionSizes, VisionTower, image_step, patches_of
+from penstock.nn.vision import (
+    EncoderRunner,
+    VisionSizes,
+    VisionTower,
+    image_step,
+    inputs_of,
+    patches_of,
+    with_inputs,
+)
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -42,8 +50,9 @@ class LlavaEncoder:
     device: torch.device
     dtype: torch.dtype
 
-    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+    def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
         """Return the embeddings ``[embedding_rows, E]`` of each image."""
+        ops = run.ops
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
         pixels = pixels.to(self.device, self.dtype)  # [N, C, h, w]
         patches = patches_of(pixels, self.tower.sizes.patch_size).view(len(images), -1, _width(self.tower))
@@ -51,7 +60,13 @@ class LlavaEncoder:
             patches = torch.cat([patches.new_zeros(len(images), 1, patches.shape[2]), patches], dim=1)
         count = patches.shape[1]
         step = image_step(ops, [count] * len(images), self.device)
-        taken = self.tower.hidden_states(patches.flatten(0, 1), step.positions, step, self.layers)
+
+        def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
+            own = with_inputs(step, ops, given)
+            return self.tower.hidden_states(given["patches"], own.positions, own, self.layers)
+
+        inputs = {"patches": patches.flatten(0, 1), **inputs_of(step)}
+        taken = run((id(self), len(images)), inputs, forward)
         rows = torch.cat(taken, dim=1).view(len(images), count, -1)
         if self.drops_first_row:
             rows = rows[:, 1:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from penstock.host.heartbeat import beat
 from penstock.kernels import Ops
 from penstock.nn import MLP, GatedMLP, Linear, Loader, RMSNorm, activation_named
 from penstock.nn.grid_vision import Grid, GridSizes
-from penstock.nn.vision import VisionBlock, image_step
+from penstock.nn.vision import EncoderRunner, VisionBlock, image_step, inputs_of, with_inputs
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -103,29 +103,43 @@ class Qwen25Vision:
             load.dtype,
         )
 
-    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+    def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
         """Return the embeddings ``[embedding_rows, E]`` of each image."""
-        return [self.encode(*patches_and_grid(image, self.device, self.dtype), ops) for image in images]
+        return [self.encode(*patches_and_grid(image, self.device, self.dtype), run) for image in images]
 
-    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: Ops) -> Tensor:
+    def encode(self, patches: Tensor, grids: Sequence[Grid], run: EncoderRunner) -> Tensor:
         """Return the merged rows ``[T / merge^2, E]`` of images.
 
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
             grids: the grid of each image.
-            ops: the operations.
+            run: runs the step.
         """
         device = patches.device
         layout = WindowLayout.of(grids, self.sizes.merge, self.window)
-        order = layout.order.to(device)
-        images = image_step(ops, [height * width for height, width in grids], device)
+        step = image_step(run.ops, [height * width for height, width in grids], device)
         offsets = layout.row_offsets.to(device)
-        windows = replace(images, row_offsets=offsets, blocks=ops.sequence_blocks(offsets))
-        rows = (self.sizes.rotary_rows(grids, device, layout.order),)
-        x, residual = self.patches(ops.take_rows(patches, order), images), None
-        for index, block in enumerate(self.blocks):
-            x, residual = block(x, residual, images if index in self.full_blocks else windows, rows)
-            beat()
-        normed, _ = self.norm.add(x, residual, images)
-        merged = self.merger(normed.view(-1, self.sizes.wide), images)
-        return ops.take_rows(merged, layout.inverse.to(device))
+        blocks = run.ops.sequence_blocks(offsets)
+        cos, sin = self.sizes.rotary_rows(grids, device, layout.order)
+
+        def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
+            images, rows = with_inputs(step, ops, given), ((given["cos"], given["sin"]),)
+            windows = replace(images, row_offsets=given["window_offsets"], blocks=blocks)
+            x, residual = self.patches(ops.take_rows(given["patches"], given["order"]), images), None
+            for index, block in enumerate(self.blocks):
+                x, residual = block(x, residual, images if index in self.full_blocks else windows, rows)
+                beat()
+            normed, _ = self.norm.add(x, residual, images)
+            merged = self.merger(normed.view(-1, self.sizes.wide), images)
+            return [ops.take_rows(merged, given["inverse"])]
+
+        inputs = {
+            "patches": patches,
+            "order": layout.order.to(device),
+            "inverse": layout.inverse.to(device),
+            "window_offsets": offsets,
+            "cos": cos,
+            "sin": sin,
+            **inputs_of(step),
+        }
+        return run((id(self), *grids), inputs, forward)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,14 @@ from penstock.host.heartbeat import beat
 from penstock.kernels import Ops
 from penstock.nn import MLP, LayerNorm, Linear, Loader
 from penstock.nn.grid_vision import Grid, GridSizes
-from penstock.nn.vision import VisionBlock, image_step, load_mlp
+from penstock.nn.vision import (
+    EncoderRunner,
+    VisionBlock,
+    image_step,
+    inputs_of,
+    load_mlp,
+    with_inputs,
+)
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -65,24 +72,30 @@ class Qwen2Vision:
             load.dtype,
         )
 
-    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+    def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
         """Return the embeddings ``[embedding_rows, E]`` of each image."""
-        return [self.encode(*patches_and_grid(image, self.device, self.dtype), ops) for image in images]
+        return [self.encode(*patches_and_grid(image, self.device, self.dtype), run) for image in images]
 
-    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: Ops) -> Tensor:
+    def encode(self, patches: Tensor, grids: Sequence[Grid], run: EncoderRunner) -> Tensor:
         """Return the merged rows ``[T / merge^2, E]`` of images.
 
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
             grids: the grid of each image.
-            ops: the operations.
+            run: runs the step.
         """
         device = patches.device
-        step = image_step(ops, [height * width for height, width in grids], device)
-        rows = (self.sizes.rotary_rows(grids, device),)
-        x, residual = self.patches(patches, step), None
-        for block in self.blocks:
-            x, residual = block(x, residual, step, rows)
-            beat()
-        normed, _ = self.norm.add(x, residual, step)
-        return self.merger(normed.view(-1, self.sizes.wide), step)
+        step = image_step(run.ops, [height * width for height, width in grids], device)
+        cos, sin = self.sizes.rotary_rows(grids, device)
+
+        def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
+            own, rows = with_inputs(step, ops, given), ((given["cos"], given["sin"]),)
+            x, residual = self.patches(given["patches"], own), None
+            for block in self.blocks:
+                x, residual = block(x, residual, own, rows)
+                beat()
+            normed, _ = self.norm.add(x, residual, own)
+            return [self.merger(normed.view(-1, self.sizes.wide), own)]
+
+        inputs = {"patches": patches, "cos": cos, "sin": sin, **inputs_of(step)}
+        return run((id(self), *grids), inputs, forward)[0]

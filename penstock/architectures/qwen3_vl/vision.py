@@ -3,7 +3,7 @@ Meng et al. 2024, arXiv:2406.04334)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,14 @@ from penstock.host.heartbeat import beat
 from penstock.kernels import Ops, StepInputs
 from penstock.nn import MLP, LayerNorm, Linear, Loader
 from penstock.nn.grid_vision import Grid, GridSizes, merge_order
-from penstock.nn.vision import VisionBlock, image_step, load_mlp
+from penstock.nn.vision import (
+    EncoderRunner,
+    VisionBlock,
+    image_step,
+    inputs_of,
+    load_mlp,
+    with_inputs,
+)
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -112,32 +119,38 @@ class Qwen3Vision:
             load.dtype,
         )
 
-    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+    def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
         """Return rows ``[embedding_rows, (1 + N) E]`` of each image, see `encode`."""
-        return [self.encode(*patches_and_grid(image, self.device, self.dtype), ops) for image in images]
+        return [self.encode(*patches_and_grid(image, self.device, self.dtype), run) for image in images]
 
-    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: Ops) -> Tensor:
+    def encode(self, patches: Tensor, grids: Sequence[Grid], run: EncoderRunner) -> Tensor:
         """Return rows ``[T / merge^2, (1 + N) E]`` of images: the embeddings, then N deepstack rows.
 
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
             grids: the grid of each image.
-            ops: the operations.
+            run: runs the step.
         """
         device = patches.device
-        step = image_step(ops, [height * width for height, width in grids], device)
-        rows = (self.sizes.rotary_rows(grids, device),)
-        positions = torch.cat([self.interpolate(grid) for grid in grids])
-        x, residual = ops.add(self.patches(patches, step), positions), None
-        mergers, stacked = dict(self.deepstack), []
-        for index, block in enumerate(self.blocks):
-            x, residual = block(x, residual, step, rows)
-            if index in mergers:
-                stacked.append(mergers[index](ops.add(x, residual), step))
-            beat()
-        assert residual is not None
-        merged = self.merger(ops.add(x, residual), step)
-        return torch.cat([merged, *stacked], dim=1)
+        step = image_step(run.ops, [height * width for height, width in grids], device)
+        cos, sin = self.sizes.rotary_rows(grids, device)
+        mergers = dict(self.deepstack)
+
+        def forward(ops: Ops, given: Mapping[str, Tensor]) -> Iterable[Tensor]:
+            own, rows = with_inputs(step, ops, given), ((given["cos"], given["sin"]),)
+            x, residual = ops.add(self.patches(given["patches"], own), given["learned"]), None
+            stacked = []
+            for index, block in enumerate(self.blocks):
+                x, residual = block(x, residual, own, rows)
+                if index in mergers:
+                    stacked.append(mergers[index](ops.add(x, residual), own))
+                beat()
+            assert residual is not None
+            return [self.merger(ops.add(x, residual), own), *stacked]
+
+        learned = torch.cat([self.interpolate(grid) for grid in grids])
+        inputs = {"patches": patches, "learned": learned, "cos": cos, "sin": sin, **inputs_of(step)}
+        return torch.cat(run((id(self), *grids), inputs, forward), dim=1)
 
     def interpolate(self, grid: Grid) -> Tensor:
         """Return the learned positions ``[h w, E]`` of a grid, bilinearly interpolated."""

@@ -179,9 +179,10 @@ class CpuAttention(CpuExperts):
             return super().encoder_attention(
                 q, k, v, row_offsets, scale=scale, window=window, is_causal=is_causal, bias=bias
             )
-        blocks = blocks or self.sequence_blocks(row_offsets)
+        if blocks is None:
+            blocks = self.sequence_blocks(row_offsets)
         tables, num_blocks = blocks.tables, blocks.num_blocks
-        cache = self._empty((2, num_blocks, k.shape[1], _ENCODER_BLOCK, dim), k.dtype)
+        cache = self._scratch((2, num_blocks, k.shape[1], _ENCODER_BLOCK, dim), k.dtype)
         kv = LayerKV(cache, tables, blocks.slots, None if window is None else window + 1)
         self.store_kv(k, v, kv)
         if bias is not None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.library import CoreContention
+from penstock.kernels.cpu.library import CoreContention, capturing_kernels
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.plan import CompiledPlan
 from penstock.kernels.graph import GraphCompiler, Step
+from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.ops import Ops
-from penstock.kernels.recording import record
+from penstock.kernels.recording import ALIGNMENT, record
+
+_DOUBLED = 16 << 20
+"""Bytes: a smaller arena is made twice as large as needed, so that it grows rarely."""
 
 
 class CpuGraphCompiler(GraphCompiler):
     """Records steps and compiles the records. The graphs share one arena, because one step runs at a time.
+
+    A step is recorded without computing: its tensors get memory that no kernel writes to. The first replay
+    computes its results.
 
     Args:
         ops: the operations to record on.
@@ -30,16 +39,32 @@ class CpuGraphCompiler(GraphCompiler):
         self._contention = CoreContention()
 
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[CompiledPlan, tuple[Tensor, ...]]:
-        results: list[Tensor] = []
+        shapes = _ShapeOps(self.ops)
+        plan = record(shapes, inputs, lambda ops: step(ops, inputs))
+        needed = -(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT + shapes.scratch_bytes
+        if needed > len(self._arena):  # earlier graphs keep the smaller arena
+            self._arena = torch.empty(max(needed, min(2 * needed, _DOUBLED)), dtype=torch.uint8)
+        graph = CompiledPlan(plan, self.ops, inputs, self._arena, self._contention)
+        return graph, graph.replay(list(inputs.values()))
 
-        def run(ops: Ops) -> list[Tensor]:
-            results.extend(step(ops, inputs))
-            return results
 
-        plan = record(self.ops, inputs, run)
-        if plan.arena_bytes > len(self._arena):  # earlier graphs keep the smaller arena
-            self._arena = torch.empty(2 * plan.arena_bytes, dtype=torch.uint8)
-        return CompiledPlan(plan, self.ops, inputs, self._arena, self._contention), tuple(results)
+class _ShapeOps(CpuOps):
+    """Operations that compute nothing and return tensors of the right shapes.
+
+    Their memory is allocated but not written to, so that the system provides no pages for large tensors.
+    """
+
+    def __init__(self, ops: CpuOps) -> None:
+        super().__init__(capturing_kernels(ops.isa, []))
+        self._tables = ops._tables  # one table of experts for all plans
+        self.scratch_bytes = 0
+
+    def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
+        raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
+
+    def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self.scratch_bytes = max(self.scratch_bytes, prod(shape) * dtype.itemsize)
+        return torch.empty(shape, dtype=dtype)
 
 
 def graphs_of(ops: Ops) -> CpuGraphCompiler | None:

@@ -231,6 +231,10 @@ class CpuLinear(ReferenceOps):
         """Return an uninitialised contiguous tensor, to which a kernel writes a result."""
         return torch.empty(shape, dtype=dtype)
 
+    def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return contiguous memory with undefined contents that an operation needs besides its results."""
+        return self._empty(shape, dtype)
+
     def _kept(self, tensor: Tensor) -> Tensor:
         """Return a tensor that is computed only from weights and that a kernel reads."""
         return tensor

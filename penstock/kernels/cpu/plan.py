@@ -8,8 +8,10 @@ that would run on the reference kernels cannot be compiled.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,20 +27,30 @@ from penstock.kernels.cpu.library import (
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.experts import PackedExperts
 from penstock.kernels.graph import Graph
-from penstock.kernels.inputs import SamplingInputs
+from penstock.kernels.inputs import SamplingInputs, SequenceBlocks
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.operations import UnrecordableStepError
-from penstock.kernels.recording import Plan, tensors_of
+from penstock.kernels.recording import ALIGNMENT, Plan, Record, tensors_of
 
 _LONG = 1 << 25
 """A step with more multiplications than this takes a millisecond or more and releases the GIL."""
+
+_PART = 1 << 32
+"""Multiplications of products of more than `_DECODE_ROWS` rows after which a step continues in another call.
+
+If another process uses a core, one thread runs the rest of the call. Calls of tens of milliseconds bound how
+long that lasts.
+"""
+
+_DECODE_ROWS = 64
+"""Steps of up to this many rows are one call."""
 
 _WAITING = ("all_reduce", "all_gather")
 """Kernels that wait for other processes, so that the GIL is released."""
 
 
 class CompiledPlan(Graph):
-    """A `Plan` compiled into one call.
+    """A `Plan` compiled into one call, or into a few calls if it has many rows.
 
     A replay copies the inputs to where the kernels read them, and the results to new tensors.
 
@@ -47,6 +59,7 @@ class CompiledPlan(Graph):
         ops: the back end whose kernels run it.
         inputs: the recorded inputs by name; contiguous, and owned by this object from now on.
         arena: memory of at least ``plan.arena_bytes`` bytes, shared with plans that never run concurrently.
+            Operations use the memory after these bytes as scratch.
         contention: shared by all compiled steps of a session.
 
     Raises:
@@ -58,21 +71,23 @@ class CompiledPlan(Graph):
     ) -> None:
         assert arena.nbytes >= plan.arena_bytes
         resolve = plan.resolver(arena, [inputs[name] for name in plan.inputs])
-        lowering = _CapturingOps(ops)
-        work = 0
+        lowering = _CapturingOps(ops, arena[-(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT :])
+        ends: list[int] = []  # numbers of captured kernels after which a call ends
+        work = part = 0
         for record in plan.records:
             arguments = record.resolved(resolve)
             lowering.lower(record.operation, arguments, [resolve(ref) for ref in record.results])
-            packed = arguments.get("packed")
-            if isinstance(packed, PackedLinear):
-                work += len(arguments["x"]) * _multiplications(packed)
-            if isinstance(packed, PackedExperts):
-                one = _multiplications(packed.gate_up[0]) + _multiplications(packed.down[0])
-                work += arguments["topk_ids"].numel() * one
+            rows, own = _work(record, arguments)
+            work += own
+            part += own if rows > _DECODE_ROWS else 0
+            if part > _PART:
+                ends.append(len(lowering.captured))
+                part = 0
         waits = any(one.name in _WAITING for one in lowering.captured)
-        self._steps = CompiledSteps(
-            ops.isa, lowering.captured, long=waits or work > _LONG, contention=contention
-        )
+        self._parts = [
+            CompiledSteps(ops.isa, captured, long=waits or work > _LONG, contention=one)
+            for captured, one in _parts(lowering.captured, ends, contention)
+        ]
         self._held = (plan, arena)  # the calls hold only addresses of their memory
         self._lowering = lowering
         self._contention = contention
@@ -83,11 +98,17 @@ class CompiledPlan(Graph):
         self._inputs = [(buffer, buffer.data_ptr(), buffer.nbytes) for buffer in self._own.values()]
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return sum(map(len, self._parts))
 
     @property
     def description(self) -> str:
-        return f"{len(self)} kernels in one call"
+        calls = "one call" if len(self._parts) == 1 else f"{len(self._parts)} calls"
+        return f"{len(self)} kernels in {calls}"
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        _, arena = self._held
+        return [arena, *self._own.values()]
 
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self._take(inputs)
@@ -112,7 +133,8 @@ class CompiledPlan(Graph):
         return self._loop.run(copied, sampling, uniforms, ends)
 
     def run(self) -> None:
-        _check(self._steps())
+        for part in self._parts:
+            _check(part())
 
     def _take(self, inputs: Sequence[Tensor]) -> None:
         for (buffer, address, num_bytes), given in zip(self._inputs, inputs, strict=True):
@@ -199,18 +221,47 @@ def _copied(result: Tensor) -> Tensor:
     return copy
 
 
+def _work(record: Record, arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the rows and the multiplications of a linear layer, of experts or of an encoder's attention.
+
+    Other operations count as nothing.
+    """
+    packed = arguments.get("packed")
+    if isinstance(packed, PackedLinear):
+        rows = len(arguments["x"])
+        return rows, rows * _multiplications(packed)
+    if isinstance(packed, PackedExperts):
+        one = _multiplications(packed.gate_up[0]) + _multiplications(packed.down[0])
+        return len(arguments["x"]), arguments["topk_ids"].numel() * one
+    if record.operation == "encoder_attention":
+        rows, heads, dim = arguments["q"].shape
+        keys = int(arguments["blocks"].lengths.max())
+        return rows, 2 * rows * keys * heads * dim
+    return 0, 0
+
+
 def _multiplications(packed: PackedLinear) -> int:
     """Return the multiplications of one row."""
     return packed.in_features * packed.out_features
 
 
+def _parts(
+    captured: Sequence[Capture], ends: Sequence[int], contention: CoreContention
+) -> Iterator[tuple[Sequence[Capture], CoreContention]]:
+    """Yield the kernels of each call and its contention. Calls of a step of several calls do not share it."""
+    bounds = sorted({0, *ends, len(captured)})
+    for start, end in pairwise(bounds):
+        yield captured[start:end], contention if len(bounds) == 2 else CoreContention()
+
+
 class _CapturingOps(CpuOps):
     """Operations that write results to given tensors and capture the kernel calls instead of running them."""
 
-    def __init__(self, ops: CpuOps) -> None:
+    def __init__(self, ops: CpuOps, scratch: Tensor) -> None:
         self.captured: list[Capture] = []
         self.kept: list[Tensor] = []
         self._destinations: list[Tensor] = []
+        self._free = scratch
         super().__init__(capturing_kernels(ops.isa, self.captured))
         self._tables = ops._tables  # one table of experts for all plans
 
@@ -227,6 +278,10 @@ class _CapturingOps(CpuOps):
         """Capture the kernel that replaces a small contiguous tensor by that of rank 0."""
         self._kernels.from_rank_0(tensor.data_ptr(), tensor.nbytes, ranks.region, ranks.rank)
 
+    def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks:
+        """Refuse to read lengths from an input, which changes."""
+        raise UnrecordableStepError("an operation needs the lengths of the sequences")
+
     def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
         """Refuse an operation that only the reference kernels can run: it cannot be compiled."""
         raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
@@ -237,6 +292,12 @@ class _CapturingOps(CpuOps):
             raise UnrecordableStepError("an operation needs memory in addition to its results")
         assert result.is_contiguous()
         return result
+
+    def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes > len(self._free):
+            raise UnrecordableStepError("an operation needs memory besides its results")
+        return self._free[:num_bytes].view(dtype).view(*shape)
 
     def _kept(self, tensor: Tensor) -> Tensor:
         self.kept.append(tensor)

@@ -159,6 +159,28 @@ def test_the_reference_is_not_run_while_compiling(ops: CpuOps) -> None:
 # ---- when a plan is made ----
 
 
+def test_a_step_is_recorded_without_computing(ops: CpuOps) -> None:
+    """The cache holds what the replays have stored, nothing else."""
+    cache = torch.zeros(2, 3, 1, 16, 8)
+    plans, seen = GraphCache(CpuGraphCompiler(ops)), []
+
+    def step(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
+        x = o.scale(given["x"], 2.0)
+        k = x.view(1, 1, -1)[..., :8]
+        o.store_kv(k, k, LayerKV(cache, given["tables"], given["slots"]))
+        seen.append(cache.clone())
+        return [x]
+
+    for slot in (20, 21):
+        tensors = {"x": torch.ones(1, 8), "tables": torch.zeros(1, 1).int(), "slots": torch.tensor([slot])}
+        results = plans.run("a", tensors, step)
+    assert results is not None
+    assert len(seen) == 1
+    assert not seen[0].any()
+    assert cache[:, 1, 0, 5].eq(2).all()
+    assert not cache[:, 1, 0, 4].any()
+
+
 def doubled(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
     return [o.scale(given["x"], 2.0)]
 

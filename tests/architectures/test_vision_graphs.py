@@ -1,0 +1,168 @@
+"""A graph of a vision encoder gives the bits of its operations one by one, and keeps little memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace as dataclass_replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from support.checkpoints import write_checkpoint
+from support.images import image_context, random_pixels
+from support.running import open_pipeline
+from support.vision import PROMPTS, VisionPrompt, save_vision_model
+
+from penstock.architectures.registry import PIPELINE_REGISTRY
+from penstock.architectures.vision_language import MAX_ENCODER_GRAPHS
+from penstock.kernels import cpu
+from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines.core import ImageMetadata
+
+pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
+
+READERS = [one.name for one in PIPELINE_REGISTRY.architectures if one.media is not None]
+
+
+@pytest.fixture(scope="module", params=READERS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, write_vision_checkpoint(request.param, folder)
+
+
+def architecture_of(name: str) -> Any:
+    (found,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
+    return found
+
+
+def write_vision_checkpoint(name: str, folder: Path) -> Path:
+    if name == "llava":
+        return write_checkpoint(folder, architecture_of(name).tiny_config())
+    save_vision_model(architecture_of(name), folder)
+    return folder
+
+
+def images_of(name: str) -> list[ImageMetadata]:
+    """Return two images of different shapes, if the family has images of different shapes."""
+    config = architecture_of(name).tiny_config()
+    if name == "llava":
+        pixels = [random_pixels(1), random_pixels(2)]
+        return list(image_context([1, *[129] * 16, 2, *[129] * 16], pixels, 129).images)
+    prompt: VisionPrompt = PROMPTS[name](config)
+    return prompt.images
+
+
+def changed(image: ImageMetadata, seed: int) -> ImageMetadata:
+    """Return an image of the same shape with other pixels."""
+    pixels = np.random.default_rng(seed).normal(size=image.pixel_values.shape).astype(np.float32)
+    return replace(image, pixel_values=pixels, image_hash=None)
+
+
+def opened(folder: Path, encoding: str, *, planned: bool, **options: Any) -> TextGenerationPipeline:
+    pipeline = open_pipeline(folder, quantization_encoding=encoding, **options)
+    pipeline.session.use_plans = planned
+    return pipeline
+
+
+@torch.inference_mode()
+def encoded(pipeline: TextGenerationPipeline, images: list[ImageMetadata]) -> torch.Tensor:
+    model: Any = pipeline.model
+    return torch.cat(model.encode_images(images))
+
+
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8"])
+def test_the_bits_of_single_operations(checkpoint: tuple[str, Path], encoding: str) -> None:
+    name, folder = checkpoint
+    planned, eager = (opened(folder, encoding, planned=each) for each in (True, False))
+    first, second = images_of(name)
+    for number in range(4):
+        for one in (first, second):
+            image = changed(one, number)
+            assert torch.equal(encoded(planned, [image]), encoded(eager, [image])), f"round {number}"
+        both = [changed(first, number), changed(second, 50 + number)]
+        together = encoded(planned, both)
+        assert torch.equal(together, torch.cat([encoded(eager, [image]) for image in both]))
+    graphs: Any = planned.model
+    assert graphs.encoder_graphs.status.startswith("planned: ")
+    assert (eager.session.plan_status, getattr(eager.model, "encoder_graphs", 0)) == (
+        "eager: as asked for",
+        None,
+    )
+
+
+def test_a_step_runs_once_before_it_is_captured(checkpoint: tuple[str, Path]) -> None:
+    name, folder = checkpoint
+    pipeline = opened(folder, "float32", planned=True)
+    image = images_of(name)[1]
+    model: Any = pipeline.model
+    counts = []
+    for number in range(3):
+        encoded(pipeline, [changed(image, number)])
+        counts.append(model.encoder_graphs.num_graphs)
+    assert counts == [0, 1, 1]
+
+
+def grid_images(grids: list[tuple[int, int]]) -> list[ImageMetadata]:
+    """Return images of these grids for Qwen2.5-VL."""
+    config = architecture_of("qwen2_5_vl").tiny_config()
+    return list(PROMPTS["qwen2_5_vl"](config, [[5]] * (len(grids) + 1), grids).images)
+
+
+def test_graphs_are_bounded(tmp_path: Path) -> None:
+    pipeline = opened(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", planned=True)
+    eager = opened(tmp_path, "float32", planned=False)
+    model: Any = pipeline.model
+    images = grid_images([(2, 2 * columns) for columns in range(1, MAX_ENCODER_GRAPHS + 4)])
+    for _ in range(2):
+        for image in images:
+            encoded(pipeline, [image])
+    assert model.encoder_graphs.num_graphs == MAX_ENCODER_GRAPHS
+    rows = model.encoder_row_size(model.pipeline_config, model.huggingface_config)
+    assert 0 < model.encoder_graphs.num_bytes <= model.max_encoder_rows * rows
+    for image in [images[0], *images]:  # one that was dropped, and all others
+        assert torch.equal(encoded(pipeline, [image]), encoded(eager, [image]))
+
+
+def test_an_image_with_many_rows_runs_without_a_graph(tmp_path: Path) -> None:
+    pipeline = opened(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", planned=True)
+    model: Any = pipeline.model
+    small, large = grid_images([(2, 4), (2, model.max_encoder_rows // 2 + 2)])
+    for image in (large, large, small, small, large):
+        encoded(pipeline, [image])
+    assert model.encoder_graphs.num_graphs == 1
+
+
+def test_graphs_do_not_survive_their_back_end(tmp_path: Path) -> None:
+    """Weights of a session stay; its operations may be replaced in tests and by another instruction set."""
+    pipeline = opened(write_vision_checkpoint("gemma3", tmp_path), "float32", planned=True)
+    model: Any = pipeline.model
+    image = images_of("gemma3")[0]
+    for _ in range(2):
+        expected = encoded(pipeline, [image])
+    before = model.encoder_graphs
+    vars(pipeline.session)["ops"] = next(ops for ops in cpu.variants() if ops.isa == pipeline.session.ops.isa)
+    assert torch.equal(encoded(pipeline, [image]), expected)
+    assert model.encoder_graphs is not before
+
+
+def test_requests_with_images_use_graphs(tmp_path: Path) -> None:
+    config = architecture_of("smolvlm").tiny_config()
+    pipeline = opened(write_vision_checkpoint("smolvlm", tmp_path), "float32", planned=True)
+    eager = opened(tmp_path, "float32", planned=False)
+    prompt = PROMPTS["smolvlm"](config)
+    for seed in range(3):
+        images = [changed(one, seed) for one in prompt.images]
+        contexts = [dataclass_replace(prompt, images=images).context(6) for _ in range(2)]
+        outputs = []
+        for one, context in zip((pipeline, eager), contexts, strict=True):
+            found: list[int] = []
+            while not context.is_done:
+                found += [int(token.next_token) for token in one.execute({"a": context}, 1)["a"].tokens]
+            one.release(context)
+            outputs.append(found)
+        assert outputs[0] == outputs[1]
+        assert len(outputs[0]) == 6
+    model: Any = pipeline.model
+    assert model.encoder_graphs.num_graphs

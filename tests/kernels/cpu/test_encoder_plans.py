@@ -1,0 +1,129 @@
+"""Compiled steps of encoders: attention without a KV cache, steps of several calls, limited memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import Ops, cpu
+from penstock.kernels.cpu.graphs import CpuGraphCompiler
+from penstock.kernels.cpu.library import CoreContention
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.cpu.plan import CompiledPlan
+from penstock.kernels.graph import GraphCache
+from penstock.kernels.operations import UnrecordableStepError
+from penstock.kernels.recording import record
+
+variants = cpu.variants()
+pytestmark = pytest.mark.skipif(not variants, reason="the C++ kernels are not built")
+Step = Callable[[Ops, Mapping[str, Tensor]], list[Tensor]]
+
+
+@pytest.fixture(params=variants, ids=lambda ops: ops.isa)
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    torch.manual_seed(0)
+    found: CpuOps = request.param
+    return found
+
+
+def doubled(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
+    return [o.scale(given["x"], 2.0)]
+
+
+def encoder(ops: CpuOps, width: int, lengths: Sequence[int]) -> tuple[Step, dict[str, Tensor]]:
+    """A block of an encoder over sequences of these lengths, and its inputs."""
+    qkv = ops.pack_linear(torch.randn(3 * width, width) / width**0.5, "float32")
+    offsets = torch.tensor([0, *accumulate(lengths)]).int()
+    blocks = ops.sequence_blocks(offsets)
+
+    def step(ops: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
+        heads = ops.linear(given["x"], qkv).view(-1, 3, width // 16, 16)
+        q, k, v = heads.unbind(1)
+        shared = {"scale": 0.25, "blocks": blocks}
+        seen = ops.encoder_attention(q, k, v, given["offsets"], **shared)
+        near = ops.encoder_attention(seen, k, v, given["offsets"], window=3, **shared)
+        causal = ops.encoder_attention(near, k, v, given["offsets"], is_causal=True, **shared)
+        return [ops.add(given["x"], causal.flatten(1))]
+
+    return step, {"x": torch.randn(sum(lengths), width), "offsets": offsets}
+
+
+@pytest.mark.parametrize(("width", "lengths"), [(32, [5, 70, 1]), (512, [200, 64])])
+def test_encoder_attention_gives_the_same_bits(ops: CpuOps, width: int, lengths: list[int]) -> None:
+    step, given = encoder(ops, width, lengths)
+    plans = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
+    for number in range(4):
+        given["x"] = torch.randn(sum(lengths), width)
+        results = plans.run("a", given, step)
+        assert (results is None) == (number == 0)
+        if results is not None:
+            assert torch.equal(results[0], step(ops, given)[0])
+    assert plans.status == "planned: 8 kernels in one call"
+
+
+def test_long_steps_are_several_calls(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only products of many rows count."""
+    monkeypatch.setattr("penstock.kernels.cpu.plan._PART", 1 << 20)
+    step, given = encoder(ops, 64, [100])
+    plans = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
+    for _ in range(3):
+        given["x"] = torch.randn(100, 64)
+        results = plans.run("a", given, step)
+    assert results is not None
+    assert torch.equal(results[0], step(ops, given)[0])
+    assert plans.status == "planned: 8 kernels in 5 calls"
+    few, rows = encoder(ops, 64, [50])
+    for _ in range(2):
+        plans.run("b", rows, few)
+    assert plans.status == "planned: 8 kernels in one call"
+
+
+def test_a_plan_without_scratch_memory_is_refused(ops: CpuOps) -> None:
+    step, given = encoder(ops, 32, [5])
+    plan = record(ops, given, lambda recording: step(recording, given))
+    arena = torch.empty(plan.arena_bytes, dtype=torch.uint8)
+    with pytest.raises(UnrecordableStepError, match="needs memory besides its results"):
+        CompiledPlan(plan, ops, given, arena, CoreContention())
+
+
+def test_lengths_and_biases_are_not_recorded(ops: CpuOps) -> None:
+    """They would be those of the recorded step in each replay."""
+    x, offsets = torch.randn(5, 2, 16), torch.tensor([0, 5]).int()
+    plans = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
+    for key, fields, reason in (
+        ("lengths", {}, "an operation needs the lengths of the sequences"),
+        ("bias", {"bias": torch.randn(2, 9), "blocks": ops.sequence_blocks(offsets)}, "a bias of encoder"),
+    ):
+        for _ in range(2):
+            assert (
+                plans.run(
+                    key,
+                    {"x": x, "offsets": offsets},
+                    lambda o, given, fields=fields: [  # type: ignore[misc]
+                        o.encoder_attention(
+                            given["x"], given["x"], given["x"], given["offsets"], scale=1.0, **fields
+                        )
+                    ],
+                )
+                is None
+            )
+        assert reason in str(plans.status)
+
+
+def test_graphs_keep_limited_memory(ops: CpuOps) -> None:
+    plans = GraphCache(CpuGraphCompiler(ops), max_bytes=600_000)
+    for rows in (100, 200, 300, 400, 100):
+        for _ in range(2):
+            plans.run(rows, {"x": torch.ones(rows, 128)}, doubled)
+        assert plans.num_bytes <= 600_000
+        assert plans.num_graphs
+    assert plans.run(1000, {"x": torch.ones(1000, 128)}, doubled) is None
+    results = plans.run(1000, {"x": torch.ones(1000, 128)}, doubled)
+    assert results is not None
+    assert torch.equal(results[0], torch.full((1000, 128), 2.0))
+    assert plans.run(1000, {"x": torch.ones(1000, 128)}, doubled) is None
+    assert "exceeds the limit of 600,000 bytes" in str(plans.status)
