@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from penstock.host.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from penstock.codecs.codec import AudioCodec, CodecChunk
@@ -11,12 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CODECS", "AudioCodec", "CodecChunk", "CodecRegistry", "SupportedCodec", "load_codec"]
 
+_HOMES = {
+    **dict.fromkeys(("AudioCodec", "CodecChunk"), "penstock.codecs.codec"),
+    **dict.fromkeys(("CODECS", "CodecRegistry", "SupportedCodec", "load_codec"), "penstock.codecs.registry"),
+}
+
 
 if not TYPE_CHECKING:  # a type checker must report names that do not exist
-
-    def __getattr__(name: str) -> object:
-        # Records and registry load no torch; the codec's classes do.
-        if name in __all__:
-            home = "codec" if name in ("AudioCodec", "CodecChunk") else "registry"
-            return getattr(import_module(f"penstock.codecs.{home}"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Records and registry load no torch; the codec's classes do.
+    __getattr__ = lazy_names(__name__, _HOMES)

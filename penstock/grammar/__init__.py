@@ -7,8 +7,9 @@ below are loaded on first use, so importing this package loads no torch.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from penstock.host.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from penstock.grammar.compiler import GrammarCompiler
@@ -26,8 +27,4 @@ _MODULES = {
 
 
 if not TYPE_CHECKING:  # a type checker must report names that do not exist
-
-    def __getattr__(name: str) -> object:
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_MODULES[name]), name)
+    __getattr__ = lazy_names(__name__, _MODULES)

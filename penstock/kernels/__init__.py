@@ -6,8 +6,9 @@ on first use: importing this package loads no torch.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from penstock.host.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from penstock.kernels.activations import XIELU, Activation
@@ -86,12 +87,7 @@ _HOMES = {
 
 
 if not TYPE_CHECKING:  # a type checker must report names that do not exist
-
-    def __getattr__(name: str) -> object:
-        for module, names in _HOMES.items():
-            if name in names:
-                return getattr(import_module(module), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = lazy_names(__name__, {name: module for module, names in _HOMES.items() for name in names})
 
 
 def __dir__() -> list[str]:

@@ -5,9 +5,9 @@ A scheduler needs only `interface`. Importing this package loads no torch; the m
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from penstock.host.lazy_names import lazy_names
 from penstock.kv_cache.block_pool import BlockPool
 from penstock.kv_cache.interface import KVCache, NullKVCache, restart
 from penstock.kv_cache.reservation import ReservedBatch, claim, reserve_drafts, reserve_steps, tokens_left
@@ -40,8 +40,4 @@ _LAZY = {
 
 
 if not TYPE_CHECKING:  # type checkers must report unknown names
-
-    def __getattr__(name: str) -> object:
-        if name not in _LAZY:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_LAZY[name]), name)
+    __getattr__ = lazy_names(__name__, _LAZY)

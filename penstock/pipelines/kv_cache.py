@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import penstock.kv_cache
+from penstock.host.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from penstock.kv_cache import (
@@ -31,8 +31,4 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # a type checker must report names that do not exist
-
-    def __getattr__(name: str) -> object:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(penstock.kv_cache, name)
+    __getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "penstock.kv_cache"))

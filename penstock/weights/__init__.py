@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.host.lazy_names import lazy_names
+
 if TYPE_CHECKING:
     from penstock.weights.tensors import Weights
 
@@ -11,11 +13,5 @@ __all__ = ["Weights"]
 
 
 if not TYPE_CHECKING:  # type checkers must notice unknown names
-
-    def __getattr__(name: str) -> object:
-        # Reading a header or finding a checkpoint needs no torch; `Weights` does.
-        if name == "Weights":
-            from penstock.weights.tensors import Weights
-
-            return Weights
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Reading a header or finding a checkpoint needs no torch; `Weights` does.
+    __getattr__ = lazy_names(__name__, {"Weights": "penstock.weights.tensors"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.host.lazy_names import lazy_names
 from penstock.kernels.backend import Backend, DefaultSizes
 
 if TYPE_CHECKING:
@@ -31,10 +32,4 @@ BACKEND = Backend(
 
 
 if not TYPE_CHECKING:  # a type checker must report names that do not exist
-
-    def __getattr__(name: str) -> object:
-        if name == "ReferenceOps":
-            from penstock.kernels.reference.ops import ReferenceOps
-
-            return ReferenceOps
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = lazy_names(__name__, {"ReferenceOps": "penstock.kernels.reference.ops"})

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from uuid import uuid4
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from penstock.serve.api.chat_response import ChatResponse
 from penstock.serve.api.conversation import Conversation
 from penstock.serve.api.generation import GenerationJob, in_pool
-from penstock.serve.api.json_parts import Parts
+from penstock.serve.api.json_parts import Parts, json_response
 from penstock.serve.api.schemas import ChatBody
 from penstock.serve.api.text_generation import answer_request, envelope_of, note
 from penstock.serve.api.token_scores import ChatScores, prompt_parts
@@ -65,7 +64,7 @@ async def render_chat_completion(request: Request) -> Response:
         "count": len(ids),
         "max_model_len": services.worker.info.max_length,
     }
-    return Response(msgspec.json.encode(prompt), media_type="application/json")
+    return json_response(prompt)
 
 
 def _prompt_scores(services: Services, chat: Conversation, job: GenerationJob) -> Callable[[], Parts] | None:

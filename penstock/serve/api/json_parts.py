@@ -85,6 +85,11 @@ async def spread(parts: Iterable[bytes], turns: Turns) -> AsyncGenerator[bytes, 
             begin = time.perf_counter()
 
 
+def json_response(value: object) -> Response:
+    """Return a short JSON document."""
+    return Response(encode(value), media_type="application/json")
+
+
 class JsonResponse(Response):
     """A JSON document; a long one is sent in several messages.
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
+from penstock.serve.api.json_parts import json_response
 from penstock.serve.api.owners import owner_of
 from penstock.serve.api.schemas import MAX_METADATA, Label, RequestBody
 from penstock.serve.api.text_generation import checked_body
@@ -65,7 +65,7 @@ async def upload_file(request: Request) -> Response:
     except BaseException:
         await asyncio.to_thread(path.unlink, missing_ok=True)
         raise
-    return _json(shown(made))
+    return json_response(shown(made))
 
 
 @router.get("/v1/files", response_class=Response, responses=responses(401, 503))
@@ -81,7 +81,7 @@ async def list_files(
 @router.get("/v1/files/{file_id}", response_class=Response, responses=responses(401, 404, 503))
 async def retrieve_file(request: Request, file_id: str) -> Response:
     """Return the description of a file."""
-    return _json(shown(await _found(request, _manager(request).files, file_id)))
+    return json_response(shown(await _found(request, _manager(request).files, file_id)))
 
 
 @router.get("/v1/files/{file_id}/content", response_class=Response, responses=responses(401, 404, 503))
@@ -98,7 +98,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
     files = _manager(request).files
     found = await _found(request, files, file_id)
     await asyncio.to_thread(files.delete, found["id"])
-    return _json({"id": file_id, "object": "file", "deleted": True})
+    return json_response({"id": file_id, "object": "file", "deleted": True})
 
 
 @router.post("/v1/batches", **route_options(BatchBody, "The batch.", streams=False))
@@ -143,7 +143,7 @@ async def create_batch(request: Request) -> Response:
     }
     await asyncio.to_thread(manager.batches.put, batch)
     manager.start()
-    return _json(shown(batch))
+    return json_response(shown(batch))
 
 
 @router.get("/v1/batches", response_class=Response, responses=responses(401, 503))
@@ -158,14 +158,14 @@ async def list_batches(request: Request, limit: PageSize = 20, after: str | None
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
     """Return the state of a batch."""
     manager = _manager(request)
-    return _json(shown(manager.state_of(await _found(request, manager.batches, batch_id))))
+    return json_response(shown(manager.state_of(await _found(request, manager.batches, batch_id))))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_class=Response, responses=responses(401, 404, 503))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Cancel a batch. The results so far become its files."""
     manager = _manager(request)
-    return _json(shown(await manager.cancel(await _found(request, manager.batches, batch_id))))
+    return json_response(shown(await manager.cancel(await _found(request, manager.batches, batch_id))))
 
 
 def _manager(request: Request) -> BatchManager:
@@ -214,8 +214,4 @@ def _page(objects: Sequence[StoredObject], limit: int, after: str | None) -> Res
         "last_id": data[-1]["id"] if data else None,
         "has_more": start + limit < len(objects),
     }
-    return _json(listed)
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return json_response(listed)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from uuid import uuid4
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from penstock.serve.api.conversation import Conversation
 from penstock.serve.api.generation import in_pool
+from penstock.serve.api.json_parts import json_response
 from penstock.serve.api.messages.message_builder import MessageBuilder
 from penstock.serve.api.messages.message_input import chat_request
 from penstock.serve.api.messages.message_schema import CountTokensBody, MessagesBody
@@ -52,7 +52,7 @@ async def count_message_tokens(request: Request) -> Response:
         return len(_conversation(services, body, "count").context.prompt_tokens)
 
     found = {"input_tokens": await in_pool(request, count)}
-    return Response(msgspec.json.encode(found), media_type="application/json")
+    return json_response(found)
 
 
 def _conversation(services: Services, body: CountTokensBody, name: str) -> Conversation:

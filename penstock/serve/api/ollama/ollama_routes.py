@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from uuid import uuid4
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from penstock import __version__
@@ -17,7 +16,15 @@ from penstock.serve.api.conversation import Conversation
 from penstock.serve.api.embedding_requests import check_outputs, encode_inputs, numbers, vector_inputs
 from penstock.serve.api.embedding_schemas import EmbeddingsBody
 from penstock.serve.api.generation import GenerationJob, in_pool
-from penstock.serve.api.json_parts import JsonResponse, Parts, array, encode, gather, with_members
+from penstock.serve.api.json_parts import (
+    JsonResponse,
+    Parts,
+    array,
+    encode,
+    gather,
+    json_response,
+    with_members,
+)
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.ollama.ollama_builder import OllamaBuilder, now
 from penstock.serve.api.ollama.ollama_input import (
@@ -136,7 +143,9 @@ async def ollama_embed(request: Request) -> Response:
 async def ollama_tags(request: Request) -> Response:
     """List the served model and its adapters, in Ollama's format."""
     services = Services.of(request)
-    return _json({"models": listed_models(services, [services.model_name, *services.worker.adapters])})
+    return json_response(
+        {"models": listed_models(services, [services.model_name, *services.worker.adapters])}
+    )
 
 
 @router.get("/api/ps", response_class=Response, responses=responses(401, 503))
@@ -148,7 +157,7 @@ async def ollama_ps(request: Request) -> Response:
 @router.get("/api/version", response_class=Response, responses=responses(401, 503))
 async def ollama_version(request: Request) -> Response:
     """Return the version of Penstock."""
-    return _json({"version": __version__})
+    return json_response({"version": __version__})
 
 
 @router.post("/api/show", **route_options(OllamaShowBody, "The description of the model.", streams=False))
@@ -165,7 +174,7 @@ async def ollama_show(request: Request) -> Response:
     abilities += ["tools"] if is_text and parsers.tool_format is not None else []
     abilities += ["thinking"] if is_text and parsers.reasoning_format is not None else []
     family = config.model_type
-    return _json(
+    return json_response(
         {
             "modelfile": "",
             "parameters": "",
@@ -222,12 +231,10 @@ def _details(services: Services) -> dict[str, object]:
 
 def _loaded(body: OllamaBody, **answer: object) -> Response:
     """Return the answer to a request without a prompt, with which clients load a model."""
-    return _json({"model": body.model, "created_at": now(), **answer, "done": True, "done_reason": "load"})
+    return json_response(
+        {"model": body.model, "created_at": now(), **answer, "done": True, "done_reason": "load"}
+    )
 
 
 def _new_id() -> str:
     return f"chatcmpl-{uuid4().hex}"
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

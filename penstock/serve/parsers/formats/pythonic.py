@@ -68,17 +68,22 @@ def _read_list(parser: ReasoningToolParser) -> Steps[None]:
     yield from stream.expect("[")
     yield from stream.skip_space()
     while not (yield from stream.accept("]")):
-        name = yield from stream.run(_NAME, _MAX_NAME)
-        yield from stream.expect("(")
-        if not parser.knows(name):
-            raise NotAToolCallError
-        yield from read_keywords(parser, name)
+        yield from read_call(parser)
         yield from stream.skip_space()
         if not (yield from stream.accept(",")):
             yield from stream.expect("]")
             break
         yield from stream.skip_space()
     parser.commit()
+
+
+def read_call(parser: ReasoningToolParser) -> Steps[None]:
+    """Read the call ``name(a=1, b="x")`` of a known tool and emit its arguments as JSON."""
+    name = yield from parser.stream.run(_NAME, _MAX_NAME)
+    yield from parser.stream.expect("(")
+    if not parser.knows(name):
+        raise NotAToolCallError
+    yield from read_keywords(parser, name)
 
 
 def read_keywords(parser: ReasoningToolParser, name: str) -> Steps[None]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from penstock.serve.parsers.formats.json_calls import read_end
-from penstock.serve.parsers.formats.pythonic import call_grammar, read_keywords
+from penstock.serve.parsers.formats.pythonic import call_grammar, read_call
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
-from penstock.serve.parsers.stream import NotAToolCallError, Steps
+from penstock.serve.parsers.stream import Steps
 from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
-
-_NAME = re.compile(r"[\w.\-]+")
-_MAX_NAME = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +28,7 @@ class PythonicLines(ToolFormat):
         stream = parser.stream
         yield from stream.skip_space()
         while True:
-            name = yield from stream.run(_NAME, _MAX_NAME)
-            yield from stream.expect("(")
-            if not parser.knows(name):
-                raise NotAToolCallError
-            yield from read_keywords(parser, name)
+            yield from read_call(parser)
             parser.commit()
             yield from stream.skip_space()
             if (yield from stream.peek()) in ("<", ""):
