@@ -180,6 +180,13 @@ class Bench:
         }
         return figures[work]()
 
+    def speed(self, work: str) -> float:
+        """Return the tokens per second of one run of ``decode`` or ``prefill``, to measure models in turn."""
+        if work == "decode":
+            return 1 / self._seconds_of_step(self._llm)
+        length = self.sizes.prefill_length
+        return length / self._timed(self._llm, 1, length, 1)
+
     def _decode(self) -> list[Figure]:
         seconds = self._repeated(lambda: self._seconds_of_step(self._llm))
         return [Figure("decode", "1 prompt", "tokens/s", [1 / one for one in seconds])]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +17,14 @@ from support.networks import parts_of
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 from torch import Tensor
 
+from penstock.bench.stored_encodings import StoredFormat, write_stored
 from penstock.kernels import ENCODINGS, PackedLinear, encoding_named
 from penstock.kernels.cpu import available_isas
-from penstock.weights.formats import (
-    FORMATS,
-    CheckpointFormat,
-    Headers,
-    LayerPolicy,
-    TensorReader,
-    quant_method,
-)
-from penstock.weights.safetensors import TensorHeader
+from penstock.weights.formats import FORMATS
 
 TOKENS = random_tokens(20, 120, seed=5)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 QUANTIZED = [name for name, kind in ENCODINGS.items() if not kind.is_float]
-
-
-class StoredFormat(CheckpointFormat):
-    """Floats that are read in the encoding that ``quantization_config`` names."""
-
-    name = "stored"
-    quant_methods = ("stored",)
-    keeps_floats = True
-
-    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
-        return quant_method(config) in self.quant_methods
-
-    def policy(self, config: Mapping[str, Any]) -> LayerPolicy:
-        encoding = config["quantization_config"]["encoding"]
-        return lambda layer: encoding if layer.endswith("_proj") else None
-
-    def read_linear(
-        self, source: TensorReader, header: TensorHeader
-    ) -> tuple[str | None, Mapping[str, Tensor]]:
-        weight = source.tensor(header)
-        if header.encoding is None:
-            return None, {"weight": weight}
-        return header.encoding, encoding_named(header.encoding).pack(weight)
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +38,15 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(request: pytest.FixtureRequest, floats: Path, tmp_path: Path) -> Iterator[Path]:
     """A checkpoint of an encoding; ``plain`` beside it has the numbers in floats."""
     kind = encoding_named(request.param)
-    config, tensors = (
-        json.loads((floats / "config.json").read_text()),
-        load_file(floats / "model.safetensors"),
-    )
+    (tmp_path / "plain").mkdir()
     numbers = {
         name: kind.unpack(kind.pack(one)).contiguous() if name.endswith("_proj.weight") else one
-        for name, one in tensors.items()
+        for name, one in load_file(floats / "model.safetensors").items()
     }
-    stored = config | {"quantization_config": {"quant_method": "stored", "encoding": kind.name}}
-    for folder, content, text in (("model", tensors, stored), ("plain", numbers, config)):
-        (tmp_path / folder).mkdir()
-        save_file(content, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
-        (tmp_path / folder / "config.json").write_text(json.dumps(text))
+    save_file(numbers, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    shutil.copyfile(floats / "config.json", tmp_path / "plain" / "config.json")
     with FORMATS.extended(StoredFormat()):
-        yield tmp_path / "model"
+        yield write_stored(floats, tmp_path / "model", kind.name)
 
 
 def test_adapters(checkpoint: Path, tmp_path: Path) -> None:

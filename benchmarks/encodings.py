@@ -1,0 +1,229 @@
+"""Measure quality and speed of encodings: perplexity beside decode and prefill speed, one row for each.
+
+    python benchmarks/encodings.py                                    # all encodings: demo model, shape l1b
+    python benchmarks/encodings.py --encodings nf4 fp4 fp8 --pairs 7 --json rows.json
+    python benchmarks/encodings.py --only quality --model /models/small --text-file ordinary.txt
+    PENSTOCK_ISA=avx2 python benchmarks/encodings.py --only speed --shape l110m
+
+Quality is measured on a trained model with text that it samples in float32, and on a file if one is given.
+Speed is measured on random weights of a shape. Each encoding runs in turn with int4, or with int8 if it has
+more than 5 bits; both models stay loaded. Encodings of checkpoint formats get their numbers by rounding
+(`penstock.bench.stored_encodings`); a checkpoint that was calibrated has other numbers and the same speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from against_transformers import machine
+from quality import LENGTH, first_token, open_model, texts_of_file
+
+from penstock.bench.quality import compare_all, sample_texts
+from penstock.bench.random_weights import config_of_shape, write_random_checkpoint
+from penstock.bench.stored_encodings import StoredFormat, write_stored
+from penstock.bench.workloads import Bench, Sizes
+from penstock.config import PipelineConfig
+from penstock.kernels import ENCODINGS
+from penstock.weights.formats import FORMATS
+from penstock.weights.hub import resolve_checkpoint
+
+WORKS = ("decode", "prefill")
+REFERENCE = "bfloat16"
+FEW_BITS = 5
+
+
+@dataclass
+class Row:
+    """The figures of one encoding."""
+
+    encoding: str
+    bits: float
+    """Average bits of a weight, scales included."""
+    quality: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Name of a text -> perplexity, its ratio to that of bfloat16, divergence and agreement."""
+    baseline: str = ""
+    speeds: dict[str, list[float]] = field(default_factory=dict)
+    """Work -> tokens/s of each pair."""
+    ratios: dict[str, list[float]] = field(default_factory=dict)
+    """Work -> speed divided by that of the baseline in each pair."""
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--encodings", nargs="+", choices=list(ENCODINGS), default=list(ENCODINGS))
+    parser.add_argument("--only", choices=["quality", "speed"])
+    parser.add_argument("--model", default="demo", help="the trained model of the quality figures")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--text-file", type=Path, help="also measure up to --tokens of this UTF-8 file")
+    parser.add_argument("--shape", default="l1b", help="the shape of the speed figures")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--prefill", type=int, default=1024, help="prompt tokens of the work prefill")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    print(machine())
+    rows = [Row(name, ENCODINGS[name].bits_per_weight) for name in options.encodings]
+    rows = [row for row in rows if ENCODINGS[row.encoding].on_device("cpu") == row.encoding]
+    with FORMATS.extended(StoredFormat()), tempfile.TemporaryDirectory() as folder:
+        if options.only != "speed":
+            measure_quality(
+                rows, options.model, Path(folder), options.tokens, options.text_file, options.threads
+            )
+        if options.only != "quality":
+            sizes = Sizes(prefill_length=options.prefill, new_tokens=options.new_tokens)
+            measure_speed(rows, options.shape, Path(folder), sizes, options.pairs, options.threads)
+    print_table(rows)
+    if options.json:
+        content = {"machine": machine(), "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def is_chosen(encoding: str) -> bool:
+    """Return whether a user can choose the encoding for a checkpoint of floats."""
+    return not ENCODINGS[encoding].is_internal
+
+
+# -- Quality --------------------------------------------------------------------------------------------
+
+
+def measure_quality(
+    rows: Sequence[Row],
+    model: str,
+    folder: Path,
+    tokens: int,
+    text_file: Path | None,
+    threads: int | None,
+) -> None:
+    """Add the quality of each encoding, measured with one model that is loaded in all of them."""
+    checkpoint = resolve_checkpoint(model, "main", None)
+    with ExitStack() as stack:
+        exact = stack.enter_context(open_model(model, "float32", threads))
+        length = min(LENGTH, exact.pipeline.memory_plan.max_length)
+        count = -(-tokens // length)
+        texts = {"its own": sample_texts(exact, first_token(exact), count=count, length=length)}
+        if text_file is not None:
+            texts[text_file.name] = texts_of_file(exact, text_file, tokens, length)
+        models = {"float32": exact, REFERENCE: stack.enter_context(open_model(model, REFERENCE, threads))}
+        for row in rows:
+            if row.encoding in models:
+                continue
+            if is_chosen(row.encoding):
+                llm = open_model(model, row.encoding, threads)
+            else:
+                stored = write_stored(checkpoint, folder / "quality" / row.encoding, row.encoding)
+                llm = open_model(str(stored), None, threads)
+            models[row.encoding] = stack.enter_context(llm)
+        for name, some in texts.items():
+            found = {key: one["float32"] for key, one in compare_all(models, some, ("float32",)).items()}
+            base = found[REFERENCE].perplexity
+            for row in rows:
+                one = found[row.encoding]
+                row.quality[name] = {
+                    "perplexity": one.perplexity,
+                    "relative": one.perplexity / base,
+                    "divergence": one.divergence,
+                    "agreement": one.agreement,
+                }
+
+
+# -- Speed ----------------------------------------------------------------------------------------------
+
+
+def measure_speed(
+    rows: Sequence[Row],
+    shape: str,
+    folder: Path,
+    sizes: Sizes,
+    pairs: int,
+    threads: int | None,
+) -> None:
+    """Add the speed of each encoding, measured in turn with its baseline."""
+    checkpoint = folder / "floats"
+    checkpoint.mkdir()
+    write_random_checkpoint(checkpoint, config_of_shape(shape))
+    for row in rows:
+        row.baseline = "int4" if ENCODINGS[row.encoding].bits <= FEW_BITS else "int8"
+        with ExitStack() as stack:
+            given = (folder / "speed", sizes, threads)
+            baseline = stack.enter_context(opened(checkpoint, row.baseline, *given))
+            own = stack.enter_context(opened(checkpoint, row.encoding, *given))
+            for work in WORKS:
+                baseline.speed(work), own.speed(work)  # not counted
+                for number in range(pairs):
+                    order = (baseline, own) if number % 2 else (own, baseline)
+                    found = {one: one.speed(work) for one in order}
+                    row.speeds.setdefault(work, []).append(found[own])
+                    row.ratios.setdefault(work, []).append(found[own] / found[baseline])
+        print(shown_speed(row), flush=True)
+
+
+@contextmanager
+def opened(
+    checkpoint: Path, encoding: str, folder: Path, sizes: Sizes, threads: int | None
+) -> Iterator[Bench]:
+    """Yield a checkpoint of floats in an encoding."""
+    path, chosen = checkpoint, encoding if is_chosen(encoding) else None
+    if chosen is None:
+        path = write_stored(checkpoint, folder / encoding, encoding)
+    length = max(sizes.prompt_length + sizes.new_tokens, sizes.prefill_length + 1)
+    flat = {
+        "model_path": str(path),
+        "quantization_encoding": chosen,
+        "max_length": length,
+        "max_batch_size": 1,
+    }
+    given = {} if threads is None else {"num_threads": threads}
+    with Bench(PipelineConfig.from_flat(flat | given), sizes) as bench:
+        yield bench
+
+
+# -- Output ---------------------------------------------------------------------------------------------
+
+
+def shown_speed(row: Row) -> str:
+    """Return the speeds of a row in one line."""
+    parts = [f"{row.encoding:9}"]
+    for work, speeds in row.speeds.items():
+        ratios = sorted(row.ratios[work])
+        spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        parts.append(
+            f"{work} {statistics.median(speeds):.4g} tokens/s, {statistics.median(ratios):.2f} of "
+            f"{row.baseline} ({spread})"
+        )
+    return "  ".join(parts)
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Print the rows as a table of Markdown, as docs/performance.md has it."""
+    texts = list(rows[0].quality) if rows else []
+    header = ["encoding", "bits per weight"]
+    header += [f"perplexity, {name} (of bfloat16)" for name in texts]
+    header += [f"{work}, tokens/s | of the baseline" for work in WORKS if rows and rows[0].speeds]
+    print("\n| " + " | ".join(header) + " |")
+    print("|" + "---|" * " | ".join(header).count("|") + "---|")
+    for row in rows:
+        cells = [row.encoding, f"{row.bits:.2f}"]
+        for name in texts:
+            one = row.quality[name]
+            cells.append(f"{one['perplexity']:.4f} ({100 * (one['relative'] - 1):+.2f} %)")
+        for work, speeds in row.speeds.items():
+            ratios = sorted(row.ratios[work])
+            spread = f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            middle = f"**{statistics.median(ratios):.2f}** {row.baseline} {spread}"
+            cells += [f"{statistics.median(speeds):.4g}", middle]
+        print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

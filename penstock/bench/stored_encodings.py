@@ -1,0 +1,89 @@
+"""Checkpoints of floats whose linear layers a load reads in any encoding, to measure encodings.
+
+Encodings such as ``uint4`` are those of checkpoint formats: a user cannot choose them for a checkpoint of
+floats. `StoredFormat` packs each layer of such a checkpoint when it is read, as if it were stored in the
+encoding. There is no calibration, so that quality is that of rounding to the nearest number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.kernels import encoding_named
+from penstock.weights.formats import (
+    CheckpointFormat,
+    Headers,
+    TensorReader,
+    quant_method,
+    quantization_section,
+)
+from penstock.weights.safetensors import TensorHeader
+
+_METHOD = "stored"
+_NOT_LINEAR = (".gate.weight", ".router.weight", "embeddings.weight", "norm.weight")
+
+
+class StoredFormat(CheckpointFormat):
+    """Floats that are packed in the encoding that ``quantization_config`` names when they are read.
+
+    Matrices of the vocabulary, routers and embeddings stay floats.
+    """
+
+    name = _METHOD
+    quant_methods = (_METHOD,)
+    keeps_floats = True
+
+    def detect(self, config: Mapping[str, object], headers: Headers) -> bool:
+        return quant_method(config) in self.quant_methods
+
+    def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
+        encoding = str(quantization_section(config)["encoding"])
+        text = config.get("text_config")
+        vocabulary = (text if isinstance(text, Mapping) else config).get("vocab_size")
+
+        def is_linear(name: str, header: TensorHeader) -> bool:
+            is_matrix = name.endswith(".weight") and len(header.shape) == 2 and header.is_float
+            return is_matrix and not name.endswith(_NOT_LINEAR) and header.shape[0] != vocabulary
+
+        return {
+            name: replace(header, encoding=encoding) if is_linear(name, header) else header
+            for name, header in stored.items()
+        }
+
+    def read_linear(
+        self, source: TensorReader, header: TensorHeader
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        weight = source.tensor(header)
+        if header.encoding is None:
+            return None, {"weight": weight}
+        return header.encoding, encoding_named(header.encoding).pack(weight)
+
+
+def write_stored(checkpoint: Path, folder: Path, encoding: str) -> Path:
+    """Write a folder that `StoredFormat` reads in an encoding; its tensors are links to the checkpoint.
+
+    Args:
+        checkpoint: a folder with safetensors files of floats.
+        folder: a new folder.
+        encoding: the name of any encoding.
+
+    Raises:
+        ConfigError: there is no such encoding, or the checkpoint is quantized already.
+    """
+    encoding_named(encoding)
+    config = json.loads((checkpoint / "config.json").read_text())
+    if quant_method(config) is not None:
+        raise ConfigError("model_path", f"{checkpoint} is quantized: a checkpoint of floats is needed")
+    folder.mkdir(parents=True)
+    for file in checkpoint.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file.resolve())
+    config["quantization_config"] = {"quant_method": _METHOD, "encoding": encoding}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
