@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from penstock.driver import CPU
 from penstock.errors import ConfigError, PenstockError, UnknownArchitectureError, UnsupportedTaskError
 from penstock.host.memory import PrefaultedMemory
 from penstock.pipelines.tasks import TASKS, PipelineRequirements, TaskRecord, TaskTable
-from penstock.scheduler import AnyScheduler, Scheduler
+from penstock.scheduler import AnyScheduler, OverlappedScheduler, Scheduler
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -309,8 +310,9 @@ def load_scheduler(
         isolates_faults: whether an error ends only the requests that cause it; otherwise it reaches the
             caller of ``step``.
     """
-    plan = pipeline.memory_plan
-    return Scheduler(
+    plan, steps = pipeline.memory_plan, pipeline.overlapped_steps
+    make = Scheduler if steps is None else partial(OverlappedScheduler, steps=steps)
+    return make(
         pipeline,
         max_batch_size=plan.max_batch_size,
         max_batch_input_tokens=plan.max_batch_input_tokens,

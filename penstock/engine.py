@@ -17,7 +17,7 @@ from penstock.host.memory import MemoryReservations, PrefaultedMemory
 if TYPE_CHECKING:
     from penstock.distributed import Shard
     from penstock.distributed.ranks import Ranks
-    from penstock.kernels import Backend, GraphCache, Ops
+    from penstock.kernels import Backend, DeviceMemory, DeviceQueue, GraphCache, Ops
 
 
 class InferenceSession:
@@ -147,6 +147,16 @@ class InferenceSession:
             self._plans = GraphCache(compiler) if compiler is not None else None
             self._plans_of = self.ops
         return self._plans
+
+    @cached_property
+    def queue(self) -> DeviceQueue | None:
+        """The queue of the device; None if the operations of the back end run when they are called."""
+        return self.backend.queue(self.ops)
+
+    @cached_property
+    def memory(self) -> DeviceMemory | None:
+        """The counter of the device's memory; None if the device uses the memory of the host."""
+        return self.backend.memory(self.ops, self.devices[0].torch_device)
 
     @property
     def plan_status(self) -> str:

@@ -245,6 +245,9 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """Return the tokens of the longest input that must run in one step; 0 if inputs run in chunks."""
         return 0
 
+    def measure_memory(self) -> None:
+        """Plan the KV cache again after the weights are loaded, if the memory of the device is counted."""
+
     def estimate_memory_footprint(self) -> int:
         """Return the bytes that remain for the KV cache after weights and activations."""
         plan = self.memory_plan
@@ -376,7 +379,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def _plan_memory(self) -> MemoryPlan:
         config, huggingface_config = self.pipeline_config, self.huggingface_config
         weights_size = self._weights_size_of_rank()
-        free_memory = self._free_memory(weights_size)
+        free_memory = self.free_memory = self._free_memory(weights_size)
         encoder_size = self.estimate_encoder_memory(config, huggingface_config)
         plan = plan_memory(
             config,

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.architectures.memory_profile import measured_plan
 from penstock.architectures.model import BaseContextType, PipelineModel
 from penstock.calibration import CalibrationNetwork, pack_calibrated
 from penstock.errors import ConfigError
 from penstock.host.heartbeat import beat
 from penstock.host.progress import LoadingProgress
-from penstock.kernels import LazyWeight, Ops, PackedLinear, encoding_named
+from penstock.kernels import LazyWeight, Ops, PackedLinear, encoding_named, upload
 from penstock.lora import LoRAManager
 from penstock.memory import estimate_activation_memory
 from penstock.nn import Loader
@@ -151,6 +152,11 @@ class NetworkModel(PipelineModel[BaseContextType]):
             for one in lazy_weights:
                 pack(one)  # layers that the calibration forward did not use
 
+    def measure_memory(self) -> None:
+        memory, spec = self.session.memory, self.kv_cache_spec
+        if memory is not None and spec is not None and self.session.ranks is None:
+            self.memory_plan = measured_plan(self, spec, memory)
+
     def begin_step(self) -> None:
         """Check that the process may compute; before the second forward, pack the remaining weights."""
         self.session.check_process()
@@ -214,4 +220,4 @@ class NetworkModel(PipelineModel[BaseContextType]):
             )
 
     def _to_device(self, values: np.ndarray, dtype: type[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=dtype)).to(self.torch_device)
+        return upload(np.ascontiguousarray(values, dtype=dtype), self.torch_device)

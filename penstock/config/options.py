@@ -79,6 +79,7 @@ class PipelineOptions(TypedDict, total=False):
     max_batch_input_tokens: int | None
     enable_chunked_prefill: bool | None
     max_num_steps: int | None
+    overlap_steps: bool | None
     deterministic: bool | None
     num_threads: int | None
     data_parallel_size: int | None

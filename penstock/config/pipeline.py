@@ -130,6 +130,11 @@ class PipelineConfig:
         "Maximum number of tokens that a request generates per scheduler iteration; by default derived "
         "from measured step times.",
     )
+    overlap_steps: bool = setting(
+        True,
+        FLAG,
+        "Prepare and launch a step while the step before it runs, on a GPU. Results are the same without.",
+    )
     deterministic: bool = setting(
         False,
         FLAG,

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from penstock.kernels.activations import XIELU, Activation
     from penstock.kernels.backend import BACKENDS, Backend, BackendRegistry, DefaultSizes
     from penstock.kernels.convolution import PackedConv1d, PackedConvTranspose1d
+    from penstock.kernels.device_memory import DeviceMemory
+    from penstock.kernels.device_queue import DeviceQueue, Fetched, Submitted, upload
     from penstock.kernels.encodings import ENCODINGS, LayerRole, LinearEncoding, encoding_named
     from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
     from penstock.kernels.graph import Graph, GraphCache, GraphCompiler
@@ -41,6 +43,9 @@ __all__ = [
     "BackendRegistry",
     "ClampedSwiGLU",
     "DefaultSizes",
+    "DeviceMemory",
+    "DeviceQueue",
+    "Fetched",
     "Gating",
     "Graph",
     "GraphCache",
@@ -64,15 +69,19 @@ __all__ = [
     "ScoreRouting",
     "SparseMixer",
     "StepInputs",
+    "Submitted",
     "encoding_named",
     "pack_linear",
     "unpack_linear",
+    "upload",
 ]
 
 _HOMES = {
     "penstock.kernels.activations": ("XIELU", "Activation"),
     "penstock.kernels.backend": ("BACKENDS", "Backend", "BackendRegistry", "DefaultSizes"),
     "penstock.kernels.convolution": ("PackedConv1d", "PackedConvTranspose1d"),
+    "penstock.kernels.device_memory": ("DeviceMemory",),
+    "penstock.kernels.device_queue": ("DeviceQueue", "Fetched", "Submitted", "upload"),
     "penstock.kernels.encodings": ("ENCODINGS", "LayerRole", "LinearEncoding", "encoding_named"),
     "penstock.kernels.experts": ("ClampedSwiGLU", "PackedExperts"),
     "penstock.kernels.graph": ("Graph", "GraphCache", "GraphCompiler"),

@@ -19,6 +19,10 @@ from typing import TYPE_CHECKING
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
+    from penstock.kernels.device_memory import DeviceMemory
+    from penstock.kernels.device_queue import DeviceQueue
     from penstock.kernels.graph import GraphCompiler
     from penstock.kernels.ops import Ops
 
@@ -41,6 +45,14 @@ def _no_graphs(ops: Ops) -> GraphCompiler | None:
     return None
 
 
+def _no_memory(ops: Ops, device: torch.device) -> DeviceMemory | None:
+    return None
+
+
+def _no_queue(ops: Ops) -> DeviceQueue | None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
     """A kernel back end, as the registry knows it before its code is loaded."""
@@ -59,6 +71,11 @@ class Backend:
     """Name of the memory layout of packed weights, `Ops.layout` of its operations."""
     graphs: Callable[[Ops], GraphCompiler | None] = _no_graphs
     """Return what compiles steps of these operations, or None if it cannot compile them."""
+    queue: Callable[[Ops], DeviceQueue | None] = _no_queue
+    """Return the queue of the device if operations return before they have run; else None."""
+
+    memory: Callable[[Ops, torch.device], DeviceMemory | None] = _no_memory
+    """Return the counter of a device with memory of its own; None for the memory of the host."""
 
     @property
     def packs_weights(self) -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import InputError, InsufficientBlocksError
-from penstock.kernels import KVCacheInputs, KVGroupInputs
+from penstock.kernels import KVCacheInputs, KVGroupInputs, upload
 from penstock.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from penstock.kv_cache.block_tables import BlockTables
 from penstock.kv_cache.prefixes import PrefixCacheControls, PrefixIndex
@@ -395,4 +395,4 @@ class KVCacheManager(PrefixCacheControls):
         return (context.active_idx - 1) // self.block_size  # at least the last row is computed, for logits
 
     def _upload(self, array: npt.NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return upload(array, self.device)

@@ -107,7 +107,7 @@ class BatchRunner:
                         if not response.is_done:  # a stop string, which the scheduler does not know
                             self._scheduler.cancel(builder.context.request_id)
                 yield served
-                if not served:
+                if not served and not self._scheduler.last_batch[0]:
                     time.sleep(_POLL_INTERVAL)
         finally:
             with deferred_interrupts():

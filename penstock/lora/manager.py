@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.config import LoRAConfig
 from penstock.errors import InputError, UnknownModelError
-from penstock.kernels import LoRAInputs
+from penstock.kernels import LoRAInputs, upload
 from penstock.lora.adapter import Adapter, Layers, Parts, Rename, read_adapter, warn_base_model_mismatch
 from penstock.lora.slots import AdapterSlots
 from penstock.pipelines.core import InputContext
@@ -192,7 +192,7 @@ class LoRAManager:
             return None
         slots = self._slots.assign(adapters, keep=self._running)
         indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in used])
-        rows = torch.from_numpy(indices.repeat(counts)).to(self._device)
+        rows = upload(indices.repeat(counts), self._device)
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
     # -- Slots of other processes -------------------------------------------------------------------------

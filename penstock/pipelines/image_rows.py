@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.architectures.vision import VisionModel
 from penstock.host.heartbeat import beat
+from penstock.kernels import upload
 from penstock.pipelines.core import ImageMetadata, TextAndVisionContext, TextContext
 from penstock.pipelines.encoder_cache import EncoderCache
 
@@ -63,7 +64,7 @@ class ImageRows:
         all_rows = np.concatenate(rows)
         if not len(all_rows):  # the step has separators of an image only
             return None
-        return torch.from_numpy(all_rows).to(self._device), torch.cat(values)
+        return upload(all_rows, self._device), torch.cat(values)
 
     def _encoded(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
         """Return the rows of each image, from the cache or from the encoder. Equal images run once."""

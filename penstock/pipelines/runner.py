@@ -6,7 +6,7 @@ launch is in its handle. On a CPU the work happens in ``launch``. The runner nev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -20,12 +20,13 @@ from penstock.engine import InferenceSession
 from penstock.errors import UnsupportedFeatureError
 from penstock.grammar import grammar_bitmask
 from penstock.host.heartbeat import beat
+from penstock.kernels import upload
 from penstock.kv_cache import KVCache, KVCacheManager
 from penstock.pipelines.core import LogProbabilities, SamplingParams, TextContext
 from penstock.pipelines.encoder_cache import EncoderCache
 from penstock.pipelines.image_rows import ImageRows
 from penstock.pipelines.logit_rows import LogitRows, last_rows, rows_as_sequences
-from penstock.pipelines.sampling import Sampler, adjust_logits
+from penstock.pipelines.sampling import LogitEdits, Sampler
 from penstock.pipelines.speculative import accept
 
 _NO_CHOICE = -2
@@ -147,10 +148,10 @@ class ModelRunner:
         drafts = drafts or [[]] * len(contexts)
         is_scored = any(context.log_probabilities for context in contexts)
         assert num_steps == 1 or not (is_scored or any(drafts)), "drafts and log probabilities need one step"
-        sampler = self._sampler_of([context.sampling_params for context in contexts])
+        sampler = self.sampler_of([context.sampling_params for context in contexts])
         if after is None:
             rows = LogitRows.of(contexts, drafts)
-            inputs = self._prepare_step(contexts, drafts)
+            inputs = self.prepare_step(contexts, drafts)
         else:
             assert not any(after.drafts), "steps cannot continue the verification of drafts"
             rows = after.rows.after(after.num_steps)
@@ -224,13 +225,13 @@ class ModelRunner:
             inputs = self._model.prepare_next_token_inputs(tokens.clamp(min=0), inputs)
         return inputs
 
-    def _sampler_of(self, params: list[SamplingParams]) -> Sampler:
+    def sampler_of(self, params: list[SamplingParams]) -> Sampler:
         """Return the sampler of a batch; the previous one if the parameters are equal."""
         if self._sampler is None or self._sampler.params != params:
             self._sampler = Sampler.for_batch(params, self._device)
         return self._sampler
 
-    def _prepare_step(self, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> ModelInputs:
+    def prepare_step(self, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> ModelInputs:
         """Return the inputs of a step, with the rows of logits that sampling and log probabilities need."""
         if any(drafts):
             num_logits: int | Sequence[int] = [
@@ -269,14 +270,44 @@ class ModelRunner:
         logits: Tensor,  # [R, V]
     ) -> Tensor:  # [R] tokens
         """Sample the token after each context's last row, and one for the position of each draft."""
-        logits = adjust_logits(logits, contexts, rows.sequences, rows.positions, drafts)
-        bitmask = grammar_bitmask(contexts, rows.sequences, logits.shape[-1], drafts)
+        return self.sampling_of(sampler, contexts, drafts, rows, logits.shape[-1])(logits)
+
+    def sampling_of(
+        self,
+        sampler: Sampler,
+        contexts: Sequence[TextContext],
+        drafts: Sequence[list[int]],
+        rows: LogitRows,
+        vocabulary: int,
+    ) -> Callable[[Tensor], Tensor]:  # [R, V] -> [R] tokens
+        """Return a function that samples from logits. It reads nothing of the contexts, which may change.
+
+        Args:
+            sampler: the sampler of the contexts.
+            contexts: the contexts, which have taken all tokens before the sampled ones.
+            drafts: drafted tokens of each context.
+            rows: the rows of logits.
+            vocabulary: V.
+
+        Raises:
+            InputError: a context names a token id that the model does not have.
+        """
+        edits = LogitEdits.of(contexts, rows.sequences, rows.positions, drafts, vocabulary, self._device)
+        bitmask = grammar_bitmask(contexts, rows.sequences, vocabulary, drafts)
         sequences = rows.sequences if any(drafts) else None
-        if bitmask is None:
-            return sampler(self._session.ops, logits, sequences, rows.positions)
-        has_choice = bitmask.any(-1)
-        sampled = sampler(self._session.ops, logits, sequences, rows.positions, bitmask.to(self._device))
-        return sampled if has_choice.all() else sampled.where(has_choice.to(self._device), _NO_CHOICE)
+        has_choice = None
+        if bitmask is not None:
+            has_choice = bitmask.any(-1)
+            has_choice = None if has_choice.all() else upload(has_choice, self._device)
+            bitmask = upload(bitmask, self._device)
+
+        def sample(logits: Tensor) -> Tensor:
+            if edits is not None:
+                logits = edits.apply(logits)
+            sampled = sampler(self._session.ops, logits, sequences, rows.positions, bitmask)
+            return sampled if has_choice is None else sampled.where(has_choice, _NO_CHOICE)
+
+        return sample
 
     def _score(self, handle: LaunchHandle, outputs: ModelOutputs, results: Sequence[SampledTokens]) -> None:
         """Append the log probabilities of a step's tokens to the results.

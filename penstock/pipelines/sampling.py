@@ -6,15 +6,15 @@ request samples the same tokens in any batch and after preemption.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.errors import InputError
-from penstock.kernels import Ops, SamplingInputs
+from penstock.kernels import Ops, SamplingInputs, upload
 from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.pipelines.core.randomness import as_words, splitmix64, uniforms
 
@@ -42,10 +42,10 @@ class Sampler:
     def for_batch(cls, params: Sequence[SamplingParams], device: torch.device) -> Sampler:
         """Return the sampler of a batch with these parameters."""
         inputs = SamplingInputs(
-            torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-            torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64, device=device),
-            torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-            torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+            upload(torch.tensor([p.temperature for p in params], dtype=torch.float32), device),
+            upload(torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64), device),
+            upload(torch.tensor([p.top_p for p in params], dtype=torch.float32), device),
+            upload(torch.tensor([p.min_p for p in params], dtype=torch.float32), device),
             torch.zeros(len(params), dtype=torch.float64, device=device),
         )
         is_greedy = all(p.temperature == 0 or p.top_k == 1 for p in params)
@@ -62,9 +62,9 @@ class Sampler:
         """Sample one token per row. Without ``sequences`` each context has one row."""
         inputs, seeds = self.inputs, self.seeds
         if sequences is not None:
-            inputs, seeds = inputs.take(torch.from_numpy(sequences).to(logits.device)), seeds[sequences]
+            inputs, seeds = inputs.take(upload(sequences, logits.device)), seeds[sequences]
         if not self.is_greedy:
-            draws = torch.from_numpy(uniforms(seeds, positions)).to(logits.device)
+            draws = upload(uniforms(seeds, positions), logits.device)
             inputs = replace(inputs, uniforms=draws)
         return ops.sample(logits, inputs, bitmask)
 
@@ -85,13 +85,7 @@ def adjust_logits(
 ) -> Tensor:  # [R, V], float32 if changed
     """Return the logits after the sampling parameters that apply before temperature, top-k, top-p and min-p.
 
-    The order is that of transformers' processors: logit bias; repetition penalty, frequency and presence
-    penalty; min_new_tokens; allowed and banned tokens. The grammar's bitmask is applied later, in
-    `Ops.sample`. Later rules take precedence. If a row has no other token, tokens suppressed by
-    min_new_tokens are sampled before forbidden ones, and a grammar gets one of the tokens that it allows.
-
-    The given tensor is not modified. It is returned as it is if no row needs a change. A row with logits that
-    are not finite becomes NaN.
+    The given tensor is not modified. It is returned as it is if no row needs a change. See `LogitEdits.of`.
 
     Args:
         logits: of the model.
@@ -103,19 +97,8 @@ def adjust_logits(
     Raises:
         InputError: a context names a token id that the model does not have (`check_logit_rules`).
     """
-    rows = _adjusted_rows(contexts, sequences)
-    if not rows:
-        return logits
-    for context in {row.context.request_id: row.context for row in rows}.values():
-        check_logit_rules(context, logits.shape[-1])
-    scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
-    cells = _Cells(scores)
-    _add_bias(cells, rows)
-    _penalise(cells, rows, positions, drafts)
-    _suppress_ends(cells, rows, positions)
-    _forbid(cells, rows)
-    _forbid_sequences(cells, rows, positions, drafts)
-    return scores.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
+    edits = LogitEdits.of(contexts, sequences, positions, drafts, logits.shape[-1], logits.device)
+    return logits if edits is None else edits.apply(logits)
 
 
 def check_logit_rules(context: TextContext, vocabulary: int) -> None:
@@ -152,12 +135,62 @@ def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> li
     return [_Row(i, contexts[s], s) for i, s in enumerate(sequences.tolist()) if wanted[s]]
 
 
-class _Cells:
-    """Access to single logits of all rows of a batch at once."""
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """Changes of logits. All that they depend on besides the logits is on the device."""
 
-    def __init__(self, scores: Tensor) -> None:  # [R, V]
-        self._flat = scores.view(-1)
-        self.vocabulary = scores.shape[-1]
+    vocabulary: int
+    device: torch.device
+    edits: list[Callable[[Tensor], None]] = field(default_factory=list)
+    """Each changes the scores ``[R, V]`` that it is given."""
+
+    @classmethod
+    def of(
+        cls,
+        contexts: Sequence[TextContext],
+        sequences: np.ndarray,  # [R]
+        positions: np.ndarray,  # [R]
+        drafts: Sequence[Sequence[int]] | None,
+        vocabulary: int,
+        device: torch.device,
+    ) -> LogitEdits | None:
+        """Return the changes that the sampling parameters of a batch ask for; None without any.
+
+        The order is that of transformers' processors: logit bias; repetition penalty, frequency and presence
+        penalty; min_new_tokens; allowed and banned tokens. The grammar's bitmask is applied later, in
+        `Ops.sample`. Later rules take precedence. If a row has no other token, tokens suppressed by
+        min_new_tokens are sampled before forbidden ones, and a grammar gets one of the tokens that it allows.
+
+        Args:
+            contexts: the batch.
+            sequences: the context of each row.
+            positions: index of each row's token in its sequence.
+            drafts: drafted tokens of each context.
+            vocabulary: V.
+            device: of the logits.
+
+        Raises:
+            InputError: a context names a token id that the model does not have (`check_logit_rules`).
+        """
+        rows = _adjusted_rows(contexts, sequences)
+        if not rows:
+            return None
+        for context in {row.context.request_id: row.context for row in rows}.values():
+            check_logit_rules(context, vocabulary)
+        edits = cls(vocabulary, device)
+        _add_bias(edits, rows)
+        _penalise(edits, rows, positions, drafts)
+        _suppress_ends(edits, rows, positions)
+        _forbid(edits, rows)
+        _forbid_sequences(edits, rows, positions, drafts)
+        return edits
+
+    def apply(self, logits: Tensor) -> Tensor:  # [R, V] -> [R, V] float32
+        """Return the changed logits. A row with logits that are not finite becomes NaN."""
+        scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
+        for edit in self.edits:
+            edit(scores)
+        return scores.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
 
     def at(self, rows: Sequence[_Row], ids: Sequence[np.ndarray]) -> Tensor:  # [n]
         """Return the flat indices of token ids of each row, concatenated."""
@@ -165,29 +198,48 @@ class _Cells:
         return self.tensor(np.concatenate(parts))
 
     def tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self._flat.device)
+        return upload(values, self.device)
 
-    def get(self, cells: Tensor) -> Tensor:
-        return self._flat[cells]
+    def change(self, cells: Tensor, new: Callable[[Tensor], Tensor]) -> None:
+        """Replace the scores of cells ``[n]`` by a function of them."""
 
-    def put(self, cells: Tensor, values: Tensor | float) -> None:
-        self._flat[cells] = values
+        def edit(scores: Tensor) -> None:
+            flat = scores.view(-1)
+            flat[cells] = new(flat[cells])
 
-    def fill(self, rows: Sequence[_Row], value: float) -> None:
+        self.edits.append(edit)
+
+    def put(self, cells: Tensor, value: float) -> None:
+        """Set the scores of cells ``[n]``."""
+
+        def edit(scores: Tensor) -> None:
+            scores.view(-1)[cells] = value
+
+        self.edits.append(edit)
+
+    def keep_only(self, rows: Sequence[_Row], cells: Tensor) -> None:
+        """Forbid all tokens of rows but those of cells ``[n]``."""
         indices = self.tensor(np.array([row.index for row in rows]))
-        self._flat.view(-1, self.vocabulary)[indices] = value
+
+        def edit(scores: Tensor) -> None:
+            flat = scores.view(-1)
+            kept = flat[cells].clamp(min=_SUPPRESSED)
+            scores[indices] = _FORBIDDEN
+            flat[cells] = kept
+
+        self.edits.append(edit)
 
 
-def _add_bias(cells: _Cells, rows: Sequence[_Row]) -> None:
+def _add_bias(cells: LogitEdits, rows: Sequence[_Row]) -> None:
     biased = [(row, rules) for row in rows if (rules := row.context.logit_rules) and len(rules.bias_ids)]
     if biased:
         where = cells.at([row for row, _ in biased], [rules.bias_ids for _, rules in biased])
         bias = cells.tensor(np.concatenate([rules.bias for _, rules in biased]))
-        cells.put(where, cells.get(where) + bias)
+        cells.change(where, lambda scores: scores + bias)
 
 
 def _penalise(
-    cells: _Cells, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
+    cells: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
 ) -> None:
     """Apply the repetition penalty over prompt and output, and the other penalties over the output.
 
@@ -213,12 +265,15 @@ def _penalise(
     repetition = cells.tensor(each[:, 0].clip(1e-30, 1e30).astype(np.float32))
     times = np.concatenate(counts)
     cost = cells.tensor((each[:, 1] * times + each[:, 2] * (times > 0)).astype(np.float32))
-    scores = cells.get(where)
-    scores = torch.where(scores > 0, scores / repetition, scores * repetition) - cost
-    cells.put(where, scores.clamp(-_LIMIT, _LIMIT))
+
+    def penalised_scores(scores: Tensor) -> Tensor:
+        scores = torch.where(scores > 0, scores / repetition, scores * repetition) - cost
+        return scores.clamp(-_LIMIT, _LIMIT)
+
+    cells.change(where, penalised_scores)
 
 
-def _suppress_ends(cells: _Cells, rows: Sequence[_Row], positions: np.ndarray) -> None:
+def _suppress_ends(cells: LogitEdits, rows: Sequence[_Row], positions: np.ndarray) -> None:
     """Suppress the tokens that end a sequence while it has fewer than ``min_new_tokens``."""
     short, ids = [], []
     for row in rows:
@@ -234,22 +289,19 @@ def _suppress_ends(cells: _Cells, rows: Sequence[_Row], positions: np.ndarray) -
         cells.put(cells.at(short, ids), _SUPPRESSED)
 
 
-def _forbid(cells: _Cells, rows: Sequence[_Row]) -> None:
+def _forbid(cells: LogitEdits, rows: Sequence[_Row]) -> None:
     ruled = [(row, rules) for row in rows if (rules := row.context.logit_rules)]
     fenced = [(row, rules.allowed) for row, rules in ruled if rules.allowed is not None]
     if fenced:
         only = [row for row, _ in fenced]
-        where = cells.at(only, [allowed for _, allowed in fenced])
-        kept = cells.get(where).clamp(min=_SUPPRESSED)
-        cells.fill(only, _FORBIDDEN)
-        cells.put(where, kept)
+        cells.keep_only(only, cells.at(only, [allowed for _, allowed in fenced]))
     banned = [(row, rules.banned) for row, rules in ruled if len(rules.banned)]
     if banned:
         cells.put(cells.at([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN)
 
 
 def _forbid_sequences(
-    cells: _Cells, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
+    cells: LogitEdits, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
 ) -> None:
     """Forbid the tokens that would complete a banned sequence."""
     completing: list[tuple[_Row, np.ndarray]] = []

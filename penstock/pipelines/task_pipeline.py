@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 from penstock.errors import PenstockError, TaskMismatchError
 from penstock.kv_cache.interface import KVCache, NullKVCache
 from penstock.pipelines.core import InputContext, PipelineTask, VoicePrompt, context_type
-from penstock.pipelines.core.interfaces import PipelineOutput
+from penstock.pipelines.core.interfaces import PipelineOutput, StepLauncher
 
 if TYPE_CHECKING:
     from penstock.distributed.processes import RankProcesses
@@ -93,6 +93,11 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
             if (kind := context_type(context)) not in self.context_types:
                 request = f"request {context.request_id}, a {kind.__name__},"
                 raise TaskMismatchError(request, None, self.task.option)
+
+    @property
+    def overlapped_steps(self) -> StepLauncher[ContextT, OutputT, Any] | None:
+        """Launches a step while the step before it runs; None if `execute` runs each step."""
+        return None
 
     def num_steps_for(self, seconds: float) -> int:
         """Estimate how many steps one `execute` call can run in ``seconds``."""

@@ -48,6 +48,7 @@ from penstock.pipelines.core import (
     TextResponse,
 )
 from penstock.pipelines.drafting import append_forced, draft_limits, draft_tokens, report_drafts
+from penstock.pipelines.overlap import OverlappedSteps
 from penstock.pipelines.runner import LaunchHandle, ModelRunner, SampledTokens
 from penstock.pipelines.sampling import check_logit_rules
 from penstock.pipelines.speculative import DraftLengthPolicy, DraftProposer, SpeculationStats
@@ -126,6 +127,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             deterministic=pipeline_config.deterministic,
         )
         self.model = pipeline_model(pipeline_config, session)
+        self.model.measure_memory()
         plan, kv = self.model.memory_plan, None
         self.device = self.model.devices[0].torch_device
         if isinstance(self.model, KVCacheMixin):
@@ -199,10 +201,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 for context, draft in zip(contexts, drafts, strict=True)
             ]
         proposed = perf_counter()
-        if self.eos_token_id is not None:
-            for context in contexts:
-                if not (context.eos_token_ids or context.ignore_eos):
-                    context.eos_token_ids.add(self.eos_token_id)
+        self._set_end_tokens(contexts)
         launched = self.runner.launch(contexts, num_steps, drafts=drafts)
         return BatchHandle(batch, drafts, is_forced, launched, proposed - begin, proposed)
 
@@ -221,7 +220,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             num_rows, depth = len(contexts) + sum(map(len, drafts)), max(map(len, drafts))
             forward = perf_counter() - handle.launched_at
             self.draft_lengths.record_step(num_rows, depth, forward, handle.proposal_seconds)
-        responses = self._update_contexts(batch, sampled)
+        responses = self._take_tokens(batch, sampled)
         if self.proposer is not None or any(drafts):
             matching = [len(one.tokens) - 1 for one in sampled]
             observers = [one for one in (self.proposer, self.draft_lengths) if one is not None]
@@ -241,6 +240,24 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if plans is None or plans.last is None or self.proposer is not None:
             return 1
         return self.runner.num_steps_for(seconds)
+
+    @property
+    def overlapped_steps(self) -> OverlappedSteps | None:
+        """Launches the next step while a step runs.
+
+        None if the back end runs operations when they are called, with drafts, with several ranks, or if
+        `overlap_steps` is not configured. The scheduler then calls `execute`.
+        """
+        queue = self.session.queue
+        is_possible = self.proposer is None and self.session.ranks is None and self.config.overlap_steps
+        if queue is None or not is_possible:
+            return None
+
+        def check(contexts: Sequence[TextContext]) -> None:
+            self._check(contexts)
+            self._set_end_tokens(contexts)
+
+        return OverlappedSteps(self.runner, self.model, queue, check=check, take_tokens=self._take_tokens)
 
     @property
     def lora_manager(self) -> LoRAManager | None:
@@ -300,7 +317,11 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             self.proposer.discard_cache()
 
     def _check(self, contexts: Sequence[TextContext]) -> None:
-        """Check that all contexts can be served, before anything changes."""
+        """Check that all contexts can be served, before anything changes.
+
+        Raises:
+            PenstockError: a context cannot be served.
+        """
         if len({context.request_id for context in contexts}) < len(contexts):
             raise InputError("a request is twice in the batch: give each context a unique request_id")
         self.check_context_types(contexts)
@@ -317,6 +338,13 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if self.model.lora_manager is not None:
             self.model.lora_manager.check(contexts)
 
+    def _set_end_tokens(self, contexts: Sequence[TextContext]) -> None:
+        """Give the contexts without end-of-sequence tokens that of the tokenizer, unless they ignore it."""
+        if self.eos_token_id is not None:
+            for context in contexts:
+                if not (context.eos_token_ids or context.ignore_eos):
+                    context.eos_token_ids.add(self.eos_token_id)
+
     def _draft(self, contexts: Sequence[TextContext]) -> tuple[list[list[int]], list[bool]]:
         """Return drafts for each context, and whether its grammar forces them; see `draft_tokens`."""
         if self.proposer is None and all(context.matcher is None for context in contexts):
@@ -326,10 +354,13 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
 
     # -- Results -----------------------------------------------------------------------------
 
-    def _update_contexts(
+    def _take_tokens(
         self, batch: Mapping[str, TextContext], sampled: Sequence[SampledTokens]
     ) -> dict[str, TextGenerationResponse]:
-        """Append the tokens to their contexts. An error in one context ends only that context."""
+        """Append the tokens to their contexts and return the new ones.
+
+        An error in one context ends only that context, see `failures`.
+        """
         responses = {}
         for (request_id, context), one in zip(batch.items(), sampled, strict=True):
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from penstock.kv_cache.reservation import ReservedBatch
 from penstock.pipelines.core import InputContext
 
 ContextT = TypeVar("ContextT", bound=InputContext)
@@ -52,6 +53,16 @@ class Batch(Generic[ContextT]):
     """Number of steps for which all contexts added so far have blocks."""
     entries: dict[str, Entry[ContextT]] = field(default_factory=dict)
     _rows: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def contexts(self) -> ReservedBatch[ContextT]:
+        """The contexts of the entries, by request id."""
+        return ReservedBatch({request_id: entry.context for request_id, entry in self.entries.items()})
+
+    @property
+    def num_rows(self) -> int:
+        """Number of tokens that the first forward computes."""
+        return sum([num_rows(entry.context) for entry in self.entries.values()])
 
     def add(self, entry: Entry[ContextT], rows: int) -> None:
         """Add an entry that computes ``rows`` tokens."""

@@ -67,7 +67,7 @@ class Isolation(Generic[ContextT, OutputT]):
                 memory. Isolation is not enabled.
         """
         if not self._is_enabled:
-            return self._pipeline.execute(batch, num_steps), _take_failures(self._pipeline)
+            return self._pipeline.execute(batch, num_steps), take_failures(self._pipeline)
         outputs: dict[str, OutputT] = {}
         failures: dict[str, PenstockError] = {}
         has_run, num_faults = False, self._num_faults
@@ -92,12 +92,12 @@ class Isolation(Generic[ContextT, OutputT]):
                     raise
             else:
                 has_run = True
-                failures |= _take_failures(self._pipeline)
+                failures |= take_failures(self._pipeline)
         self._num_faults = 0 if has_run else num_faults
         return outputs, failures
 
 
-def _take_failures(pipeline: Pipeline[ContextT, OutputT]) -> dict[str, PenstockError]:
+def take_failures(pipeline: Pipeline[ContextT, OutputT]) -> dict[str, PenstockError]:
     """Return the failures of the last ``execute`` and clear ``pipeline.failures``."""
     failures = dict(pipeline.failures)
     pipeline.failures.clear()

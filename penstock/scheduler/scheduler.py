@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from itertools import count
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from penstock.errors import InputError, InsufficientBlocksError, PenstockError
-from penstock.kv_cache.interface import KVCache, restart
+from penstock.errors import InsufficientBlocksError
 from penstock.kv_cache.reservation import ReservedBatch, reserve_steps
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
-from penstock.scheduler.batch import Batch, Entry, is_whole, num_rows, set_rows, splittable_rows
+from penstock.scheduler.batch import Batch, Entry, is_whole, set_rows, splittable_rows
 from penstock.scheduler.budget import PromptBudget, check_limits, decode_rows, smallest_chunk
 from penstock.scheduler.deferral import Deferral
-from penstock.scheduler.isolation import Isolation, as_failure
-from penstock.scheduler.shares import Shares
-from penstock.scheduler.waiting import WaitingQueue
+from penstock.scheduler.isolation import Isolation
+from penstock.scheduler.request_queues import RequestQueues
 
 ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
@@ -27,7 +23,7 @@ _SLOT_FREE_STEPS = 64
 """Steps for which one slot stays free for other clients after one client held all slots."""
 
 
-class Scheduler(Generic[ContextT, OutputT]):
+class Scheduler(RequestQueues[ContextT, OutputT]):
     """Continuous batching: contexts join and leave the batch between two steps.
 
     A context is either waiting or running. The order is priority, then arrival. Each step contains all
@@ -79,71 +75,21 @@ class Scheduler(Generic[ContextT, OutputT]):
             max_batch_input_tokens=max_batch_input_tokens,
             min_chunk_size=min_chunk_size,
         )
-        self._pipeline = pipeline
-        self._kv: KVCache = pipeline.kv
-        self._max_batch_size = min(max_batch_size, max_batch_input_tokens)
-        self._prompts = PromptBudget(
+        max_batch_size = min(max_batch_size, max_batch_input_tokens)
+        prompts = PromptBudget(
             max_batch_input_tokens,
-            smallest_chunk(min_chunk_size, max_batch_input_tokens, self._max_batch_size),
+            smallest_chunk(min_chunk_size, max_batch_input_tokens, max_batch_size),
             may_cut=enable_chunked_prefill,
             whole_prompts=whole_prompts,
         )
-        self._ready = ready
+        super().__init__(pipeline, prompts, max_batch_size, ready)
         self._isolation = Isolation(pipeline, is_enabled=isolates_faults)
-        self._arrivals = count()
-        self._shares = Shares()
         self._deferral = Deferral()
-        self._waiting: WaitingQueue[Entry[ContextT]] = WaitingQueue(
-            2 * self._max_batch_size, self._shares.rank
-        )
-        self._running: dict[str, Entry[ContextT]] = {}
-        self._cancelled: deque[str] = deque()
         self._slot_free_steps = 0  # remaining steps in which no client may hold all slots
-        self.num_preemptions = 0
-        """Number of preemptions since the start."""
-        self.failures: dict[str, PenstockError] = {}
-        """Errors of requests that ended without an output. The caller of `step` removes an entry (``pop``)
-        when it has answered the request."""
         self.admitted: list[ContextT] = []
         """Contexts that received their first slot in the last step."""
         self.last_batch = (0, 0)
         """Numbers of contexts and of tokens in the first forward of the last step; (0, 0) if nothing ran."""
-
-    @property
-    def kv(self) -> KVCache:
-        """The KV cache of the pipeline."""
-        return self._kv
-
-    @property
-    def num_running(self) -> int:
-        """Number of contexts that hold a slot."""
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of contexts without a slot."""
-        return len(self._waiting)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
-        return bool(self._running or self._waiting or self._cancelled)
-
-    def submit(self, context: ContextT) -> None:
-        """Add a context to the queue.
-
-        Raises:
-            InputError: the context can never run, even as the only one, or its ``request_id`` is in use.
-        """
-        self._prompts.refuse_what_never_fits(context, self._kv)
-        if context.request_id in self._running or context.request_id in self._waiting:
-            raise InputError(f"request {context.request_id} is already submitted: use unique ids")
-        self._shares.enter(context.client_id)
-        self._waiting.push(Entry(context, (-context.priority, next(self._arrivals))))
-
-    def cancel(self, request_id: str) -> None:
-        """Cancel a request before the next step. Does nothing if it has already finished."""
-        self._cancelled.append(request_id)
 
     def step(self, num_steps: int = 1) -> dict[str, OutputT]:
         """Run one batch if any context can run.
@@ -155,37 +101,50 @@ class Scheduler(Generic[ContextT, OutputT]):
         Returns:
             The output of each context that ran, by request id. Finished contexts are removed.
         """
+        self._begin_step()
+        batch = self._next_batch(num_steps)
+        outputs = self._run(batch.contexts, batch.num_steps) if batch.entries else {}
+        self._retire(outputs)
+        return outputs
+
+    def _begin_step(self) -> None:
         self._apply_cancels()
-        self._requeue_stale()
         self.admitted.clear()
         self._shares.begin_step()
         self._slot_free_steps = max(self._slot_free_steps - 1, 0)
+
+    def _next_batch(self, num_steps: int) -> Batch[ContextT]:
+        """Return the next batch, which may be empty. Its contexts are claimed and have blocks."""
+        self._requeue_stale()
         if self._has_slot() or self._shares.is_contended:
             self._waiting.recheck(self._is_ready)
         batch: Batch[ContextT] = Batch(self._prompts.max_tokens, max(num_steps, 1))
         self._add_decoding(batch)
         self._add_prompts(batch)
-        entries = batch.entries
-        contexts = ReservedBatch({request_id: entry.context for request_id, entry in entries.items()})
-        self.last_batch = (len(entries), sum([num_rows(context) for context in contexts.values()]))
-        outputs: dict[str, OutputT] = {}
-        if entries:
-            prompts = [entry for entry in entries.values() if not entry.is_decoding]
-            whole = [entry for entry in prompts if is_whole(entry.context)]
-            outputs, failures = self._isolation.execute(contexts, batch.num_steps)
-            for entry in whole:
-                entry.is_decoding = True
-            for request_id, error in failures.items():
-                self._fail(entries[request_id], error)
-        self._retire(outputs)
+        self.last_batch = (len(batch.entries), batch.num_rows)
+        return batch
+
+    def _run(self, contexts: ReservedBatch[ContextT], num_steps: int) -> dict[str, OutputT]:
+        """Run a batch, end the contexts that fail, and return the outputs of the others."""
+        entries = [self._running[request_id] for request_id in contexts]
+        whole = [entry for entry in entries if not entry.is_decoding and is_whole(entry.context)]
+        outputs, failures = self._isolation.execute(contexts, num_steps)
+        for entry in whole:
+            entry.is_decoding = True
+        for request_id, error in failures.items():
+            self._fail(self._running[request_id], error)
         return outputs
+
+    def _decoding(self) -> list[Entry[ContextT]]:
+        """Return the running entries that decode."""
+        return [entry for entry in self._running.values() if entry.is_decoding]
 
     def _add_decoding(self, batch: Batch[ContextT]) -> None:
         """Add all contexts that decode. If blocks run out, preempt the last contexts in order.
 
         Contexts whose tokens have ended need no tokens and no blocks.
         """
-        decoding = sorted([e for e in self._running.values() if e.is_decoding], key=_key)
+        decoding = sorted(self._decoding(), key=_key)
         for entry in (entry for entry in decoding if not entry.is_generating):
             batch.add(entry, 0)
         decoding = [entry for entry in decoding if entry.is_generating]
@@ -333,70 +292,11 @@ class Scheduler(Generic[ContextT, OutputT]):
                     self._preempt(last, batch)
                     continue
                 if len(self._generating) == 1:
+                    self._check_collected()
                     self._fail(entry, error)
                 else:
                     self._preempt(entry, batch)
                 return 0
-
-    @property
-    def _generating(self) -> list[Entry[ContextT]]:
-        """The running entries that hold blocks. All other running entries have no tokens left to compute."""
-        return [entry for entry in self._running.values() if entry.is_generating]
-
-    def _has_slot(self) -> bool:
-        return len(self._running) < self._max_batch_size
-
-    def _is_ready(self, entry: Entry[ContextT]) -> bool:
-        try:
-            is_ready = self._ready is None or self._ready(entry.context)
-            return is_ready and not self._kv.waits_for(entry.context)
-        except Exception as error:
-            self._fail(entry, as_failure(error))
-            return False
-
-    def _preempt(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> None:
-        batch.drop(entry.request_id)
-        self._requeue(entry)
-        self.num_preemptions += 1
-
-    def _requeue_stale(self) -> None:
-        """Move contexts with stale keys back to the queue, with their arrival numbers."""
-        for entry in list(self._running.values()):
-            if self._kv.is_stale(entry.context):
-                self._requeue(entry)
-
-    def _requeue(self, entry: Entry[ContextT]) -> None:
-        del self._running[entry.request_id]
-        self._shares.stop(entry.client_id)
-        restart(self._kv, entry.context)
-        entry.is_decoding = False
-        self._waiting.push(entry)
-
-    def _fail(self, entry: Entry[ContextT], error: PenstockError) -> None:
-        self._remove(entry.request_id)
-        self.failures[entry.request_id] = error
-
-    def _apply_cancels(self) -> None:
-        while self._cancelled:
-            self._remove(self._cancelled.popleft())
-
-    def _retire(self, outputs: dict[str, OutputT]) -> None:
-        for request_id, output in outputs.items():
-            if output.is_done:
-                self._remove(request_id)
-        if not self._running and not self._waiting:
-            self._kv.check_integrity()
-
-    def _remove(self, request_id: str) -> None:
-        entry = self._running.pop(request_id, None)
-        if entry is not None:
-            self._shares.stop(entry.client_id)
-            self._waiting.refresh(entry.client_id)
-        else:
-            entry = self._waiting.remove(request_id)
-        if entry is not None:
-            self._shares.leave(entry.client_id)
-            self._pipeline.release(entry.context)
 
 
 _key = attrgetter("key")

@@ -250,6 +250,8 @@ class _Loop:
                 case "discard_cache":
                     if self._contexts:
                         raise InputError(f"{len(self._contexts)} requests use the KV cache")
+                    if self._scheduler.has_work:
+                        self._scheduler.step()  # ends requests that were cancelled, collects a launched step
                     self._work.discard_cache()
                 case "start_profile":
                     self._profiler.start()

@@ -96,6 +96,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "max_batch_input_tokens": st.integers(1, 2**20),
     "enable_chunked_prefill": st.booleans(),
     "max_num_steps": st.integers(1, 100),
+    "overlap_steps": st.booleans(),
     "deterministic": st.just(False),
     "num_threads": st.none() | st.integers(1, 1000),
     "data_parallel_size": st.integers(1, 256),

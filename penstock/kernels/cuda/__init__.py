@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING
 from penstock.kernels.backend import Backend, DefaultSizes
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.kernels.cuda.graphs import CudaGraphCompiler
+    from penstock.kernels.cuda.memory import CudaMemory
     from penstock.kernels.cuda.ops import CudaOps
+    from penstock.kernels.cuda.queue import CudaQueue
     from penstock.kernels.ops import Ops
 
 __all__ = ["BACKEND", "load", "variants"]
@@ -45,6 +49,18 @@ def _graphs(ops: Ops) -> CudaGraphCompiler | None:
     return graphs_of(ops)
 
 
+def _queue(ops: Ops) -> CudaQueue | None:
+    from penstock.kernels.cuda.queue import queue_of
+
+    return queue_of(ops)
+
+
+def _memory(ops: Ops, device: torch.device) -> CudaMemory | None:
+    from penstock.kernels.cuda.memory import memory_of
+
+    return memory_of(ops, device)
+
+
 BACKEND = Backend(
     name="cuda",
     sizes={"gpu": DefaultSizes(max_batch_size=256, step_tokens=8192)},
@@ -52,4 +68,6 @@ BACKEND = Backend(
     variants=variants,
     priority=10,
     graphs=_graphs,
+    queue=_queue,
+    memory=_memory,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -312,6 +312,49 @@ class Pipeline(Protocol[AcceptedContext, Output]):
 
     def release(self, context: AcceptedContext) -> None:
         """Free the resources of a context. Also called before ``context.reset()``."""
+
+
+LaunchedStep = TypeVar("LaunchedStep")
+
+
+class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
+    """Runs steps of a pipeline in parts, so that a step is launched while the step before it runs.
+
+    The order of calls, for each step: ``launch``, ``collect`` of the step before, ``sample``, and ``advance``
+    before the next ``launch``.
+    """
+
+    def launch(self, batch: Mapping[str, AcceptedContext], after: LaunchedStep | None) -> LaunchedStep:
+        """Launch the forward of a batch whose contexts are claimed and have blocks.
+
+        Args:
+            batch: the contexts, by request id. Those of ``after`` have advanced.
+            after: the sampled step that is not collected yet.
+        """
+
+    def sample(self, step: LaunchedStep) -> Collection[str]:
+        """Launch the sampling of a step, except for contexts that have ended or changed since ``launch``.
+
+        Returns the request ids of the contexts that are sampled.
+        """
+
+    def discard(self, step: LaunchedStep) -> None:
+        """Wait for a step that is not sampled, because its result is not needed."""
+
+    def advance(self, step: LaunchedStep, running: Container[str]) -> set[str]:
+        """Move the ``running`` contexts of a sampled step behind its tokens, which are not known yet.
+
+        Returns the request ids of contexts that end with the step; they do not move.
+        """
+
+    def collects_first(self, step: LaunchedStep) -> bool:
+        """Return whether a sampled step must be collected before the next one is launched."""
+
+    def collect(self, step: LaunchedStep) -> dict[str, Output]:
+        """Wait for a sampled step and return its outputs, as ``Pipeline.execute`` does.
+
+        If it raises, the contexts are as they were when the step was launched.
+        """
 
 
 @runtime_checkable

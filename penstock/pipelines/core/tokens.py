@@ -131,6 +131,19 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
             self._committed_idx + committed_idx,
         )
 
+    def advance(self) -> None:
+        """Move the window past the tokens of a step whose result is not known yet.
+
+        It moves to the rest of a chunked prompt, or to a new token, which is 0 until it is known. Before
+        ``update`` appends that token, :meth:`set_token_indices` moves the window back.
+        """
+        start = self._active_idx
+        if start < self._end_idx:
+            self._active_idx = self._end_idx
+        else:
+            self._append(0)
+        self._start_idx = start
+
     def compute_num_available_steps(self, max_seq_len: int) -> int:
         """Return how many single-token steps fit into ``max_seq_len``; may be 0 or less."""
         return max_seq_len - (self._end_idx - self._active_idx + self._start_idx)

@@ -1,0 +1,101 @@
+"""Measurement of the memory that weights and the largest step take, before the KV cache is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.architectures.model import ModelOutputs, PipelineModel
+from penstock.errors import InsufficientMemoryError
+from penstock.kernels import DeviceMemory, SamplingInputs
+from penstock.kv_cache import KVCacheManager, KVCacheSpec
+from penstock.memory import MemoryPlan, plan_memory
+from penstock.pipelines.core import TextContext
+
+
+def measured_plan(model: PipelineModel[Any], spec: KVCacheSpec, memory: DeviceMemory) -> MemoryPlan:
+    """Return the memory plan of a loaded model with measured sizes of weights and activations.
+
+    Runs a step of ``max_batch_input_tokens`` tokens of ``max_batch_size`` sequences, with sampling. The
+    maximum length stays at most that of the first plan, because the layers were made for it.
+
+    Args:
+        model: the model, whose weights are loaded.
+        spec: its KV cache.
+        memory: counts the memory of its device.
+
+    Raises:
+        InsufficientMemoryError: the largest step, or the smallest useful KV cache beside it, does not fit.
+    """
+    plan, config = model.memory_plan, model.pipeline_config
+    weights_size = max(model.free_memory - memory.free(), 0)
+    try:
+        activation_size = memory.peak(lambda: run_largest_step(model, spec, plan))
+    except MemoryError as error:
+        raise InsufficientMemoryError(
+            f"a step of {plan.max_batch_input_tokens} tokens does not fit into memory beside weights of "
+            f"{weights_size} bytes ({error}): lower --max-batch-input-tokens or --max-batch-size, or use a "
+            "smaller model or encoding",
+            needed=weights_size + plan.activation_size,
+            available=plan.available_memory,
+        ) from error
+    sizes = {"max_batch_input_tokens": plan.max_batch_input_tokens}
+    measured = plan_memory(
+        replace(config, **sizes),
+        spec,
+        model_max_length=plan.max_length,
+        weights_size=weights_size,
+        activation_size=activation_size,
+        free_memory=model.free_memory,
+        adapters_size=plan.adapters_size,
+        min_step_tokens=model.min_step_tokens(config, model.huggingface_config),
+        encoder_size=plan.encoder_size,
+        encoder_cache_size=plan.encoder_cache_size,
+    )
+    return replace(measured, model_max_length=plan.model_max_length)
+
+
+def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryPlan) -> None:
+    """Run the largest step of a plan, on a KV cache that is just large enough and is dropped again."""
+    contexts = _largest_batch(plan)
+    blocks = sum(-(-context.current_length // plan.block_size) for context in contexts)
+    device = model.devices[0].torch_device
+    kv = KVCacheManager(
+        spec,
+        [blocks + 1] * len(spec.groups),
+        plan.block_size,
+        device=device,
+        enable_prefix_caching=False,
+    )
+    for context in contexts:
+        kv.claim(context)
+        kv.reserve(context)
+    outputs: ModelOutputs = model.execute(
+        model.prepare_initial_token_inputs([contexts], kv.inputs(contexts), 1)
+    )
+    logits = outputs.logits if outputs.next_token_logits is None else outputs.next_token_logits
+    assert logits is not None, "the model returned no logits"
+    rows = len(logits)
+    sampling = SamplingInputs(
+        torch.ones(rows, device=device),
+        torch.zeros(rows, dtype=torch.int64, device=device),
+        torch.full((rows,), 0.9, device=device),
+        torch.zeros(rows, device=device),
+        torch.full((rows,), 0.5, dtype=torch.float64, device=device),
+    )
+    model.session.ops.sample(logits.float().clone(), sampling)  # penalties work on such a copy
+
+
+def _largest_batch(plan: MemoryPlan) -> list[TextContext]:
+    """Return prompts that share the tokens of the largest step evenly."""
+    count = min(plan.max_batch_size, plan.max_batch_input_tokens)
+    lengths = np.full(count, plan.max_batch_input_tokens // count)
+    lengths[: plan.max_batch_input_tokens % count] += 1
+    lengths = lengths.clip(max=plan.max_length)
+    return [
+        TextContext(prompt="", tokens=np.zeros(length, np.int64), max_length=int(length))
+        for length in lengths.tolist()
+    ]

@@ -1,0 +1,50 @@
+"""The memory of a GPU, from the counters of torch's allocator and of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock.kernels.cuda.ops import CudaOps
+from penstock.kernels.device_memory import DeviceMemory
+from penstock.kernels.ops import Ops
+
+
+class CudaMemory(DeviceMemory):
+    """The memory of a GPU.
+
+    The peak counts what the allocator has reserved, so that gaps between tensors are included.
+
+    Args:
+        device: the GPU.
+        cuda: the functions of `torch.cuda`.
+    """
+
+    def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+
+    def free(self) -> int:
+        self._cuda.synchronize(self._device)
+        self._cuda.empty_cache()
+        return int(self._cuda.mem_get_info(self._device)[0])
+
+    def peak(self, work: Callable[[], object]) -> int:
+        cuda, device = self._cuda, self._device
+        cuda.synchronize(device)
+        cuda.empty_cache()
+        before = cuda.memory_reserved(device)
+        cuda.reset_peak_memory_stats(device)
+        try:
+            work()
+            cuda.synchronize(device)
+        except cuda.OutOfMemoryError as error:
+            raise MemoryError(str(error).splitlines()[0]) from error
+        return int(cuda.max_memory_reserved(device)) - int(before)
+
+
+def memory_of(ops: Ops, device: torch.device) -> CudaMemory | None:
+    """Return the memory of the device of these operations; None if it is no GPU."""
+    is_gpu = isinstance(ops, CudaOps) and device.type == "cuda"
+    return CudaMemory(device) if is_gpu else None

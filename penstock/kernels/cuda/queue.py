@@ -1,0 +1,76 @@
+"""The queue of a GPU: the current stream for work, a side stream for copies to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cuda.ops import CudaOps
+from penstock.kernels.device_queue import DeviceQueue, Fetched, Submitted
+from penstock.kernels.ops import Ops
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedWork(Submitted[T], Generic[T]):
+    """Work whose operations are in the stream."""
+
+    result: T
+
+    @property
+    def value(self) -> T:
+        return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedCopy(Fetched):
+    """A copy to pinned memory, complete when its event has occurred."""
+
+    host: Tensor
+    done: Any
+
+    def wait(self) -> Tensor:
+        self.done.synchronize()
+        return self.host
+
+
+class CudaQueue(DeviceQueue):
+    """Launches work in the current stream.
+
+    A copy to the host waits for the work that was launched before it, in a side stream. The work that is
+    launched later runs meanwhile.
+
+    Args:
+        cuda: the functions of `torch.cuda`.
+    """
+
+    def __init__(self, *, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+        self._side: Any = None
+
+    def submit(self, work: Callable[[], T]) -> LaunchedWork[T]:
+        return LaunchedWork(work())
+
+    def fetch(self, result: Submitted[Tensor]) -> PinnedCopy:
+        cuda, tensor = self._cuda, result.value
+        if self._side is None:
+            self._side = cuda.Stream(tensor.device)
+        self._side.wait_stream(cuda.current_stream(tensor.device))
+        with cuda.stream(self._side):
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            host.copy_(tensor, non_blocking=True)
+            done = cuda.Event()
+            done.record(self._side)
+        if tensor.is_cuda:
+            tensor.record_stream(self._side)  # its memory is not used again before the copy has run
+        return PinnedCopy(host, done)
+
+
+def queue_of(ops: Ops) -> CudaQueue | None:
+    """Return the queue of these operations; None if they run on no GPU."""
+    return CudaQueue() if isinstance(ops, CudaOps) and torch.cuda.is_available() else None

@@ -1,0 +1,246 @@
+"""`OverlappedSteps`: steps of a text pipeline whose forward is launched while the step before it runs.
+
+One step is launched in two parts. The forward needs the tokens of the step before, but only on the device.
+Sampling needs them in the contexts: a grammar, penalties and stop conditions depend on them::
+
+    launch(1)  sample(1)  advance(1)  launch(2)  collect(1)  sample(2)  advance(2)  launch(3)  collect(2)  ...
+
+Between ``advance`` and ``collect`` a context stands behind a token that is not known yet. ``collect`` moves
+it back and passes it the token. ``sample`` then compares it with what the forward assumed. If the context has
+ended, or has other tokens to compute because its grammar forces some, the row of the forward is dropped.
+The next step computes the tokens of a dropped row again, if they are still needed, so results do not change.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from penstock.architectures.model import ModelInputs, ModelOutputs, PipelineModel
+from penstock.host.heartbeat import beat
+from penstock.kernels import DeviceQueue, Fetched, Submitted, upload
+from penstock.pipelines.core import TextContext, TextGenerationResponse
+from penstock.pipelines.logit_rows import LogitRows, last_rows
+from penstock.pipelines.runner import LaunchHandle, ModelRunner, SampledTokens
+
+_logger = logging.getLogger(__name__)
+
+
+class _Window(NamedTuple):
+    """The token indices of a context when its forward was launched."""
+
+    start_idx: int
+    active_idx: int
+    end_idx: int
+
+    @classmethod
+    def of(cls, context: TextContext) -> _Window:
+        return cls(context.start_idx, context.active_idx, context.end_idx)
+
+
+class _Forward(NamedTuple):
+    """What a forward leaves on the device."""
+
+    inputs: ModelInputs
+    outputs: ModelOutputs
+    logits: Tensor  # [B, V]
+
+
+@dataclass(slots=True, eq=False)
+class OverlappedStep:
+    """A launched step that was not collected yet."""
+
+    batch: Mapping[str, TextContext]
+    windows: list[_Window]  # [B]
+    rows: LogitRows
+    forward: Submitted[_Forward]
+    kept: list[int] = field(default_factory=list)
+    """The rows that were sampled, ascending."""
+    sampled: Submitted[Tensor] | None = None  # [len(kept)] int64
+    """The tokens on the device; None before `OverlappedSteps.sample`."""
+    fetched: Fetched | None = None
+    """The tokens on their way to the host."""
+    unknown: dict[str, int] = field(default_factory=dict)
+    """Request id -> index in ``sampled`` of the token that its context stands behind, after ``advance``."""
+    advanced: list[int] = field(default_factory=list)
+    """The rows whose contexts have advanced."""
+
+    @property
+    def contexts(self) -> list[TextContext]:
+        return list(self.batch.values())
+
+
+class OverlappedSteps:
+    """Launches steps of a pipeline before the step before them is collected.
+
+    Args:
+        runner: prepares inputs and samples.
+        model: the model of the runner.
+        queue: the queue of its device.
+        check: checks a batch before it is launched.
+        take_tokens: passes the sampled tokens to the contexts of a batch and returns their responses.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        model: PipelineModel[TextContext],
+        queue: DeviceQueue,
+        *,
+        check: Callable[[Sequence[TextContext]], None],
+        take_tokens: Callable[
+            [Mapping[str, TextContext], Sequence[SampledTokens]], dict[str, TextGenerationResponse]
+        ],
+    ) -> None:
+        self._runner, self._model, self._queue = runner, model, queue
+        self._check, self._take_tokens = check, take_tokens
+        self._device = model.devices[0].torch_device
+
+    def launch(self, batch: Mapping[str, TextContext], after: OverlappedStep | None) -> OverlappedStep:
+        """Launch the forward of a batch.
+
+        Args:
+            batch: the contexts, claimed and with the blocks of one step.
+            after: the step that is not collected yet. Its contexts in ``batch`` have advanced.
+
+        Raises:
+            PenstockError: a context cannot be served. Nothing was launched.
+        """
+        contexts = list(batch.values())
+        self._check(contexts)
+        drafts: list[list[int]] = [[] for _ in contexts]
+        rows = LogitRows.of(contexts, drafts)
+        inputs = self._runner.prepare_step(contexts, drafts)
+        unknown: Submitted[Tensor] | None = None
+        sources: list[int] = []
+        places: list[int] = []
+        if after is not None:
+            unknown, end = after.sampled, 0
+            for request_id, context in batch.items():
+                end += context.active_length
+                if request_id in after.unknown and after.batch[request_id] is context:
+                    sources.append(after.unknown[request_id])
+                    places.append(end - 1)
+        source_rows = upload(np.array(sources, np.int64), self._device)
+        token_rows = upload(np.array(places, np.int64), self._device)
+
+        def forward() -> _Forward:
+            complete = inputs
+            if unknown is not None and sources:
+                # A row without finite logits continues with any token: its result is not used.
+                known = unknown.value[source_rows].clamp(min=0)
+                complete = replace(inputs, tokens=inputs.tokens.index_copy(0, token_rows, known))
+            outputs = self._model.execute(complete)
+            beat()
+            return _Forward(complete, outputs, last_rows(outputs, rows.counts))
+
+        windows = [_Window.of(context) for context in contexts]
+        return OverlappedStep(batch, windows, rows, self._queue.submit(forward))
+
+    def sample(self, step: OverlappedStep) -> list[str]:
+        """Launch the sampling of a step, after the step before it was collected.
+
+        Drops the rows of contexts that have ended or continue with other tokens than the forward assumed.
+
+        Returns:
+            The request ids of the contexts whose rows are kept.
+
+        Raises:
+            InputError: a context cannot be sampled. The step has no result.
+        """
+        every = step.contexts
+        step.kept = [
+            index
+            for index, (context, window) in enumerate(zip(every, step.windows, strict=True))
+            if not context.generation_status.is_done
+            and (context.start_idx, context.end_idx) == (window.start_idx, window.end_idx)
+        ]
+        for index in step.kept:  # the step before has moved the end of a chunk to the end of the prompt
+            every[index].set_token_indices(active_idx=step.windows[index].active_idx)
+        contexts = [every[index] for index in step.kept]
+        forward = step.forward
+        if not step.kept:
+            step.sampled = self._queue.submit(lambda: forward.value.logits[:0, 0].long())
+        else:
+            if self._runner.vocabulary is None:
+                self._runner.vocabulary = forward.value.logits.shape[-1]
+            sequences = np.arange(len(contexts))
+            rows = LogitRows([1] * len(contexts), sequences, step.rows.positions[step.kept])
+            sampler = self._runner.sampler_of([context.sampling_params for context in contexts])
+            drafts: list[list[int]] = [[] for _ in contexts]
+            sample = self._runner.sampling_of(sampler, contexts, drafts, rows, self._runner.vocabulary)
+            kept = None
+            if len(step.kept) < len(step.windows):
+                kept = upload(np.array(step.kept, np.int64), self._device)
+            step.sampled = self._queue.submit(
+                lambda: sample(forward.value.logits if kept is None else forward.value.logits[kept])
+            )
+        step.fetched = self._queue.fetch(step.sampled)
+        return [context.request_id for context in contexts]
+
+    def discard(self, step: OverlappedStep) -> None:
+        """Wait for a step that is not sampled, because its result is not needed."""
+        try:
+            self._queue.fetch(self._queue.submit(lambda: step.forward.value.logits[:0])).wait()
+        except Exception:
+            _logger.debug("a step whose result is not needed failed", exc_info=True)
+
+    def collects_first(self, step: OverlappedStep) -> bool:
+        """Return whether a step must be collected before the next one is launched.
+
+        Log probabilities are computed when it is collected. The device would run the next step before them.
+        """
+        contexts = step.contexts
+        return any(contexts[index].log_probabilities for index in step.kept)
+
+    def advance(self, step: OverlappedStep, running: Container[str]) -> set[str]:
+        """Move the contexts of a sampled step behind its tokens, which are not known yet.
+
+        Args:
+            step: the step.
+            running: request ids of the contexts that continue.
+
+        Returns:
+            The request ids of contexts that end with this step. They have not moved.
+        """
+        ending = set()
+        contexts = step.contexts
+        for place, index in enumerate(step.kept):
+            context = contexts[index]
+            if context.request_id not in running:
+                continue
+            if context.active_idx == context.end_idx:
+                if context.end_idx + 1 >= context.max_length:
+                    ending.add(context.request_id)
+                    continue
+                step.unknown[context.request_id] = place
+            context.advance()
+            step.advanced.append(index)
+        return ending
+
+    def collect(self, step: OverlappedStep) -> dict[str, TextGenerationResponse]:
+        """Wait for a sampled step and return the new tokens of its contexts, which have taken them.
+
+        Raises:
+            Exception: the device failed. The contexts are as they were when the step was launched.
+        """
+        assert step.fetched is not None, "the step was not sampled"
+        contexts = step.contexts
+        for index in step.advanced:
+            start, active, end = step.windows[index]
+            contexts[index].set_token_indices(start_idx=start, active_idx=active, end_idx=end)
+        tokens = step.fetched.wait()
+        sampled = tokens.new_zeros(len(contexts))
+        sampled[step.kept] = tokens
+        forward = step.forward.value
+        handle = LaunchHandle(contexts, [[]] * len(contexts), 1, forward.inputs, step.rows, [sampled])
+        if self.collects_first(step):
+            handle.outputs = forward.outputs
+        results = self._runner.collect(handle)
+        kept = {contexts[index].request_id: contexts[index] for index in step.kept}
+        return self._take_tokens(kept, [results[index] for index in step.kept])

@@ -1,0 +1,127 @@
+"""The KV cache is planned with measured sizes on a device whose memory is counted; the counter is a fake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.running import context_of, generate, open_pipeline
+from support.tiny_llm import write_tiny_llm
+
+from penstock.architectures import memory_profile
+from penstock.errors import InsufficientMemoryError
+from penstock.kernels import BACKENDS, DeviceMemory
+from penstock.kernels import reference as reference_kernels
+from penstock.kernels.reference import ReferenceOps
+from penstock.memory import MemoryPlan
+
+MIB = 1 << 20
+
+
+class FakeMemory(DeviceMemory):
+    """Says that weights take `weights` bytes and each step `activations`, of `total` free bytes."""
+
+    def __init__(self, total: int, weights: int, activations: int) -> None:
+        self.total, self.weights, self.activations = total, weights, activations
+        self.num_measured = 0
+
+    def free(self) -> int:
+        return self.total - self.weights
+
+    def peak(self, work: Callable[[], object]) -> int:
+        work()
+        self.num_measured += 1
+        if self.weights + self.activations > self.total:
+            raise MemoryError("out of memory: tried to allocate 1 MiB")
+        return self.activations
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llm(tmp_path_factory.mktemp("tiny"))
+
+
+@contextmanager
+def counted(memory: FakeMemory) -> Iterator[None]:
+    """Register the back end ``counted``: the reference kernels on a device with this memory."""
+    backend = replace(
+        reference_kernels.BACKEND, name="counted", priority=-1, memory=lambda ops, device: memory
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BACKENDS._registered, "counted", backend)
+        patch.setattr(
+            "penstock.engine.InferenceSession.free_memory_of", classmethod(lambda cls, devices: memory.total)
+        )
+        yield
+
+
+def planned(checkpoint: Path, memory: FakeMemory, **config: Any) -> MemoryPlan:
+    with counted(memory):
+        pipeline = open_pipeline(checkpoint, kernels="counted", **config)
+        assert generate(pipeline, [context_of([1, 2, 3], 4)])[0]
+        assert pipeline.kv.num_blocks == pipeline.memory_plan.num_blocks[0] - 1
+        return pipeline.memory_plan
+
+
+def test_the_cache_takes_what_weights_and_activations_leave(checkpoint: Path) -> None:
+    plans = {}
+    for activations in (1 * MIB, 4 * MIB):
+        memory = FakeMemory(10 * MIB, 3 * MIB, activations)
+        plan = plans[activations] = planned(checkpoint, memory, max_batch_size=200)
+        assert memory.num_measured == 1
+        assert (plan.weights_size, plan.activation_size) == (3 * MIB, activations)
+        used = plan.static_size + plan.kv_cache_size
+        assert used <= plan.available_memory == int(0.9 * memory.total)
+        assert plan.available_memory - used < plan.kv_cache_size // plan.num_blocks[0], "no block more fits"
+    assert plans[1 * MIB].num_blocks[0] > 2 * plans[4 * MIB].num_blocks[0]
+
+
+def test_the_share_of_the_memory(checkpoint: Path) -> None:
+    memory = FakeMemory(10 * MIB, 3 * MIB, 1 * MIB)
+    plan = planned(checkpoint, memory, max_batch_size=200, device_memory_utilization=0.5)
+    assert 0 <= 5 * MIB - plan.static_size - plan.kv_cache_size < plan.kv_cache_size // plan.num_blocks[0]
+    plan = planned(checkpoint, memory, kv_cache_memory=1 * MIB)
+    assert plan.kv_cache_size <= 1 * MIB
+
+
+def test_the_largest_step_is_measured(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has all tokens of a step, all sequences, and samples for each of them."""
+    steps: list[tuple[int, int, int]] = []
+    sampled: list[tuple[int, ...]] = []
+    run, sample = memory_profile.run_largest_step, ReferenceOps.sample
+
+    def running(model: Any, *arguments: Any) -> None:
+        execute = model.execute
+
+        def executing(inputs: Any) -> Any:
+            lengths = inputs.row_offsets.diff()
+            steps.append((len(inputs.tokens), len(lengths), int(lengths.max())))
+            return execute(inputs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "execute", executing)
+            patch.setattr(ReferenceOps, "sample", sampling)
+            run(model, *arguments)
+
+    def sampling(self: Any, logits: Any, *arguments: Any) -> Any:
+        sampled.append(tuple(logits.shape))
+        return sample(self, logits, *arguments)
+
+    monkeypatch.setattr(memory_profile, "run_largest_step", running)
+    memory = FakeMemory(64 * MIB, 3 * MIB, 1 * MIB)
+    planned(checkpoint, memory, max_batch_size=20, max_batch_input_tokens=1000)
+    assert steps == [(1000, 20, 50)]
+    assert sampled == [(20, 259)]
+    planned(checkpoint, memory, max_batch_size=2, max_batch_input_tokens=1000)
+    assert steps[1] == (2 * 128, 2, 128), "no sequence is longer than the maximum length"
+
+
+def test_a_step_that_does_not_fit(checkpoint: Path) -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"a step of 1024 tokens .*--max-batch-input-tokens"):
+        planned(checkpoint, FakeMemory(10 * MIB, 3 * MIB, 8 * MIB))
+    with pytest.raises(InsufficientMemoryError, match="weights take"):
+        planned(checkpoint, FakeMemory(10 * MIB, 9 * MIB + 1, 0))

@@ -1,0 +1,67 @@
+"""The memory of a GPU, with a fake of torch's counters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from penstock.kernels.cuda.memory import CudaMemory, memory_of
+from penstock.kernels.reference import ReferenceOps
+
+
+class FakeCuda:
+    """The counters of `torch.cuda`."""
+
+    OutOfMemoryError = torch.cuda.OutOfMemoryError
+
+    def __init__(self) -> None:
+        self.reserved = self.most = 100
+        self.idle = 40  # reserved, but not in use
+
+    def synchronize(self, device: object) -> None:
+        return
+
+    def empty_cache(self) -> None:
+        self.reserved, self.idle = self.reserved - self.idle, 0
+
+    def memory_reserved(self, device: object) -> int:
+        return self.reserved
+
+    def reset_peak_memory_stats(self, device: object) -> None:
+        self.most = self.reserved
+
+    def max_memory_reserved(self, device: object) -> int:
+        return self.most
+
+    def mem_get_info(self, device: object) -> tuple[int, int]:
+        return 1000 - self.reserved, 1000
+
+    def allocate(self, size: int) -> None:
+        if self.reserved + size > 1000:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+        self.reserved += size
+        self.most = max(self.most, self.reserved)
+
+    def free(self, size: int) -> None:
+        self.reserved -= size
+
+
+def test_the_counters_of_a_gpu() -> None:
+    cuda: Any = FakeCuda()
+    memory = CudaMemory(torch.device("cuda", 0), cuda=cuda)
+    cuda.most = 900  # of earlier work
+    assert memory.free() == 940
+
+    def work() -> None:
+        cuda.allocate(300)
+        cuda.free(200)
+        cuda.allocate(50)
+
+    assert memory.peak(work) == 300
+    with pytest.raises(MemoryError, match=r"CUDA out of memory\. Tried to allocate$"):
+        memory.peak(lambda: cuda.allocate(2000))
+    assert memory_of(ReferenceOps(), torch.device("cpu")) is None

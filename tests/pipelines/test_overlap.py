@@ -1,0 +1,567 @@
+"""Overlapped steps on a fake asynchronous back end: the outputs are those of the synchronous loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.adapters import write_adapter
+from support.lazy_queue import LazyQueue, register_lazy
+from support.random_draws import examples
+from support.running import random_tokens
+from support.tiny_llm import EOS, MAX_LENGTH, write_tiny_llm
+
+from penstock import LLM
+from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer
+from penstock.errors import InputError, RequestFailedError
+from penstock.kernels import cpu
+from penstock.kv_cache import KVCacheManager
+from penstock.pipelines import PipelineConfig, TextGenerationPipeline
+from penstock.pipelines.core import Grammar, SamplingParams, TextContext
+from penstock.pipelines.core.choices import choice_contexts
+from penstock.pipelines.overlap import OverlappedStep, OverlappedSteps
+from penstock.scheduler import OverlappedScheduler, Scheduler
+
+pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
+
+PROMPT = random_tokens(50, 256, seed=3)
+DRAWN = SamplingParams(temperature=1.0, top_k=-1, seed=5)
+
+
+@pytest.fixture(scope="module")
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def queues(patch: pytest.MonkeyPatch) -> list[LazyQueue]:
+    return register_lazy(patch)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llm(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def common(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    names = ("tone", "other")
+    folders = [
+        write_adapter(folder, tmp_path_factory.mktemp(name), seed) for seed, name in enumerate(names, 1)
+    ]
+    return {
+        "model_path": str(folder),
+        "deterministic": True,
+        "kv_cache_block_size": 16,
+        "max_batch_size": 6,
+        "lora": tuple(f"{name}={path}" for name, path in zip(names, folders, strict=True)),
+        "max_loras": 1,
+    }
+
+
+@pytest.fixture(scope="module")
+def pipelines(common: dict[str, Any], queues: list[LazyQueue]) -> Iterator[dict[str, TextGenerationPipeline]]:
+    """The same model with synchronous and with overlapped steps."""
+    pipelines = {name: opened(common | {"kernels": name}) for name in ("cpu", "lazy")}
+    assert pipelines["cpu"].overlapped_steps is None
+    assert pipelines["lazy"].overlapped_steps is not None
+    yield pipelines
+    for pipeline in pipelines.values():
+        pipeline.close()
+
+
+@pytest.fixture(autouse=True)
+def no_early_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if blocks are released while a forward that uses them has not run."""
+    steps: list[OverlappedStep] = []
+    launch, release = OverlappedSteps.launch, KVCacheManager.release
+
+    def launching(self: OverlappedSteps, *arguments: Any) -> OverlappedStep:
+        steps.append(launch(self, *arguments))
+        return steps[-1]
+
+    def releasing(self: KVCacheManager, context: Any) -> None:
+        steps[:] = [step for step in steps if not step.forward.has_run]  # type: ignore[attr-defined]
+        for step in steps:
+            assert all(one is not context for one in step.contexts), f"{context.request_id} is in use"
+        release(self, context)
+
+    monkeypatch.setattr(OverlappedSteps, "launch", launching)
+    monkeypatch.setattr(KVCacheManager, "release", releasing)
+
+
+def opened(values: Mapping[str, Any]) -> TextGenerationPipeline:
+    config = PipelineConfig.from_flat(values)
+    pipeline = load_pipeline(config, load_tokenizer(config))
+    assert isinstance(pipeline, TextGenerationPipeline)
+    return pipeline
+
+
+def context_of(name: str, tokens: Sequence[int], max_new: int = 12, **fields: Any) -> TextContext:
+    fields.setdefault("eos_token_ids", {EOS})
+    fields.setdefault("ignore_eos", not fields["eos_token_ids"])
+    return TextContext(
+        prompt="",
+        tokens=np.array(tokens, np.int64),
+        max_length=len(tokens) + max_new,
+        request_id=name,
+        **fields,
+    )
+
+
+def served(
+    pipeline: TextGenerationPipeline,
+    contexts: Sequence[TextContext],
+    *,
+    every: int = 0,
+    cancels: Mapping[str, int] | None = None,
+    **limits: Any,
+) -> tuple[dict[str, Any], Scheduler[Any, Any]]:
+    """Run contexts and return their tokens, log probabilities and ends.
+
+    Args:
+        pipeline: the pipeline.
+        contexts: the contexts.
+        every: one context arrives after so many steps; 0: all at the start.
+        cancels: request id -> number of tokens after which it is cancelled.
+        limits: of the scheduler.
+    """
+    steps = pipeline.overlapped_steps
+    make = Scheduler if steps is None else partial(OverlappedScheduler, steps=steps)
+    options = {"max_batch_size": 6, "min_chunk_size": 4, "ready": pipeline.ready} | limits
+    scheduler: Scheduler[Any, Any] = make(pipeline, **options)
+    arriving, cancels = deque(contexts), cancels or {}
+    outputs: dict[str, Any] = {context.request_id: [] for context in contexts}
+    number = 0
+    while arriving or scheduler.has_work:
+        while arriving and (not every or number % every == 0):
+            scheduler.submit(arriving.popleft())
+            if every:
+                break
+        number += 1
+        assert number < 100_000, "no progress"
+        for name, output in scheduler.step().items():
+            outputs[name] += [(part.next_token, part.log_probabilities) for part in output.tokens]
+            if output.is_done:
+                outputs[name].append(output.final_status)
+            elif len(outputs[name]) >= cancels.get(name, 1000):
+                scheduler.cancel(name)
+    for name, error in scheduler.failures.items():
+        outputs[name].append(type(error))
+    for name, count in cancels.items():
+        outputs[name] = outputs[name][:count]
+    for context in contexts:  # a context does not change after its end
+        if context.is_done:
+            outputs[context.request_id].append(context.all_tokens.tolist())
+    pipeline.kv.check_integrity()
+    assert pipeline.kv.num_free_blocks == pipeline.kv.num_blocks
+    return outputs, scheduler
+
+
+def both(pipelines: Mapping[str, TextGenerationPipeline], make: Any, **run: Any) -> dict[str, Any]:
+    """Return the outputs of contexts, after checking that overlapped steps give the same."""
+    for pipeline in pipelines.values():
+        pipeline.kv.forget_prefixes()
+    expected, _ = served(pipelines["cpu"], make(), **run)
+    found, _ = served(pipelines["lazy"], make(), **run)
+    assert found == expected
+    return expected
+
+
+def test_plain_requests(pipelines: dict[str, TextGenerationPipeline], queues: list[LazyQueue]) -> None:
+    def contexts() -> list[TextContext]:
+        lengths = [1, 30, 7, 50, 16, 3, 22, 9]
+        return [
+            context_of(
+                str(i),
+                PROMPT[:n],
+                5 + 3 * i,
+                sampling_params=DRAWN if i % 2 else SamplingParams(),
+                eos_token_ids=set(),
+            )
+            for i, n in enumerate(lengths)
+        ]
+
+    before = queues[0].num_early
+    for every in (0, 1, 3):
+        outputs = both(pipelines, contexts, every=every)
+        assert [len(outputs[str(i)]) for i in range(8)] == [5 + 3 * i + 2 for i in range(8)]
+    assert queues[0].num_early - before <= 1  # the first step reads the size of the vocabulary
+    assert not queues[0].num_waiting
+
+
+def test_steps_overlap(pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward is launched before the tokens of the step before are on the host."""
+    events: list[str] = []
+    for name in ("launch", "sample", "collect"):
+        method = getattr(OverlappedSteps, name)
+
+        def recorded(self: Any, *arguments: Any, name: str = name, method: Any = method) -> Any:
+            events.append(name)
+            return method(self, *arguments)
+
+        monkeypatch.setattr(OverlappedSteps, name, recorded)
+    served(pipelines["lazy"], [context_of("a", PROMPT, 4, eos_token_ids=set())])
+    assert events == ["launch", "sample", *["launch", "collect", "sample"] * 3, "collect"]
+    events.clear()
+    pipelines["lazy"].kv.forget_prefixes()
+    served(pipelines["lazy"], [context_of("a", PROMPT, 2, eos_token_ids=set())], max_batch_input_tokens=8)
+    assert events.count("launch") == 7 + 1, "each chunk of 8 tokens is computed once"
+
+
+def test_ends(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    """Tokens and sequences that end a request; the token behind the end is dropped."""
+    text = [token for token, _ in both(pipelines, lambda: [context_of("a", PROMPT, 30)])["a"][:-2]]
+
+    def contexts() -> list[TextContext]:
+        ends = [context_of(f"end {i}", PROMPT, 30, eos_token_ids={text[i]}) for i in (0, 1, 5, 20)]
+        sequences = [context_of(f"stop {i}", PROMPT, 30, eos_sequences=[text[i : i + 2]]) for i in (0, 4, 17)]
+        return [*ends, *sequences, context_of("short", PROMPT, 1), context_of("two", PROMPT, 2)]
+
+    for batch_size in (1, 3, 6):
+        outputs = both(pipelines, contexts, max_batch_size=batch_size)
+        assert len(outputs["end 5"]) <= 7
+
+
+def test_rules_of_logits(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    """Penalties, forbidden sequences and minimum lengths depend on tokens that a step behind has sampled."""
+    rules = {
+        "penalties": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3},
+        "sequences": {"banned_sequences": [[t, u] for t in range(0, 256, 3) for u in range(0, 256, 7)]},
+        "minimum": {"min_new_tokens": 9},
+        "bias": {"logit_bias": {7: 3.0, 9: -4.0}, "banned_token_ids": list(range(40))},
+    }
+
+    def contexts() -> list[TextContext]:
+        return [
+            context_of(f"{name} {temperature}", PROMPT[:9], 20, eos_token_ids=set(range(30)))
+            for name, values in rules.items()
+            for temperature in (0.0, 1.0)
+        ]
+
+    def ruled() -> list[TextContext]:
+        found = contexts()
+        for context, values in zip(found, [v for v in rules.values() for _ in range(2)], strict=True):
+            temperature = float(context.request_id.split()[-1])
+            context.sampling_params = SamplingParams(temperature=temperature, top_k=-1, seed=2, **values)
+        return found
+
+    without = both(pipelines, contexts)
+    assert both(pipelines, ruled) != without
+
+
+def test_log_probabilities(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    def contexts() -> list[TextContext]:
+        return [
+            context_of("plain", PROMPT[:20], 15),
+            context_of("scored", PROMPT[:9], 9, log_probabilities=2),
+            context_of("echo", PROMPT[:40], 6, log_probabilities=1, log_probabilities_echo=True),
+            context_of("ends", PROMPT[:20], 4),
+        ]
+
+    for every in (0, 2):
+        both(pipelines, contexts, every=every, max_batch_input_tokens=24)
+
+
+GRAMMARS = {
+    "schema": Grammar(
+        "json_schema",
+        '{"type": "object", "properties": {"name": {"enum": ["one", "two"]}, "n": {"type": "integer"}},'
+        ' "required": ["name", "n"]}',
+    ),
+    "forced": Grammar("regex", "(ab|cd){3,20}(yes|no), indeed"),
+    "free": Grammar("regex", "[a-z ]{5,40}"),
+}
+
+
+def test_grammars(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    pytest.importorskip("xgrammar")
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "drawn": {"sampling_params": DRAWN},
+        "stops": {"eos_sequences": [[ord("e") - 33, ord("s") - 33]]},
+    }
+
+    def contexts() -> list[TextContext]:
+        constrained = [
+            context_of(f"{name}, {kind}", PROMPT[: 4 + len(name)], 60, grammar=grammar, **fields)
+            for name, grammar in GRAMMARS.items()
+            for kind, fields in kinds.items()
+        ]
+        return [*constrained, context_of("free", PROMPT, 40), context_of("free too", PROMPT[:3], 50)]
+
+    for every in (0, 2):
+        outputs = both(pipelines, contexts, every=every)
+        assert any(len(parts) > 30 for parts in outputs.values())
+
+
+def test_chunks_and_prefixes(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    def contexts() -> list[TextContext]:
+        return [context_of(str(i), [*PROMPT[: 16 * (i % 4)], i, *PROMPT[:20]], 10 + i) for i in range(10)]
+
+    for tokens in (8, 24, 64):
+        for every in (0, 4):
+            both(pipelines, contexts, every=every, max_batch_input_tokens=tokens)
+    hits = {}
+    for name, pipeline in pipelines.items():
+        pipeline.kv.forget_prefixes()
+        given_contexts = [context_of(str(i), PROMPT, 5) for i in range(6)]
+        served(pipeline, given_contexts)
+        hits[name] = [context.num_cached_tokens for context in given_contexts]
+    assert hits["lazy"] == hits["cpu"] == [0, 48, 48, 48, 48, 48]
+
+
+def test_choices(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    context = context_of("a", PROMPT, 12, sampling_params=DRAWN)
+    outputs = both(pipelines, lambda: choice_contexts(context, 5))
+    assert len({str(parts) for parts in outputs.values()}) == 5
+
+
+def test_adapters(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    """Two adapters share one slot: a slot is written again while requests of the other adapter end."""
+
+    def contexts() -> list[TextContext]:
+        names = ["tone", None, "other", "tone", "other", None, "other", "tone"]
+        return [context_of(str(i), PROMPT[:12], 4 + i, adapter=name) for i, name in enumerate(names)]
+
+    for every in (0, 2):
+        outputs = both(pipelines, contexts, every=every)
+    assert len({str(parts[:3]) for parts in outputs.values()}) == 3
+
+
+def test_preemption(common: dict[str, Any], queues: list[LazyQueue]) -> None:
+    preemptions = {}
+    expected: dict[str, Any] = {}
+    for kernels in ("cpu", "lazy"):
+        pipeline = opened(common | {"kernels": kernels, "max_length": 96, "enable_prefix_caching": False})
+        size = pipeline.memory_plan.kv_cache_size // pipeline.memory_plan.num_blocks[0]
+        pipeline = opened(
+            common | {"kernels": kernels, "max_length": 96, "kv_cache_memory": 9 * size, "max_batch_size": 4}
+        )
+        contexts = [context_of(str(i), PROMPT[: 5 + 4 * i], 40, priority=i % 2) for i in range(6)]
+        found, scheduler = served(pipeline, contexts, max_batch_size=4, every=2)
+        preemptions[kernels] = scheduler.num_preemptions
+        expected = expected or found
+        assert found == expected
+    assert all(preemptions.values()), preemptions
+
+
+def test_cancellation(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    def contexts() -> list[TextContext]:
+        return [context_of(str(i), PROMPT[: 3 + 5 * i], 30) for i in range(8)]
+
+    for every in (0, 3):
+        both(pipelines, contexts, every=every, cancels={"0": 1, "3": 2, "4": 9}, max_batch_size=3)
+    scheduler = load_scheduler(pipelines["lazy"].config, pipelines["lazy"])
+    context = context_of("a", PROMPT, 20)
+    scheduler.submit(context)
+    scheduler.step()  # launched and not collected
+    scheduler.cancel("a")
+    assert scheduler.step() == {}
+    assert not scheduler.has_work
+    assert not context.is_assigned_to_cache
+    scheduler.submit(context_of("a", PROMPT, 20))  # the id can be used again
+    while scheduler.has_work:
+        scheduler.step()
+
+
+def test_a_cancelled_id_is_submitted_while_its_step_runs(
+    pipelines: dict[str, TextGenerationPipeline],
+) -> None:
+    scheduler = load_scheduler(pipelines["lazy"].config, pipelines["lazy"])
+    scheduler.submit(context_of("a", PROMPT, 20))
+    scheduler.step()
+    scheduler.step()
+    scheduler.cancel("a")
+    scheduler._apply_cancels()
+    scheduler.submit(context_of("a", PROMPT[:7], 20))
+    tokens = []
+    while scheduler.has_work:
+        for output in scheduler.step().values():
+            tokens += [part.next_token for part in output.tokens]
+    expected, _ = served(pipelines["cpu"], [context_of("a", PROMPT[:7], 20)])
+    assert tokens == [token for token, _ in expected["a"][:-2]]
+
+
+# -- Faults ----------------------------------------------------------------------------------------------
+
+
+def with_fault(pipeline: TextGenerationPipeline, patch: pytest.MonkeyPatch, spoil: Any) -> None:
+    """Let ``spoil(lengths [B], outputs)`` return the outputs of each forward."""
+    execute = pipeline.model.execute
+    patch.setattr(pipeline.model, "execute", lambda inputs: spoil(inputs.kv.lengths, execute(inputs)))
+
+
+def four() -> list[TextContext]:
+    """Request "3" is the only one that gets longer than 40 tokens."""
+    lengths = [5, 9, 20, 38]
+    prompts = [[i + 1, *PROMPT[: n - 1]] for i, n in enumerate(lengths)]
+    return [context_of(str(i), prompt, 12, eos_token_ids=set()) for i, prompt in enumerate(prompts)]
+
+
+def test_a_step_that_fails_once_runs_again(
+    pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = served(pipelines["cpu"], four())
+    for failing in range(1, 14):
+        numbers = iter(range(1, 1000))
+
+        def fail_once(lengths: Any, outputs: Any, failing: int = failing, numbers: Any = numbers) -> Any:
+            if next(numbers) == failing:
+                raise ArithmeticError("the device failed")
+            return outputs
+
+        with monkeypatch.context() as patch:
+            with_fault(pipelines["lazy"], patch, fail_once)
+            found, _ = served(pipelines["lazy"], four(), every=2)
+        assert found == expected, failing
+
+
+def test_only_the_request_that_makes_a_step_fail_ends(
+    pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(lengths: Any, outputs: Any) -> Any:
+        if lengths.max() > 44:
+            raise ArithmeticError("the device failed")
+        return outputs
+
+    for pipeline in pipelines.values():
+        with_fault(pipeline, monkeypatch, fail)
+    for every in (0, 2):
+        outputs = both(pipelines, four, every=every)
+        assert [RequestFailedError in parts for parts in outputs.values()] == [False] * 3 + [True]
+
+
+def test_logits_that_are_not_finite(
+    pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(lengths: Any, outputs: Any) -> Any:
+        logits = outputs.next_token_logits.clone()
+        logits[lengths > 42] = torch.nan
+        return replace(outputs, next_token_logits=logits)
+
+    for pipeline in pipelines.values():
+        with_fault(pipeline, monkeypatch, spoil)
+    outputs = both(pipelines, four)
+    assert [RequestFailedError in parts for parts in outputs.values()] == [False] * 3 + [True]
+
+
+def test_requests_that_are_refused_when_they_run(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    def contexts() -> list[TextContext]:
+        unknown = SamplingParams(logit_bias={5000: 1.0})
+        return [
+            *four(),
+            context_of("unknown token", PROMPT[:6], 9, sampling_params=unknown),
+            context_of("too long", random_tokens(MAX_LENGTH - 3, 256, seed=1), 10),
+        ]
+
+    for every in (0, 2):
+        outputs = both(pipelines, contexts, every=every)
+        assert outputs["unknown token"] == [InputError]
+        assert outputs["too long"][-1] is InputError
+        assert len(outputs["too long"]) == 5
+
+
+# -- Whole programs and random schedules -----------------------------------------------------------------
+
+
+def test_llm(folder: Path, queues: list[LazyQueue]) -> None:
+    """Stop strings, choices, a stream that is closed early, and later calls."""
+    texts = {}
+    for kernels in ("cpu", "lazy"):
+        llm = LLM(str(folder), kernels=kernels, deterministic=True, max_batch_size=4)
+        prompts = ["Once upon", "a", "The quick brown fox jumps"]
+        greedy = SamplingParams(temperature=0, max_new_tokens=24)
+        (first,) = llm.generate(prompts[0], greedy)
+        found: list[Any] = [first.text]
+        for stop in (first.text[3:5], first.text[10:12]):
+            outputs = llm.generate(prompts, replace(greedy, stop=[stop]))
+            found += [(output.text, output.finish_reason) for output in outputs]
+        stream = llm.stream(prompts[2], greedy)
+        found.append(next(iter(stream))[:1])
+        stream.close()
+        outputs = llm.generate(prompts, SamplingParams(temperature=1, max_new_tokens=12, seed=4), n=3)
+        found += [output.text for output in outputs]
+        texts[kernels] = found
+        llm.close()
+    assert texts["lazy"] == texts["cpu"]
+    assert not queues[-1].num_waiting
+
+
+def test_overlap_can_be_switched_off(common: dict[str, Any], queues: list[LazyQueue]) -> None:
+    config = common | {"kernels": "lazy", "overlap_steps": False}
+    assert opened(config).overlapped_steps is None
+    drafting = opened(common | {"kernels": "lazy", "speculative_method": "ngram"})
+    assert drafting.overlapped_steps is None
+    assert type(load_scheduler(drafting.config, drafting)) is Scheduler
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    grammar = draw(st.sampled_from([None, None, *GRAMMARS.values()]))
+    return {
+        "tokens": draw(st.lists(st.integers(0, 3), min_size=1, max_size=50)),
+        "max_new": draw(st.integers(1, 30)),
+        "adapter": draw(st.sampled_from([None, "tone", "other"])),
+        "grammar": grammar,
+        "priority": draw(st.integers(0, 1)),
+        "client_id": draw(st.sampled_from(["", "one", "two"])),
+        "log_probabilities": draw(st.sampled_from([None, None, None, 2])),
+        "log_probabilities_echo": draw(st.booleans()),
+        "eos_sequences": draw(st.sampled_from([[], [[3, 4]]])),
+        "eos_token_ids": draw(st.sampled_from([{EOS}, {EOS, *range(20)}])),
+        "sampling_params": SamplingParams(
+            temperature=draw(st.sampled_from([0.0, 1.0])),
+            top_k=-1,
+            seed=draw(st.integers(0, 9)),
+            frequency_penalty=draw(st.sampled_from([0.0, 0.8])),
+            banned_token_ids=draw(st.sampled_from([None, [5, 64]])) if grammar is None else None,
+        ),
+    }
+
+
+@settings(max_examples=examples(6))
+@given(
+    batch=st.lists(requests(), min_size=1, max_size=9),
+    every=st.sampled_from([0, 1, 3]),
+    tokens=st.sampled_from([12, 40, 400]),
+    size=st.sampled_from([1, 3, 6]),
+    cancels=st.dictionaries(st.sampled_from("0123"), st.integers(1, 9), max_size=2),
+)
+def test_any_schedule(
+    tight: dict[str, TextGenerationPipeline],
+    batch: list[dict[str, Any]],
+    every: int,
+    tokens: int,
+    size: int,
+    cancels: dict[str, int],
+) -> None:
+    def contexts() -> list[TextContext]:
+        return [context_of(str(i), **request) for i, request in enumerate(batch)]
+
+    cancels = {name: count for name, count in cancels.items() if int(name) < len(batch)}
+    both(tight, contexts, every=every, cancels=cancels, max_batch_input_tokens=tokens, max_batch_size=size)
+
+
+@pytest.fixture(scope="module")
+def tight(common: dict[str, Any], queues: list[LazyQueue]) -> Iterator[dict[str, TextGenerationPipeline]]:
+    """Pipelines with so few blocks that contexts are preempted."""
+    pytest.importorskip("xgrammar")
+    pipelines = {}
+    for kernels in ("cpu", "lazy"):
+        plan = opened(common | {"kernels": kernels}).memory_plan
+        memory = 12 * plan.kv_cache_size // plan.num_blocks[0]
+        pipelines[kernels] = opened(common | {"kernels": kernels, "kv_cache_memory": memory})
+    yield pipelines
+    for pipeline in pipelines.values():
+        pipeline.close()

@@ -1,0 +1,107 @@
+"""A fake device queue: work runs when a result of it is waited for, at the latest possible time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import pytest
+from torch import Tensor
+
+from penstock.kernels import BACKENDS, DeviceQueue, Fetched, Submitted, cpu
+
+T = TypeVar("T")
+
+
+class LazyWork(Submitted[T], Generic[T]):
+    """Work that has not run yet, or its result."""
+
+    def __init__(self, queue: LazyQueue, work: Callable[[], T], *, is_copy: bool = False) -> None:
+        self._queue, self.is_copy = queue, is_copy
+        self._work: Callable[[], T] | None = work
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    @property
+    def has_run(self) -> bool:
+        return self._work is None
+
+    def run(self) -> None:
+        assert self._work is not None
+        try:
+            self._result = self._work()
+        except Exception as error:
+            self._error = error
+        self._work = None  # drops what the work refers to
+
+    @property
+    def value(self) -> T:
+        self._queue.run_until(self)
+        if self._error is not None:
+            raise self._error
+        result: T = self._result
+        return result
+
+
+class LazyFetch(Fetched):
+    """A copy that is made when the queue comes to it."""
+
+    def __init__(self, work: LazyWork[Tensor]) -> None:
+        self._work = work
+
+    def wait(self) -> Tensor:
+        return self._work.value
+
+
+class LazyQueue(DeviceQueue):
+    """Runs work in order, but only as far as a result is needed.
+
+    A launched forward therefore runs after the host has prepared the next one: it must not read anything of
+    the contexts. `num_early` counts results that the host reads before a copy of them was waited for.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[LazyWork[Any]] = deque()
+        self._is_running = False
+        self.num_early = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, work: Callable[[], T]) -> LazyWork[T]:
+        return self._add(LazyWork(self, work))
+
+    def fetch(self, result: Submitted[Tensor]) -> LazyFetch:
+        return LazyFetch(self._add(LazyWork(self, lambda: result.value.clone(), is_copy=True)))
+
+    def _add(self, work: LazyWork[T]) -> LazyWork[T]:
+        self._waiting.append(work)
+        return work
+
+    def run_until(self, wanted: LazyWork[Any]) -> None:
+        if wanted.has_run:
+            return
+        assert not self._is_running, "work reads a result that is submitted later"
+        self.num_early += not wanted.is_copy
+        self._is_running = True
+        try:
+            while not wanted.has_run:
+                self._waiting.popleft().run()
+        finally:
+            self._is_running = False
+
+
+def register_lazy(monkeypatch: pytest.MonkeyPatch) -> list[LazyQueue]:
+    """Register the back end ``lazy``, the C++ kernels behind a lazy queue, and return the queues it makes."""
+    queues: list[LazyQueue] = []
+
+    def make(ops: object) -> LazyQueue:
+        queues.append(LazyQueue())
+        return queues[-1]
+
+    backend = replace(cpu.BACKEND, name="lazy", priority=-1, queue=make)
+    monkeypatch.setitem(BACKENDS._registered, "lazy", backend)
+    return queues
