@@ -27,7 +27,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
     Args:
         pipeline: releases the contexts.
         prompts: refuses contexts that can never run.
-        max_batch_size: most contexts that run at once.
+        max_batch_size: maximum number of contexts that run at once.
         ready: returns whether a context can run; None if all can.
     """
 
