@@ -42,9 +42,8 @@ def measured_plan(model: PipelineModel[Any], spec: KVCacheSpec, memory: DeviceMe
             needed=weights_size + plan.activation_size,
             available=plan.available_memory,
         ) from error
-    sizes = {"max_batch_input_tokens": plan.max_batch_input_tokens}
     measured = plan_memory(
-        replace(config, **sizes),
+        replace(config, max_batch_input_tokens=plan.max_batch_input_tokens),
         spec,
         model_max_length=plan.max_length,
         weights_size=weights_size,
