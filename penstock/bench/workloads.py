@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from time import perf_counter, sleep
@@ -205,12 +206,16 @@ class Bench:
         return [Figure("batch", f"{sizes.batch} prompts", "tokens/s", [tokens / one for one in seconds])]
 
     def _start(self) -> list[Figure]:
-        phases = self._repeated(lambda: cold_start(self.config).seconds)
+        phases = [one.seconds for one in self._cold_starts]
         return [Figure("start", name, "s", [one[name] for one in phases]) for name in phases[0]]
 
     def _memory(self) -> list[Figure]:
-        peaks = self._repeated(lambda: cold_start(self.config).peak_memory)
-        return [Figure("memory", "peak", "MB", [peak / 1e6 for peak in peaks])]
+        return [Figure("memory", "peak", "MB", [one.peak_memory / 1e6 for one in self._cold_starts])]
+
+    @cached_property
+    def _cold_starts(self) -> list[ColdStart]:
+        """The starts of new processes that ``start`` and ``memory`` share."""
+        return self._repeated(lambda: cold_start(self.config))
 
     def _step(self) -> list[Figure]:
         whole = self._repeated(lambda: self._seconds_of_step(self._llm))

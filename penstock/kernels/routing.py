@@ -71,7 +71,7 @@ class RoutingOps(ABC):
 
         The rules that have names select the experts with the largest logits. The weights are a softmax over
         all N logits (``all``), the same divided by the sum of the selected weights (``all_normed``), or a
-        softmax over the selected logits (``chosen``). Only `ScoreRouting` uses ``bias``.
+        softmax over the selected logits (``chosen``). A NaN ranks as -inf. Only `ScoreRouting` uses ``bias``.
         """
 
     @operation(functions={"scale_rows": CFunction("2q 3P 5q")})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -247,7 +248,8 @@ class WorkerClient:
                 self._cancel(generation.request_id)
                 generation.fail(UnavailableError("the model was put to sleep", retry_after=1))
             if level == 1:
-                await self._until_idle(grace)  # the worker confirms the cancellations after its step
+                # The worker confirms the cancellations after its step, or ends, which ends all requests.
+                await self._until_idle(math.inf)
                 await self._call(Control(next(self._call_ids), "discard_cache"))
             else:
                 self._fail_all("the model was put to sleep")

@@ -344,7 +344,12 @@ def test_configurations_are_frozen_hashable_and_cross_processes() -> None:
 
 def test_encodings_that_a_user_can_choose() -> None:
     assert FLOAT_ENCODINGS == ("float32", "bfloat16", "float16")
-    assert ENCODINGS.names == (*FLOAT_ENCODINGS, "int8", "int4")
+    assert ENCODINGS.names[:3] == FLOAT_ENCODINGS
+    assert {"int8", "int4"} <= set(ENCODINGS.names)
+    assert not any(ENCODINGS[name].is_internal for name in ENCODINGS.names)
+    assert [ENCODINGS[name].bits for name in ENCODINGS.names[3:]] == sorted(
+        (ENCODINGS[name].bits for name in ENCODINGS.names[3:]), reverse=True
+    )
 
 
 def test_an_added_encoding_can_be_configured() -> None:

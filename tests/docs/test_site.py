@@ -1,4 +1,7 @@
-"""The pages make a site: every page and public name is in it, and every link and anchor leads somewhere."""
+"""The pages make a site: every page and public name is in it, and every link and anchor has a target.
+
+The default run checks the sources of the pages. `--slow` builds the site with mkdocs and checks the result.
+"""
 
 from __future__ import annotations
 
@@ -35,27 +38,76 @@ def public_names(module_name: str) -> set[str]:
     return {f"{module_name}.{name}" for name in names if not name.startswith("__")}
 
 
+def pages_of(docs: Path) -> set[str]:
+    """Return the pages besides the index, without suffix."""
+    return {page.relative_to(docs).with_suffix("").as_posix() for page in docs.rglob("*.md")} - {"index"}
+
+
+def modules_of_reference() -> set[str]:
+    """Return the modules whose public names the reference pages show."""
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    return {name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)}
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = [one.lower() for one in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", one).strip()) for one in headings}
+
+
+def broken_links(docs: Path) -> list[str]:
+    """Return the links of all pages whose page or anchor does not exist."""
+    broken = []
+    for page in sorted(docs.rglob("*.md")):
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            is_inside = target.is_relative_to(docs.resolve()) or target == page
+            if not link.startswith(("http:", "https:", "mailto:")) and not (
+                is_inside and target.is_file() and (not anchor or anchor in anchors_of(target))
+            ):
+                broken.append(f"{page.name}: {link}")
+    return broken
+
+
+def test_every_page_is_listed() -> None:
+    docs = ROOT / "docs"
+    index, settings = (docs / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    assert all(f"({page}.md)" in index and f"{page}.md" in settings for page in pages_of(docs))
+
+
+def test_every_link_has_a_target() -> None:
+    assert not broken_links(ROOT / "docs")
+
+
+@pytest.mark.parametrize(
+    "link", ["[a](nowhere.md)", "[a](features.md#nowhere)", "[a](../README.md)", "[a](#none)"]
+)
+def test_a_broken_link_is_found(tmp_path: Path, link: str) -> None:
+    docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    page = docs / "design.md"
+    page.write_text(f"{page.read_text()}\n{link}\n")
+    assert broken_links(docs) == [f"design.md: {link[4:-1]}"]
+
+
+@pytest.mark.slow
 def test_the_site(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     docs = ROOT / "docs"
     build(docs, tmp_path)
-    pages = {page.relative_to(docs).with_suffix("").as_posix() for page in docs.rglob("*.md")} - {"index"}
     built = {page.parent.relative_to(tmp_path).as_posix() for page in tmp_path.rglob("index.html")}
-    assert pages <= built
-    index, settings = (docs / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
-    assert all(f"({page}.md)" in index and f"{page}.md" in settings for page in pages)
-
-    reference = (docs / "reference").glob("*.md")
-    modules = {
-        name for page in reference for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
-    }
+    assert pages_of(docs) <= built
+    modules = modules_of_reference()
+    assert {"penstock", "penstock.pipelines", "penstock.pipelines.core"} <= modules
     html = "".join(page.read_text() for page in (tmp_path / "reference").rglob("index.html"))
     shown = set(re.findall(r'id="([^"]+)"', html))
-    assert {"penstock", "penstock.pipelines", "penstock.pipelines.core"} <= modules
     for module in modules:
         assert public_names(module) - OF_TORCH <= shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", ["[a](nowhere.md)", "[a](features.md#nowhere)", "[a](../README.md)"])
 def test_a_link_to_nowhere_is_noticed(tmp_path: Path, link: str) -> None:
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")

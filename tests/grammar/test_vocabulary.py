@@ -37,7 +37,7 @@ def test_the_bytes_of_tokens_join_to_the_text() -> None:
     check_joins(TextTokenizer(Path(penstock.demo.__file__).parent), TEXTS)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "tinyllama", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "tinyllama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_real_tokenizers_equal_those_of_xgrammar(name: str, shared_data: Path) -> None:
     folder = real(shared_data, name)
     tokenizer = TextTokenizer(folder)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.host import private_memory
 
@@ -60,7 +61,9 @@ def test_errors_that_mean_exhausted_memory(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(private_memory, "_limit", 1 << 40)
     outer = RuntimeError("a request failed")
     outer.__cause__ = MemoryError()
-    for error in (MemoryError(), out, outer, RuntimeError("std::bad_alloc")):
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    for error in (MemoryError(), out, outer, RuntimeError("std::bad_alloc"), of_torch.value):
         assert private_memory.is_exceeded(error)
     for other in (ValueError("no"), OSError(errno.ENOSPC, "No space")):
         assert not private_memory.is_exceeded(other)

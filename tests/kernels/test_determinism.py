@@ -349,7 +349,8 @@ def check_attention_rows_are_independent(
     """Compare the attention of a sequence in random chunks and batches with the whole sequence, by bits."""
     torch.manual_seed(0)
     # The reference is slow, and sums keys by the block: its bits are those of the block size.
-    length, sizes = (100, [32]) if ops.name == "reference" else (LENGTH, [16, 32, 128])
+    is_reference = ops.implementations()["attention"] == "reference"
+    length, sizes = (100, [32]) if is_reference else (LENGTH, [16, 32, 128])
     text, other = text_of(length, *shape, dtype), text_of(length, *shape, dtype)
     (whole,) = attend(ops, [(text, 0, length)], 32, **options)
 

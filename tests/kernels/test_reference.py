@@ -212,3 +212,12 @@ def test_rows_taken_and_put() -> None:
 def test_a_negative_token_id_does_not_index_from_the_end() -> None:
     with pytest.raises(IndexError):
         OPS.embedding(torch.tensor([1, -2]), torch.zeros(4, 3))
+
+
+def test_a_nan_is_selected_after_all_numbers() -> None:
+    logits = torch.full((1, 9), torch.nan)
+    logits[0, 1], logits[0, 5] = 1, -20.0
+    for routing in ("all", "all_normed", "chosen"):
+        _, topk_ids = OPS.route(logits, 4, routing)
+        assert topk_ids[0, :2].tolist() == [1, 5]
+        assert len(set(topk_ids[0].tolist())) == 4

@@ -279,7 +279,7 @@ def is_running(pid: int) -> bool:
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("name", ["hog", "torch", "grammar"])
+@pytest.mark.parametrize("name", ["hog", pytest.param("torch", marks=pytest.mark.slow), "grammar"])
 async def test_a_worker_at_its_memory_limit_is_restarted(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

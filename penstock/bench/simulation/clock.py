@@ -33,7 +33,7 @@ class Clock:
 
 
 class BusyServer:
-    """A single server in virtual time, which serves one after the other: the thread of the router.
+    """A single server in virtual time that works on one task at a time: the thread of the router.
 
     Args:
         clock: the virtual time.
@@ -43,12 +43,12 @@ class BusyServer:
         self._clock = clock
         self._free_at = 0.0
         self.busy_seconds = 0.0
-        """Seconds that it has worked or will have worked."""
+        """Seconds of all work that was passed to `serve`."""
         self.waits: list[float] = []
         """Seconds that each call of `serve` waited until its work began."""
 
     def serve(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call ``action`` when the work before it and ``seconds`` of its own work have passed."""
+        """Call ``action`` after the earlier work and ``seconds`` of this work are done."""
         begin = max(self._clock.now, self._free_at)
         self.waits.append(begin - self._clock.now)
         self._free_at = begin + seconds

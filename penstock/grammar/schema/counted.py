@@ -19,7 +19,7 @@ class _CountedState:
 
     state: int
     left: int
-    is_mixed: bool = False  # whether it was entered through its own detour
+    is_mixed: bool = False  # whether it was entered through a detour from itself
 
 
 class Counting:

@@ -39,8 +39,8 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
 
     The grammar is stricter than the schema:
 
-    - Properties come in the order of the schema. If the schema names properties and has no rule for others,
-     there are no others.
+    - Properties come in the order of the schema. If the schema names properties and has no rule for
+     other properties, there are no others.
     - Integers have no decimal point and no exponent; bounded numbers have no exponent.
     - Names and strings with a pattern use the shortest escapes. Strings with a maximum length above 256 have
      no escapes.

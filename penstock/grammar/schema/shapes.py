@@ -1,6 +1,6 @@
 """The shapes that a JSON value may have, each of one JSON type, and the unsupported keywords.
 
-A value must satisfy a *conjunction* of schemas (``allOf``, ``$ref`` beside other keywords, the same property
+A value must satisfy a *conjunction* of schemas (``allOf``, ``$ref`` with other keywords, the same property
 in two schemas). `reader.Reader` multiplies it out into alternatives of shapes.
 """
 

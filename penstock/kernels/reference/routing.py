@@ -41,8 +41,12 @@ class ReferenceRouting(RoutingOps):
 
 
 def _largest(scores: Tensor, top: int) -> Tensor:  # [T, top]
-    """Return the ids of the largest scores; sorted stably, because the order of ties in topk is undefined."""
-    return torch.sort(scores, dim=-1, descending=True, stable=True)[1][..., :top]
+    """Return the ids of the largest scores; a NaN counts as -inf.
+
+    Sorted stably, because the order of ties in topk is undefined.
+    """
+    numbers = scores.masked_fill(scores.isnan(), -torch.inf)
+    return torch.sort(numbers, dim=-1, descending=True, stable=True)[1][..., :top]
 
 
 def _by_scores(logits: Tensor, top: int, routing: ScoreRouting, bias: Tensor | None) -> tuple[Tensor, Tensor]:

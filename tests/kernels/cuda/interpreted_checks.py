@@ -204,18 +204,18 @@ def test_bits_of_attention_alone_in_chunks_and_in_splits(
     """A row has the same bits in a large chunk, in smaller ones beside others, and alone in splits."""
     processors = [1]  # few enough that one program computes all splits of a tile
     monkeypatch.setattr("penstock.kernels.cuda.attention.num_processors", lambda device: processors[0])
-    kv, offsets, lengths = paged([(40, 560), (1, 530)], 1)
-    q = torch.randn(41, 2, 16)
+    kv, offsets, lengths = paged([(20, 540), (1, 530)], 1)
+    q = torch.randn(21, 2, 16)
     whole = deterministic.attention(q, kv, offsets, lengths, scale=0.3)
     processors[0] = 1000
     both = replace(kv, block_tables=kv.block_tables[[1, 0]])
     chunk = torch.tensor([0, 1, 14]).int(), torch.tensor([530, 533]).int()
-    beside = deterministic.attention(torch.cat([q[40:], q[:13]]), both, *chunk, scale=0.3)
+    beside = deterministic.attention(torch.cat([q[20:], q[:13]]), both, *chunk, scale=0.3)
     assert torch.equal(beside[1:], whole[:13])
-    assert torch.equal(beside[0], whole[40])
+    assert torch.equal(beside[0], whole[20])
     alone = replace(kv, block_tables=kv.block_tables[:1])
-    one = torch.tensor([0, 1]).int(), torch.tensor([560]).int()
-    assert torch.equal(deterministic.attention(q[39:40], alone, *one, scale=0.3), whole[39:40])
+    one = torch.tensor([0, 1]).int(), torch.tensor([540]).int()
+    assert torch.equal(deterministic.attention(q[19:20], alone, *one, scale=0.3), whole[19:20])
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "fp8", "int8", "int4"])
