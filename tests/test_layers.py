@@ -80,7 +80,7 @@ TABLE: Mapping[str, Row] = {
         "worker pipelines.core text media grammar config host",
         "fastapi starlette pydantic pydantic_core msgspec numpy uvicorn h11 prometheus_client "
         "python_multipart",
-        "opentelemetry rich uvloop",
+        "httpx2 mcp opentelemetry rich uvloop",
     ),
 }
 

@@ -44,7 +44,7 @@ from penstock.serve.api import (
 from penstock.serve.api.llama_cpp import llama_cpp_routes, llama_cpp_schema
 from penstock.serve.api.messages import message_routes, message_schema
 from penstock.serve.api.ollama import ollama_routes, ollama_schema
-from penstock.serve.api.responses import response_routes, response_schema
+from penstock.serve.api.responses import offered_tools, response_routes, response_schema
 from penstock.serve.batches import batch_routes
 from penstock.serve.http import middleware, problems
 from penstock.serve.observability import metrics
@@ -228,6 +228,7 @@ def no_effect() -> str:
         response_schema.InputItem: "an item of responses",
         response_schema.InputPart: "a content part of responses",
         response_schema.ResponseTool: "a tool of responses",
+        offered_tools.McpTool: "a tool server of responses",
         response_schema.ReasoningConfig: "`reasoning` of responses",
         message_schema.CountTokensBody: "count_tokens",
         message_schema.MessagesBody: "messages",

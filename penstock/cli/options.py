@@ -37,6 +37,13 @@ _LIMITS = re.compile(r"max_.*|.*_(timeout|limit|ping|grace|alive)")
 _SERVE_GROUPS = {
     "Server": ("host", "port", "playground"),
     "Access": ("api_key", "cors_origins", "allowed_hosts"),
+    "Tool servers": (
+        "mcp_server",
+        "mcp_token",
+        "mcp_timeout",
+        "mcp_max_turns",
+        "mcp_require_approval",
+    ),
     "Log and traces": ("access_log", "log_format", "log_level", "otlp_endpoint"),
 }
 """Heading -> its flags of `ServeConfig`; `_serve_group` assigns the other flags."""

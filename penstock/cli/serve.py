@@ -55,6 +55,10 @@ def command(print_config: bool, **flags: object) -> int:
         _print_settings(config, configs)
         return 0
     check_packages("penstock serve")
+    if config.mcp_server:
+        from penstock.serve.mcp.tool_server import check_package
+
+        check_package(config.mcp_server)
     from penstock.worker.cache_publisher import CachePublisher
 
     publisher = None

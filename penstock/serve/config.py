@@ -21,6 +21,7 @@ from penstock.config.settings import (
     setting,
 )
 from penstock.config.sources import collect_values
+from penstock.errors import ConfigError
 
 _SECONDS = Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0)
 _GRACE = Rule("a number of seconds, 0 or more", lambda value: isfinite(value) and value >= 0)
@@ -38,6 +39,15 @@ _GAUGES = Rule(
 )
 _HEADER = Rule(
     "the name of a header", lambda value: bool(value) and all(c.isalnum() or c in "-_" for c in value)
+)
+_TOOL_SERVER = re.compile(r"[A-Za-z0-9][\w.-]{0,63}=https?://[^\s/]\S*", re.ASCII)
+_TOOL_SERVERS = Rule(
+    "addresses of tool servers such as files=http://127.0.0.1:9000/mcp, with different names",
+    lambda value: (
+        isinstance(value, tuple)
+        and all(isinstance(one, str) and _TOOL_SERVER.fullmatch(one) for one in value)
+        and len({one.partition("=")[0] for one in value}) == len(value)
+    ),
 )
 _WORDS = Rule(
     "texts without spaces",
@@ -172,6 +182,34 @@ class ServeConfig:
     image_dir: str | None = setting(
         None, TEXT, "Folder of image files that requests may name by file: URLs. Default: none."
     )
+    mcp_server: tuple[str, ...] = setting(
+        (),
+        _TOOL_SERVERS,
+        "A tool server of the Model Context Protocol (streamable HTTP) as NAME=URL; the Responses API offers "
+        "its tools to the model and calls them. May be given several times.",
+        parse=_split,
+    )
+    mcp_token: tuple[str, ...] = setting(
+        (),
+        _WORDS,
+        "Bearer token for a tool server as NAME=TOKEN; may be given several times.",
+        parse=_split,
+        secret=True,
+    )
+    mcp_timeout: float = setting(
+        60.0, _SECONDS, "Seconds within which a tool server must answer a call or list its tools."
+    )
+    mcp_max_turns: int = setting(
+        10,
+        COUNT,
+        "Maximum number of turns of a response in which the model may call tools of tool servers; the next "
+        "turn has no tools.",
+    )
+    mcp_require_approval: str = setting(
+        "never",
+        one_of("never", "always"),
+        "Whether calls of tool servers need the client's approval, for requests that do not say so.",
+    )
     playground: bool = setting(True, FLAG, "Serve a page at / to try the model.")
     access_log: bool = setting(True, FLAG, "Log a line at the end of each request.")
     log_format: str = setting("logfmt", one_of("logfmt", "json"), "Format of the log lines.")
@@ -231,6 +269,10 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        servers = {one.partition("=")[0] for one in self.mcp_server}
+        for name in (one.partition("=")[0] for one in self.mcp_token):
+            if name not in servers:
+                raise ConfigError("mcp_token", f"names {name[:64]!r}, which is not a name of --mcp-server")
 
     @classmethod
     def from_flat(

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.serve.api.chat_response import ChatResponse
 from penstock.serve.api.conversation import Conversation
-from penstock.serve.api.generation import GenerationJob, in_pool
+from penstock.serve.api.generation import GenerationJob, GenerationRun, in_pool
 from penstock.serve.api.json_parts import Parts, json_response
 from penstock.serve.api.schemas import ChatBody
 from penstock.serve.api.text_generation import answer_request, envelope_of, note
@@ -38,8 +38,9 @@ async def create_chat_completion(request: Request) -> Response:
         include_usage=body.includes_usage,
         reasoning_fields=() if body.include_reasoning is False else _reasoning_fields(services),
     )
+    run = GenerationRun(services, record, job)
     return await answer_request(
-        request, services, job, response, stream=bool(body.stream), with_usage=body.has_continuous_usage
+        request, services, run, response, stream=bool(body.stream), with_usage=body.has_continuous_usage
     )
 
 

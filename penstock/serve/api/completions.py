@@ -12,7 +12,7 @@ from penstock.pipelines.core import TextContext
 from penstock.serve.api.choice_decoder import ChoiceDecoder
 from penstock.serve.api.completion_response import CompletionResponse, Echo, PromptScores
 from penstock.serve.api.fill_in_middle import fill_in_ends, fill_in_prompt
-from penstock.serve.api.generation import GenerationJob, check_choices, in_pool
+from penstock.serve.api.generation import GenerationJob, GenerationRun, check_choices, in_pool
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_best, num_prompt_logprobs
 from penstock.serve.api.models import adapter_named
 from penstock.serve.api.output_format import check_enabled, output_grammar
@@ -63,8 +63,9 @@ async def create_completion(request: Request) -> Response:
         prompt_scores=_prompt_scores(services, body),
         include_usage=body.includes_usage,
     )
+    run = GenerationRun(services, record, job)
     return await answer_request(
-        request, services, job, response, stream=bool(body.stream), with_usage=body.has_continuous_usage
+        request, services, run, response, stream=bool(body.stream), with_usage=body.has_continuous_usage
     )
 
 

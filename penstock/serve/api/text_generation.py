@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
-from typing import Protocol, TypeVar
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
 
 from fastapi import Request, Response
 
 from penstock.pipelines.core import TextContext
 from penstock.serve.api.chat_response import Envelope
 from penstock.serve.api.choice_decoder import ChoiceDelta
-from penstock.serve.api.generation import GenerationJob, GenerationRun, cancel_on_disconnect
+from penstock.serve.api.generation import cancel_on_disconnect
 from penstock.serve.api.json_parts import JsonResponse, Turns, gather, spread
 from penstock.serve.api.models import system_fingerprint
 from penstock.serve.api.parameters import UnknownFields, check_combinations
@@ -60,6 +61,28 @@ class ChoiceResponseBuilder(Protocol):
         ...
 
 
+class ChoiceRun(Protocol):
+    """The running choices of one request, such as a `GenerationRun`, whose methods it has."""
+
+    async def admitted(self) -> None: ...
+
+    def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]: ...
+
+    async def whole(self) -> list[ChoiceDelta]: ...
+
+    def usage(self) -> Usage: ...
+
+    def cancel(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
 def checked_body(services: Services, kind: type[Body], raw: object) -> Body:
     """Validate a body and check all of its fields.
 
@@ -105,7 +128,7 @@ def envelope_of(services: Services, request_id: str, body: GenerationBody) -> En
 async def answer_request(
     request: Request,
     services: Services,
-    job: GenerationJob,
+    run: ChoiceRun,
     response: ChoiceResponseBuilder,
     *,
     stream: bool,
@@ -120,7 +143,7 @@ async def answer_request(
     Args:
         request: the HTTP request.
         services: the objects that routes use.
-        job: the choices to run.
+        run: the running choices.
         response: builds the response.
         stream: whether the response is streamed.
         with_usage: whether the events of a stream have the usage so far.
@@ -131,7 +154,6 @@ async def answer_request(
         ClientDisconnect: the client disconnected; the choices are cancelled.
     """
     record = RequestRecord.of(request)
-    run = GenerationRun(services, record, job)
     if stream:
         try:
             await cancel_on_disconnect(request, run, run.admitted)
@@ -160,7 +182,7 @@ async def answer_request(
 
 
 async def response_events(
-    run: GenerationRun,
+    run: ChoiceRun,
     response: ChoiceResponseBuilder,
     turns: Turns,
     *,

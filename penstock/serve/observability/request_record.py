@@ -102,6 +102,10 @@ class RequestRecord:
         for observer in self.observers:
             observer.tokens(self, count, None if before is None else now - before)
 
+    def pause(self) -> None:
+        """Record that the next tokens do not follow the last ones directly."""
+        self._last_token_at.clear()
+
     def audio(self, seconds: float) -> None:
         """Record new audio of a duration."""
         self.last_audio_at = time.perf_counter()

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.completions import CompletionRequest
-from penstock.serve.api.generation import in_pool
+from penstock.serve.api.generation import GenerationRun, in_pool
 from penstock.serve.api.llama_cpp.llama_cpp_schema import InfillBody, LlamaCppBody, LlamaCppCompletionBody
 from penstock.serve.api.text_generation import answer_request, checked_body, note
 from penstock.serve.api.translation import Translation
@@ -137,7 +137,8 @@ async def _answer(request: Request, kind: type[LlamaCppBody]) -> Response:
     body, completion = await in_pool(request, prepare)
     note(completion.body, record, completion.job.contexts[0])
     builder = LlamaCppBuilder(body, completion, record)
-    return await answer_request(request, services, completion.job, builder, stream=bool(body.stream))
+    run = GenerationRun(services, record, completion.job)
+    return await answer_request(request, services, run, builder, stream=bool(body.stream))
 
 
 def _completion(services: Services, body: LlamaCppBody) -> dict[str, object]:

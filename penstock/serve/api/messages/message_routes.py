@@ -7,7 +7,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 
 from penstock.serve.api.conversation import Conversation
-from penstock.serve.api.generation import in_pool
+from penstock.serve.api.generation import GenerationRun, in_pool
 from penstock.serve.api.json_parts import json_response
 from penstock.serve.api.messages.message_builder import MessageBuilder
 from penstock.serve.api.messages.message_input import chat_request
@@ -36,7 +36,8 @@ async def create_message(request: Request) -> Response:
     note(conversation.body, record, conversation.context)
     job = conversation.job(services)
     builder = MessageBuilder(body, name, job)
-    return await answer_request(request, services, job, builder, stream=bool(body.stream))
+    run = GenerationRun(services, record, job)
+    return await answer_request(request, services, run, builder, stream=bool(body.stream))
 
 
 @router.post(

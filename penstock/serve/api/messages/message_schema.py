@@ -142,7 +142,7 @@ class CountTokensBody(RequestBody):
         "context_management": Refused("the server does not edit the conversation", accepts_all=True),
         "diagnostics": Refused("there are no diagnostics", accepts_all=True),
         "inference_geo": Refused("the server has one location"),
-        "mcp_servers": Refused("the server calls no tool servers", ([],)),
+        "mcp_servers": Refused("only the Responses API calls tool servers", ([],)),
         "service_tier": Refused("there is only one service tier", ("auto", "standard_only")),
         "speed": Refused("there is only one speed", ("standard",)),
         "user_profile_id": Refused("there are no user profiles"),

@@ -15,7 +15,7 @@ from penstock.serve.api.completions import CompletionRequest
 from penstock.serve.api.conversation import Conversation
 from penstock.serve.api.embedding_requests import check_outputs, encode_inputs, numbers, vector_inputs
 from penstock.serve.api.embedding_schemas import EmbeddingsBody
-from penstock.serve.api.generation import GenerationJob, in_pool
+from penstock.serve.api.generation import GenerationJob, GenerationRun, in_pool
 from penstock.serve.api.json_parts import (
     JsonResponse,
     Parts,
@@ -197,9 +197,10 @@ async def _answer_chat(
 
 
 async def _answer(request: Request, body: OllamaBody, job: GenerationJob, *, is_chat: bool) -> Response:
-    record = RequestRecord.of(request)
+    services, record = Services.of(request), RequestRecord.of(request)
     builder = OllamaBuilder(body.model, job, record, is_chat=is_chat, hides_thinking=body.think is False)
-    return await answer_request(request, Services.of(request), job, builder, stream=body.streams)
+    run = GenerationRun(services, record, job)
+    return await answer_request(request, services, run, builder, stream=body.streams)
 
 
 def listed_models(services: Services, names: Iterable[str]) -> list[dict[str, object]]:

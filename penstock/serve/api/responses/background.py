@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
-from penstock.serve.api.generation import GenerationJob, GenerationRun
 from penstock.serve.api.responses.response_builder import ResponseBuilder
 from penstock.serve.api.responses.response_request import PreparedResponse
+from penstock.serve.api.responses.response_run import Pool, ResponseRun
 from penstock.serve.api.responses.response_store import ResponseStore
 from penstock.serve.api.text_generation import note_error, response_events
 from penstock.serve.http.problems import problem_of
@@ -52,7 +52,7 @@ class BackgroundRun:
         state: stores the response.
         owner: the client.
         prepared: the request.
-        job: its choice.
+        pool: runs the preparation of later turns.
         record: the record of the task.
 
     Raises:
@@ -65,12 +65,13 @@ class BackgroundRun:
         state: ResponseState,
         owner: str,
         prepared: PreparedResponse,
-        job: GenerationJob,
+        pool: Pool,
         record: RequestRecord,
     ) -> None:
         self.owner = owner
         self.response_id = prepared.conversation.context.request_id
-        self.builder = ResponseBuilder(services, prepared.body, prepared.conversation, job)
+        self._run = ResponseRun(services, record, prepared, pool)
+        self.builder = ResponseBuilder(services, prepared, self._run)
         self.keeps_events = bool(prepared.body.stream)
         self.is_done = False
         self.builder.object("queued")
@@ -81,7 +82,6 @@ class BackgroundRun:
         self._events: list[bytes] = []
         self._changed = asyncio.Event()
         self._is_cancelled = False
-        self._run = GenerationRun(services, record, job)
         self._task = asyncio.ensure_future(self._generate())
 
     async def put(self) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 
 from penstock.serve.api.choice_decoder import ChoiceDelta, Score
-from penstock.serve.api.conversation import Conversation
-from penstock.serve.api.generation import GenerationJob
-from penstock.serve.api.responses.response_input import custom_tools_of
+from penstock.serve.api.responses.mcp_events import ToolDelta
+from penstock.serve.api.responses.offered_tools import MCP
 from penstock.serve.api.responses.response_output import OutputItems
-from penstock.serve.api.responses.response_schema import ENCRYPTED_REASONING, ResponsesBody
+from penstock.serve.api.responses.response_request import PreparedResponse
+from penstock.serve.api.responses.response_run import ResponseRun
+from penstock.serve.api.responses.response_schema import ENCRYPTED_REASONING
+from penstock.serve.api.responses.tool_input import custom_tools_of
 from penstock.serve.api.token_scores import ChatScores
 from penstock.serve.api.usage import Usage
 from penstock.serve.http.problems import Problem
@@ -32,25 +34,23 @@ class ResponseBuilder:
 
     Args:
         services: the objects that routes use.
-        body: the request.
-        conversation: the chat request that it was translated to.
-        job: the running choice.
+        prepared: the request.
+        run: its turns.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, services: Services, body: ResponsesBody, conversation: Conversation, job: GenerationJob
-    ) -> None:
-        self._choice = job.choices[0]
+    def __init__(self, services: Services, prepared: PreparedResponse, run: ResponseRun) -> None:
+        body, conversation = prepared.body, prepared.conversation
+        self._run = run
         self._output = OutputItems(
-            custom_tools_of(body), encodes_reasoning=body.includes(ENCRYPTED_REASONING)
+            custom_tools_of(body), prepared.offered, encodes_reasoning=body.includes(ENCRYPTED_REASONING)
         )
         self._scores = None
         if conversation.body.logprobs:
             self._scores = ChatScores(services.fragments_for(conversation.body), body.top_logprobs or 0)
         self._sequence = 0
-        self._plain = _members(body, conversation)
+        self._plain = _members(prepared)
         self.result: dict[str, Any] = self.object("in_progress")
         """The newest state of the response."""
 
@@ -61,9 +61,8 @@ class ResponseBuilder:
 
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a response that is not streamed."""
-        (piece,) = pieces
-        scores = piece.scores[self._choice.num_reasoning_tokens :]
-        self._output.add(piece.events, self._logprobs(scores))
+        for piece in pieces:
+            self._add(piece)
         self._finish(usage)
         yield msgspec.json.encode(self.result)
 
@@ -75,7 +74,7 @@ class ResponseBuilder:
 
     def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the events of a delta."""
-        said = self._output.add(piece.events, self._logprobs(piece.scores) if piece.content else ())
+        said = self._add(piece)
         return (self._events(said),) if said else ()
 
     def end(self, usage: Usage) -> bytes:
@@ -93,17 +92,26 @@ class ResponseBuilder:
 
     def failed(self, problem: Problem) -> dict[str, Any]:
         """End the response with an error, and return it."""
-        self._output.close(is_complete=False)
+        self._abandon()
         error = {"code": problem.code or "server_error", "message": problem.message, "param": problem.param}
         return self.object("failed", error=error)
 
     def cancelled(self) -> dict[str, Any]:
         """End the response because the client has cancelled it, and return it."""
-        self._output.close(is_complete=False)
+        self._abandon()
         return self.object("cancelled")
 
+    def _abandon(self) -> None:
+        self._output.close(is_complete=False)
+        self._output.end_calls()
+
+    def _add(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
+        if isinstance(piece, ToolDelta):
+            return self._output.add_mcp(piece.mcp_events)
+        return self._output.add(piece.events, self._logprobs(piece.scores) if piece.content else ())
+
     def _finish(self, usage: Usage) -> list[dict[str, Any]]:
-        is_complete = self._choice.finish_reason != "length"
+        is_complete = self._run.finish_reason != "length"
         said = self._output.finish(is_complete=is_complete)
         details = None if is_complete else {"reason": "max_output_tokens"}
         self.object(
@@ -127,8 +135,9 @@ class ResponseBuilder:
         return msgspec.json.decode(b"".join(self._scores.parts(scores)), type=_Scores).content
 
 
-def _members(body: ResponsesBody, conversation: Conversation) -> dict[str, Any]:
+def _members(prepared: PreparedResponse) -> dict[str, Any]:
     """Return the members that do not change, with the values that apply."""
+    body, conversation = prepared.body, prepared.conversation
     params = conversation.context.sampling_params
     reasoning, text = body.reasoning, body.text
     form = text.format if text is not None else None
@@ -142,7 +151,7 @@ def _members(body: ResponsesBody, conversation: Conversation) -> dict[str, Any]:
         "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": (body.model_extra or {}).get("max_tool_calls"),
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "model": body.model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -161,8 +170,9 @@ def _members(body: ResponsesBody, conversation: Conversation) -> dict[str, Any]:
         "tools": [
             {**_plain(tool), **({"strict": bool(tool.strict)} if tool.type == "function" else {})}
             for tool in body.tools or ()
-            if not tool.is_hosted
-        ],
+            if not tool.is_hosted or tool.type == MCP
+        ]
+        + [{"type": MCP, "server_label": name} for name in prepared.offered.implied],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",

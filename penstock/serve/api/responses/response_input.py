@@ -8,17 +8,18 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.serve.api.responses.offered_tools import OfferedTools
 from penstock.serve.api.responses.response_schema import (
     LOGPROBS,
     SAME_NAMES,
     InputItem,
     InputPart,
     ResponsesBody,
-    ResponseTool,
-    ToolSelection,
 )
+from penstock.serve.api.responses.tool_input import CUSTOM_ARGUMENT, chat_tools, missing_field, tool_choice
 from penstock.serve.api.translation import Translation
 from penstock.serve.http.problems import RequestProblem
+from penstock.serve.mcp.tool_session import ToolOutput
 from penstock.serve.services import Services
 
 FIELDS: Mapping[str, str] = {
@@ -35,12 +36,15 @@ FIELDS: Mapping[str, str] = {
 """Field of a chat request -> field of a Responses request."""
 
 _REASONING_PREFIX = b"penstock1:"
-CUSTOM_ARGUMENT = "input"
-"""The only parameter of the function that stands for a custom tool."""
 
 
 def chat_request(
-    services: Services, body: ResponsesBody, history: Sequence[InputItem], *, hosted_tools: str
+    services: Services,
+    body: ResponsesBody,
+    history: Sequence[InputItem],
+    offered: OfferedTools,
+    *,
+    hosted_tools: str,
 ) -> Translation:
     """Return the chat request of a Responses request.
 
@@ -48,13 +52,14 @@ def chat_request(
         services: the objects that routes use.
         body: the request.
         history: the items of the previous response: its input and its output.
+        offered: the tools of tool servers.
         hosted_tools: ``skip`` omits hosted tools, ``refuse`` refuses them.
 
     Raises:
         RequestProblem: 400 that names the field.
     """
-    tools, tool_places = _tools(body, hosted_tools)
-    messages = Messages()
+    tools, tool_places = chat_tools(body, offered, hosted_tools)
+    messages = Messages(offered)
     if body.instructions:
         messages.add({"role": "system", "content": body.instructions}, "instructions")
     for item in history:
@@ -68,7 +73,7 @@ def chat_request(
         raise RequestProblem(400, "input is an empty list", param="input")
     messages.merge_instructions(services.tokenizer.template_mentions("developer"))
     chat = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
-    chat |= {"messages": messages.chat, **_format(body), **_choice(body)}
+    chat |= {"messages": messages.chat, **_format(body), **tool_choice(body, offered)}
     if tools:
         chat["tools"] = tools
     if body.max_output_tokens is not None:
@@ -86,9 +91,15 @@ def encoded_reasoning(text: str) -> str:
 
 
 class Messages:
-    """Builds the messages of a chat from items."""
+    """Builds the messages of a chat from items.
 
-    def __init__(self) -> None:
+    Args:
+        offered: the tools of tool servers.
+    """
+
+    def __init__(self, offered: OfferedTools) -> None:
+        self._offered = offered
+        self._approval_requests: dict[str | None, InputItem] = {}
         self.chat: list[dict[str, Any]] = []
         self.places: list[str] = []
         """For each message, the field of its first item."""
@@ -116,18 +127,26 @@ class Messages:
             case "function_call_output" | "custom_tool_call_output":
                 output = item.output
                 if output is None:
-                    raise _missing(f"{place}.output")
+                    raise missing_field(f"{place}.output")
                 content = output if isinstance(output, str) else _content(output, f"{place}.output")
                 call_id = _text(item, "call_id", place)
                 self.add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
             case "reasoning":
                 self._add_reasoning(item, place)
+            case "mcp_list_tools":
+                pass  # the request says which tools there are
+            case "mcp_call":
+                self._add_mcp_call(item, _mcp_output(item), place)
+            case "mcp_approval_request":
+                self._approval_requests[item.id] = item
+            case "mcp_approval_response":
+                self._add_approval(item, place)
             case other:
                 raise RequestProblem(
                     400,
                     f"{place} has the type {other!r}, which is not supported: send message, function_call, "
-                    "function_call_output, custom_tool_call, custom_tool_call_output, reasoning or "
-                    "item_reference",
+                    "function_call_output, custom_tool_call, custom_tool_call_output, reasoning, "
+                    "item_reference, mcp_list_tools, mcp_call, mcp_approval_request or mcp_approval_response",
                     param=f"{place}.type",
                     code="unsupported_value",
                 )
@@ -146,9 +165,9 @@ class Messages:
 
     def _add_message(self, item: InputItem, place: str) -> None:
         if item.role is None:
-            raise _missing(f"{place}.role")
+            raise missing_field(f"{place}.role")
         if item.content is None:
-            raise _missing(f"{place}.content")
+            raise missing_field(f"{place}.content")
         content = (
             item.content if isinstance(item.content, str) else _content(item.content, f"{place}.content")
         )
@@ -163,6 +182,30 @@ class Messages:
     def _add_call(self, call_id: str, name: str, arguments: str, place: str) -> None:
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._assistant(place).setdefault("tool_calls", []).append(call)
+
+    def _add_mcp_call(self, item: InputItem, output: str, place: str) -> None:
+        """Add a call of a tool server and its output, which are one item."""
+        name = self._offered.function_name(_text(item, "server_label", place), _text(item, "name", place))
+        call_id = _text(item, "id", place)
+        self._add_call(call_id, name, _text(item, "arguments", place) or "{}", place)
+        self.add({"role": "tool", "tool_call_id": call_id, "content": output}, place)
+
+    def _add_approval(self, item: InputItem, place: str) -> None:
+        """Add the call that the client does not approve. An approved call has an item of its own."""
+        name = _text(item, "approval_request_id", place)
+        if item.approve is None:
+            raise missing_field(f"{place}.approve")
+        request = self._approval_requests.get(name)
+        if request is None:
+            raise RequestProblem(
+                400,
+                f"{place}.approval_request_id is {name[:100]!r}, which no earlier item has: send the "
+                "mcp_approval_request, or previous_response_id",
+                param=f"{place}.approval_request_id",
+            )
+        if not item.approve:
+            because = f": {item.reason}" if item.reason else ""
+            self._add_mcp_call(request, f"Error: the user has not approved this call{because}", place)
 
     def _add_reasoning(self, item: InputItem, place: str) -> None:
         text = _reasoning(item, place)
@@ -198,6 +241,15 @@ def _reasoning(item: InputItem, place: str) -> str:
     return "\n\n".join(part.text or "" for part in item.summary or ())
 
 
+def _mcp_output(item: InputItem) -> str:
+    """Return what the model reads as the output of a call of a tool server."""
+    if isinstance(item.error, dict):
+        return ToolOutput(error=item.error).text
+    if item.error is not None:
+        return f"Error: {item.error}"
+    return item.output if isinstance(item.output, str) else "Error: the call was not made"
+
+
 def _content(parts: Sequence[InputPart], place: str) -> Any:
     """Return the content of a message; one text part becomes plain text."""
     chat = [_part(part, f"{place}[{index}]") for index, part in enumerate(parts)]
@@ -210,13 +262,13 @@ def _part(part: InputPart, place: str) -> dict[str, Any]:
     match part.type:
         case "input_text" | "output_text" | "text":
             if part.text is None:
-                raise _missing(f"{place}.text")
+                raise missing_field(f"{place}.text")
             return {"type": "text", "text": part.text}
         case "refusal":
             return {"type": "refusal", "refusal": part.refusal or ""}
         case "input_image":
             if part.image_url is None:
-                raise _missing(f"{place}.image_url")
+                raise missing_field(f"{place}.image_url")
             detail = {} if part.detail is None else {"detail": part.detail}
             return {"type": "image_url", "image_url": {"url": part.image_url, **detail}}
     raise RequestProblem(
@@ -231,95 +283,6 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _tools(body: ResponsesBody, hosted_tools: str) -> tuple[list[dict[str, Any]], list[str]]:
-    tools: list[dict[str, Any]] = []
-    places: list[str] = []
-    for index, tool in enumerate(body.tools or ()):
-        place = f"tools[{index}]"
-        if tool.is_hosted:
-            if hosted_tools == "refuse":
-                raise RequestProblem(
-                    400,
-                    f"{place} is the hosted tool {tool.type!r}, and this server has none: send function "
-                    "tools (--hosted-tools skip omits hosted tools)",
-                    param=f"{place}.type",
-                    code="unsupported_value",
-                )
-            continue
-        if tool.name is None:
-            raise _missing(f"{place}.name")
-        tools.append({"type": "function", "function": _function(tool)})
-        places.append(place)
-    return tools, places
-
-
-def _function(tool: ResponseTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
-    if tool.type == "function":
-        return function | {"parameters": tool.parameters, "strict": tool.strict}
-    # A chat template has only functions, so a custom tool is a function with one text.
-    about = {"type": "string"}
-    form = tool.format or {}
-    if form.get("type") == "grammar":
-        about["description"] = f"Text of this {form.get('syntax')} grammar:\n{form.get('definition')}"
-    parameters = {
-        "type": "object",
-        "properties": {CUSTOM_ARGUMENT: about},
-        "required": [CUSTOM_ARGUMENT],
-        "additionalProperties": False,
-    }
-    return function | {"parameters": parameters}
-
-
-def hosted_tools_of(body: ResponsesBody) -> list[str]:
-    """Return the types of the hosted tools of a request."""
-    return sorted({tool.type for tool in body.tools or () if tool.is_hosted})
-
-
-def custom_tools_of(body: ResponsesBody) -> frozenset[str]:
-    """Return the names of the custom tools of a request."""
-    return frozenset(tool.name or "" for tool in body.tools or () if tool.type == "custom")
-
-
-def _choice(body: ResponsesBody) -> dict[str, Any]:
-    choice = body.tool_choice
-    if not isinstance(choice, ToolSelection):
-        return {} if choice is None else {"tool_choice": choice}
-    match choice.type:
-        case "function" | "custom":
-            if choice.name is None:
-                raise _missing("tool_choice.name")
-            return {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
-        case "allowed_tools":
-            return {"tool_choice": {"type": "allowed_tools", "allowed_tools": _allowed(choice)}}
-    raise _hosted_choice("tool_choice.type", choice.type)
-
-
-def _allowed(choice: ToolSelection) -> dict[str, Any]:
-    if choice.mode is None:
-        raise _missing("tool_choice.mode")
-    if choice.tools is None:
-        raise _missing("tool_choice.tools")
-    allowed = []
-    for index, tool in enumerate(choice.tools):
-        place = f"tool_choice.tools[{index}]"
-        if tool.get("type") not in ("function", "custom"):
-            raise _hosted_choice(f"{place}.type", tool.get("type"))
-        if not isinstance(tool.get("name"), str):
-            raise _missing(f"{place}.name")
-        allowed.append({"type": "function", "function": {"name": tool["name"]}})
-    return {"mode": choice.mode, "tools": allowed}
-
-
-def _hosted_choice(place: str, kind: Any) -> RequestProblem:
-    return RequestProblem(
-        400,
-        f"{place} is {str(kind)[:100]!r}, a hosted tool, and this server has none: choose a function",
-        param=place,
-        code="unsupported_value",
-    )
-
-
 def _format(body: ResponsesBody) -> dict[str, Any]:
     form = body.text.format if body.text is not None else None
     if form is None or form.type == "text":
@@ -327,7 +290,7 @@ def _format(body: ResponsesBody) -> dict[str, Any]:
     if form.type == "json_object":
         return {"response_format": {"type": "json_object"}}
     if form.schema_ is None:
-        raise _missing("text.format.schema")
+        raise missing_field("text.format.schema")
     schema = {"name": form.name or "output", "schema": form.schema_}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
@@ -335,10 +298,6 @@ def _format(body: ResponsesBody) -> dict[str, Any]:
 def _text(item: InputItem, name: str, place: str) -> str:
     value = getattr(item, name)
     if value is None:
-        raise _missing(f"{place}.{name}")
+        raise missing_field(f"{place}.{name}")
     assert isinstance(value, str)
     return value
-
-
-def _missing(place: str) -> RequestProblem:
-    return RequestProblem(400, f"{place} is required", param=place, code="missing_required_parameter")

@@ -6,8 +6,17 @@ import json
 from collections.abc import Collection, Sequence
 from uuid import uuid4
 
-from penstock.serve.api.responses.response_input import CUSTOM_ARGUMENT, encoded_reasoning
+from penstock.serve.api.responses.mcp_events import ApprovedCall, McpEvent, ToolOutcome
+from penstock.serve.api.responses.offered_tools import OfferedTool, OfferedTools, ToolListing
+from penstock.serve.api.responses.response_input import encoded_reasoning
+from penstock.serve.api.responses.tool_input import CUSTOM_ARGUMENT
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+
+_ARGUMENT_EVENTS = {
+    "function_call": "response.function_call_arguments",
+    "mcp_call": "response.mcp_call_arguments",
+}
+"""Type of an item whose arguments are streamed -> the beginning of the names of the events."""
 
 
 class OutputItems:
@@ -15,12 +24,22 @@ class OutputItems:
 
     Args:
         custom_tools: the names of the custom tools of the request.
+        offered: the tools of tool servers.
         encodes_reasoning: whether reasoning items have ``encrypted_content``.
     """
 
-    def __init__(self, custom_tools: Collection[str] = (), *, encodes_reasoning: bool = False) -> None:
+    def __init__(
+        self,
+        custom_tools: Collection[str] = (),
+        offered: OfferedTools | None = None,
+        *,
+        encodes_reasoning: bool = False,
+    ) -> None:
         self.items: list[dict[str, object]] = []
         self._custom_tools = custom_tools
+        self._offered = offered or OfferedTools()
+        self._called: dict[str, int] = {}
+        """The calls of tool servers without an outcome: id of the call -> index of the item."""
         self._encodes_reasoning = encodes_reasoning
         self._open = ""
         """The type of the last item while it is in progress."""
@@ -48,23 +67,50 @@ class OutputItems:
                     self._begin_call(event, said)
                 case ToolCallArguments():
                     self._pieces.append(event.text)
-                    if self._open == "function_call":
-                        said.append(self._event("response.function_call_arguments.delta", delta=event.text))
+                    if self._open in _ARGUMENT_EVENTS:
+                        said.append(self._event(f"{_ARGUMENT_EVENTS[self._open]}.delta", delta=event.text))
+        return said
+
+    def add_mcp(self, events: Sequence[McpEvent]) -> list[dict[str, object]]:
+        """Add what happens between two turns. Return the events that announce it."""
+        said: list[dict[str, object]] = self.close() if events else []
+        for event in events:
+            match event:
+                case ToolListing():
+                    said += self._list_tools(event)
+                case ApprovedCall():
+                    self._begin_mcp_call(event.call_id, event.tool, said, event.approval_request_id)
+                    self._pieces.append(event.arguments)
+                    said.append(self._event("response.mcp_call_arguments.delta", delta=event.arguments))
+                    said += self.close()
+                case ToolOutcome():
+                    said += self._end_mcp_call(event)
         return said
 
     def finish(self, *, is_complete: bool) -> list[dict[str, object]]:
         """End the output. A response without output has an empty message."""
         said: list[dict[str, object]] = []
-        if not self.items:
+        if all(item["type"] == "mcp_list_tools" for item in self.items):
             self._begin("message", said)
-        return said + self.close(is_complete=is_complete)
+        said += self.close(is_complete=is_complete)
+        return said + self.end_calls()
+
+    def end_calls(self) -> list[dict[str, object]]:
+        """End the calls of tool servers that have no outcome, because they were not made."""
+        said = []
+        for index in self._called.values():
+            self.items[index]["status"] = "incomplete"
+            said.append(self._item_event("response.output_item.done", index))
+        self._called.clear()
+        return said
 
     def close(self, *, is_complete: bool = True) -> list[dict[str, object]]:
-        """End the item that is in progress, if any."""
+        """End the item that is in progress, if any. A call of a tool server ends with its outcome."""
         if not self._open:
             return []
         kind, text, item = self._open, "".join(self._pieces), self.items[-1]
-        item["status"] = "completed" if is_complete else "incomplete"
+        if kind != "mcp_approval_request":  # the only item without a status
+            item["status"] = "completed" if is_complete else "incomplete"
         match kind:
             case "message":
                 part = {**_text_part(text), "logprobs": self._logprobs}
@@ -89,13 +135,20 @@ class OutputItems:
                 said = [
                     self._event("response.function_call_arguments.done", arguments=text, name=item["name"])
                 ]
+            case "mcp_approval_request":
+                item["arguments"] = text
+                said = []
+            case "mcp_call":
+                item["arguments"], item["status"] = text, "calling"
+                said = [self._event("response.mcp_call_arguments.done", arguments=text)]
             case _:
                 item["input"] = _custom_input(text)
                 said = [
                     self._event("response.custom_tool_call_input.delta", delta=item["input"]),
                     self._event("response.custom_tool_call_input.done", input=item["input"]),
                 ]
-        said.append(self._item_event("response.output_item.done"))
+        if kind != "mcp_call":
+            said.append(self._item_event("response.output_item.done"))
         self._open, self._pieces, self._logprobs = "", [], []
         return said
 
@@ -116,6 +169,13 @@ class OutputItems:
         said.append(self._event("response.content_part.added", content_index=0, part=part))
 
     def _begin_call(self, call: ToolCallStart, said: list[dict[str, object]]) -> None:
+        offered = self._offered.functions.get(call.name)
+        if offered is not None:
+            if offered.needs_approval:
+                self._begin_approval_request(offered, said)
+            else:
+                self._begin_mcp_call(call.id, offered, said)
+            return
         if call.name in self._custom_tools:
             self._open = "custom_tool_call"
             item = {"id": new_id("ctc"), "type": self._open, "input": ""}
@@ -125,6 +185,64 @@ class OutputItems:
         self.items.append({**item, "status": "in_progress", "call_id": call.id, "name": call.name})
         said.append(self._item_event("response.output_item.added"))
 
+    def _list_tools(self, listing: ToolListing) -> list[dict[str, object]]:
+        """Add the tools of a server."""
+        item = {"id": new_id("mcpl"), "type": "mcp_list_tools", "server_label": listing.label}
+        self.items.append({**item, "tools": [], "error": None})
+        said = [
+            self._item_event("response.output_item.added"),
+            self._event("response.mcp_list_tools.in_progress"),
+        ]
+        self.items[-1] |= {"tools": [*listing.tools], "error": listing.error}
+        end = "completed" if listing.error is None else "failed"
+        said.append(self._event(f"response.mcp_list_tools.{end}"))
+        said.append(self._item_event("response.output_item.done"))
+        return said
+
+    def _begin_approval_request(self, tool: OfferedTool, said: list[dict[str, object]]) -> None:
+        self._open = "mcp_approval_request"
+        item = {"id": new_id("mcpr"), "type": self._open, "server_label": tool.label}
+        self.items.append({**item, "name": tool.tool.name, "arguments": ""})
+        said.append(self._item_event("response.output_item.added"))
+
+    def _begin_mcp_call(
+        self,
+        call_id: str,
+        tool: OfferedTool,
+        said: list[dict[str, object]],
+        approval_request_id: str | None = None,
+    ) -> None:
+        self._open = "mcp_call"
+        item = {
+            "id": new_id("mcp"),
+            "type": self._open,
+            "status": "in_progress",
+            "approval_request_id": approval_request_id,
+            "server_label": tool.label,
+            "name": tool.tool.name,
+            "arguments": "",
+            "output": None,
+            "error": None,
+        }
+        self._called[call_id] = len(self.items)
+        self.items.append(item)
+        said.append(self._item_event("response.output_item.added"))
+        said.append(self._event("response.mcp_call.in_progress"))
+
+    def _end_mcp_call(self, outcome: ToolOutcome) -> list[dict[str, object]]:
+        index = self._called.pop(outcome.call_id)
+        output = outcome.output
+        status = "completed" if output.error is None else "failed"
+        self.items[index] |= {"status": status, "output": output.output, "error": output.error}
+        return [
+            {
+                "type": f"response.mcp_call.{status}",
+                "item_id": self.items[index]["id"],
+                "output_index": index,
+            },
+            self._item_event("response.output_item.done", index),
+        ]
+
     def _delta(self, kind: str, text: str, **more: object) -> dict[str, object]:
         self._pieces.append(text)
         return self._event(kind, content_index=0, delta=text, **more)
@@ -132,8 +250,9 @@ class OutputItems:
     def _event(self, kind: str, **more: object) -> dict[str, object]:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **more}
 
-    def _item_event(self, kind: str) -> dict[str, object]:
-        return {"type": kind, "output_index": len(self.items) - 1, "item": {**self.items[-1]}}
+    def _item_event(self, kind: str, index: int = -1) -> dict[str, object]:
+        item = self.items[index]
+        return {"type": kind, "output_index": index % len(self.items), "item": {**item}}
 
 
 def new_id(kind: str) -> str:

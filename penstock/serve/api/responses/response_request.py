@@ -8,10 +8,13 @@ from typing import Any
 
 from penstock.serve.api.chat_prompt import reads_effort
 from penstock.serve.api.conversation import Conversation
-from penstock.serve.api.responses.response_input import chat_request, hosted_tools_of
+from penstock.serve.api.responses.mcp_events import ApprovedCall
+from penstock.serve.api.responses.offered_tools import OfferedTools, ToolListing
+from penstock.serve.api.responses.response_input import chat_request
 from penstock.serve.api.responses.response_output import new_id
 from penstock.serve.api.responses.response_schema import LOGPROBS, InputItem, ResponsesBody
 from penstock.serve.api.responses.response_store import StoredResponse
+from penstock.serve.api.responses.tool_input import hosted_tools_of
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.api.translation import Translation
 from penstock.serve.http.problems import RequestProblem
@@ -28,10 +31,25 @@ class PreparedResponse:
     """All input items, with those of the previous responses."""
     warnings: Sequence[str]
     """What the request asks for and does not get; for the log."""
+    translation: Translation
+    """The chat request."""
+    offered: OfferedTools
+    listings: Sequence[ToolListing]
+    """The lists of tools that the input does not have yet."""
+    approved: Sequence[ApprovedCall]
+    """The calls of earlier responses that the client approves in this request."""
 
     @classmethod
-    def of(cls, services: Services, raw: Any, previous: StoredResponse | None) -> PreparedResponse:
+    def of(
+        cls, services: Services, raw: Any, previous: StoredResponse | None, offered: OfferedTools
+    ) -> PreparedResponse:
         """Validate a request, and render and encode its prompt. Slow: call it in the pool.
+
+        Args:
+            services: the objects that routes use.
+            raw: the decoded body.
+            previous: the response that it continues.
+            offered: the tools of tool servers.
 
         Raises:
             RequestProblem: 400 that names the field.
@@ -41,21 +59,57 @@ class PreparedResponse:
         _check_combinations(body)
         body, warnings = _without_unread_effort(services, body)
         history = [] if previous is None else previous.history()
+        earlier = [InputItem.model_validate(item) for item in history]
         translation = chat_request(
-            services,
-            body,
-            [InputItem.model_validate(item) for item in history],
-            hosted_tools=services.config.hosted_tools,
+            services, body, earlier, offered, hosted_tools=services.config.hosted_tools
         )
         warnings += [
             f"the hosted tool {name}, which the server does not have" for name in hosted_tools_of(body)
         ]
-        if body.truncation == "auto":
-            conversation = _truncated(services, body, translation)
-        else:
-            conversation = translation.conversation(services, new_id("resp"))
+        conversation = _conversation(services, body, translation, new_id("resp"))
         items = [*history, *_input_items(raw["input"])]
-        return cls(body, conversation, items, warnings)
+        given = [*earlier, *(body.input if isinstance(body.input, list) else ())]
+        listed = {item.server_label for item in given if item.type == "mcp_list_tools"}
+        listings = [one for one in offered.listings if one.label not in listed]
+        approved = _approved(given, len(earlier), offered)
+        return cls(body, conversation, items, warnings, translation, offered, listings, approved)
+
+    def next_turn(
+        self,
+        services: Services,
+        messages: Sequence[dict[str, Any]],
+        request_id: str,
+        *,
+        has_tools: bool,
+        max_tokens: int | None,
+    ) -> Conversation:
+        """Return the conversation of a later turn. Slow: call it in the pool.
+
+        A forced choice of a tool applies to the first turn only.
+
+        Args:
+            services: the objects that routes use.
+            messages: the messages of the turns so far: the model's output and the outputs of its calls.
+            request_id: the id of the context.
+            has_tools: whether the model may call tools.
+            max_tokens: what is left of ``max_output_tokens``.
+
+        Raises:
+            RequestProblem: 400; the prompt has become too long.
+        """
+        chat = {**self.translation.chat, "messages": [*self.translation.chat["messages"], *messages]}
+        places = [*self.translation.message_places, *["the output of tool servers"] * len(messages)]
+        choice = chat.get("tool_choice")
+        if not has_tools:
+            chat["tool_choice"] = "none"
+        elif choice == "required" or (isinstance(choice, dict) and choice["type"] == "function"):
+            chat["tool_choice"] = "auto"
+        elif isinstance(choice, dict):
+            chat["tool_choice"] = {**choice, "allowed_tools": {**choice["allowed_tools"], "mode": "auto"}}
+        if max_tokens is not None:
+            chat["max_completion_tokens"] = max_tokens
+        translation = replace(self.translation, chat=chat, message_places=places)
+        return _conversation(services, self.body, translation, request_id)
 
 
 def _check_combinations(body: ResponsesBody) -> None:
@@ -75,7 +129,42 @@ def _without_unread_effort(services: Services, body: ResponsesBody) -> tuple[Res
     return body.model_copy(update={"reasoning": None}), ["reasoning.effort, which the chat template omits"]
 
 
-def _truncated(services: Services, body: ResponsesBody, translation: Translation) -> Conversation:
+def _approved(given: Sequence[InputItem], num_earlier: int, offered: OfferedTools) -> list[ApprovedCall]:
+    """Return the calls that the items of this request approve and that were not made yet."""
+    requests = {item.id: item for item in given if item.type == "mcp_approval_request"}
+    made = {item.approval_request_id for item in given if item.type == "mcp_call"}
+    calls = []
+    for index, item in enumerate(given[num_earlier:]):
+        name = item.approval_request_id
+        if item.type != "mcp_approval_response" or not item.approve or name is None or name in made:
+            continue
+        request, place = requests[name], f"input[{index}].approval_request_id"  # the translation checks it
+        label, tool = request.server_label or "", request.name or ""
+        function = offered.function_name(label, tool)
+        found = offered.functions.get(function)
+        if found is None or (found.label, found.tool.name) != (label, tool):
+            raise RequestProblem(
+                400,
+                f"{place} approves {tool[:100]!r} of the tool server {label[:100]!r}, which the request does "
+                "not offer: send the same tools as before",
+                param=place,
+            )
+        made.add(name)
+        calls.append(ApprovedCall(new_id("call"), found, function, request.arguments or "", name))
+    return calls
+
+
+def _conversation(
+    services: Services, body: ResponsesBody, translation: Translation, request_id: str
+) -> Conversation:
+    if body.truncation == "auto":
+        return _truncated(services, body, translation, request_id)
+    return translation.conversation(services, request_id)
+
+
+def _truncated(
+    services: Services, body: ResponsesBody, translation: Translation, request_id: str
+) -> Conversation:
     """Return the conversation without its oldest turns, so that the prompt leaves room for the output.
 
     Instructions at the beginning stay. The first turn that is kept begins with a message of the user.
@@ -88,7 +177,6 @@ def _truncated(services: Services, body: ResponsesBody, translation: Translation
     starts = [at for at, one in enumerate(messages) if one["role"] == "user" and at > num_fixed]
     limit = services.worker.info.max_length
     room = min(body.max_output_tokens or limit // 4, limit // 2)
-    name = new_id("resp")
 
     def attempt(start: int) -> Conversation | None:
         kept = [*range(num_fixed), *range(start, len(messages))]
@@ -96,7 +184,7 @@ def _truncated(services: Services, body: ResponsesBody, translation: Translation
         places = [translation.message_places[at] for at in kept]
         is_last = start == (starts[-1] if starts else num_fixed)
         try:
-            found = replace(translation, chat=chat, message_places=places).conversation(services, name)
+            found = replace(translation, chat=chat, message_places=places).conversation(services, request_id)
         except RequestProblem as problem:
             if problem.code == "context_length_exceeded" and not is_last:
                 return None

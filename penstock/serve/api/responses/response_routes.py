@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, cast
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -11,8 +12,10 @@ from fastapi import APIRouter, Query, Request, Response
 from penstock.serve.api.generation import in_pool
 from penstock.serve.api.owners import owner_of
 from penstock.serve.api.responses.background import BackgroundRun, ResponseState
+from penstock.serve.api.responses.offered_tools import offered_tools
 from penstock.serve.api.responses.response_builder import ResponseBuilder
 from penstock.serve.api.responses.response_request import PreparedResponse
+from penstock.serve.api.responses.response_run import Pool, ResponseRun
 from penstock.serve.api.responses.response_schema import ResponsesBody
 from penstock.serve.api.responses.response_store import StoredResponse
 from penstock.serve.api.text_generation import answer_request, note, note_error
@@ -38,26 +41,26 @@ async def create_response(request: Request) -> Response:
     state, owner = open_state(services), owner_of(request)
     prepared = await _prepared(request, state, owner)
     services.warn_once(prepared.warnings)
-    job = prepared.conversation.job(services)
-    body = prepared.body
+    body, pool = prepared.body, cast("Pool", partial(in_pool, request))
     note(prepared.conversation.body, record, prepared.conversation.context)
     if body.background:
         background = RequestRecord(record.request_id, route="/v1/responses (background)")
         background.client_id = record.client_id
         background.session_header = record.session_header
         note(prepared.conversation.body, background, prepared.conversation.context)
-        run = BackgroundRun(services, state, owner, prepared, job, background)
-        state.add(run)
-        queued = msgspec.json.encode(run.builder.result)
-        await run.put()
-        return _stream_of(services, record, run, -1) if body.stream else _json(queued)
-    builder = ResponseBuilder(services, body, prepared.conversation, job)
+        task = BackgroundRun(services, state, owner, prepared, pool, background)
+        state.add(task)
+        queued = msgspec.json.encode(task.builder.result)
+        await task.put()
+        return _stream_of(services, record, task, -1) if body.stream else _json(queued)
+    run = ResponseRun(services, record, prepared, pool)
+    builder = ResponseBuilder(services, prepared, run)
 
     async def store() -> None:
         if body.is_stored:
             await state.store.put(owner, builder.result, prepared.items)
 
-    return await answer_request(request, services, job, builder, stream=bool(body.stream), on_complete=store)
+    return await answer_request(request, services, run, builder, stream=bool(body.stream), on_complete=store)
 
 
 @router.post(
@@ -174,7 +177,8 @@ async def _prepared(request: Request, state: ResponseState, owner: str) -> Prepa
             previous = await _previous(state, owner, name)
         if isinstance(raw.get("input"), list):
             raw = {**raw, "input": await _with_references(state, owner, raw["input"])}
-    return await in_pool(request, lambda: PreparedResponse.of(services, raw, previous))
+    offered = await offered_tools(services, raw)
+    return await in_pool(request, lambda: PreparedResponse.of(services, raw, previous, offered))
 
 
 async def _previous(state: ResponseState, owner: str, name: str) -> StoredResponse:

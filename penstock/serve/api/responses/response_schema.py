@@ -35,8 +35,6 @@ Includable = Literal[
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
-_NO_HOSTED_TOOLS = "the server has no hosted tools"
-
 
 class InputPart(RequestBody):
     """A part of the content of an item."""
@@ -57,7 +55,11 @@ class InputPart(RequestBody):
 
 
 class InputItem(RequestBody):
-    """An item of the input: a message, a call, the output of a call, or reasoning."""
+    """An item of the input: a message, a call, the output of a call, or reasoning.
+
+    The items ``mcp_list_tools``, ``mcp_call``, ``mcp_approval_request`` and ``mcp_approval_response`` concern
+    tool servers.
+    """
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "parsed_arguments": Refused("the arguments are read", accepts_all=True),
@@ -80,10 +82,21 @@ class InputItem(RequestBody):
     output: str | Annotated[list[InputPart], Field(fail_fast=True)] | None = None
     summary: list[InputPart] | None = None
     encrypted_content: str | None = None
+    server_label: str | None = None
+    tools: list[dict[str, object]] | None = None
+    """The tools of ``mcp_list_tools``."""
+    error: str | dict[str, object] | None = None
+    approval_request_id: str | None = None
+    approve: bool | None = None
+    reason: str | None = None
+    """Why a call is not approved; the model reads it."""
 
 
 class ResponseTool(RequestBody):
-    """A tool: ``function``, ``custom``, or a hosted tool, which has further fields."""
+    """A tool: ``function``, ``custom``, or a hosted tool, which has further fields.
+
+    `penstock.serve.api.responses.offered_tools` has the fields of the type ``mcp``.
+    """
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
@@ -112,17 +125,19 @@ class ResponseTool(RequestBody):
 
 
 class ToolSelection(RequestBody):
-    """A ``tool_choice`` object: a function, a custom tool, or a list of allowed tools."""
+    """A ``tool_choice`` object: a function, a custom tool, a tool server, or a list of allowed tools."""
 
     type: str
     name: str | None = None
+    server_label: str | None = None
+    """The tool server of the type ``mcp``; without a name, any of its tools."""
     mode: Literal["auto", "required"] | None = None
     tools: list[dict[str, object]] | None = None
 
     @property
     def has_open_fields(self) -> bool:
         """Whether fields that are not declared are accepted: the choice of a hosted tool is refused."""
-        return self.type not in ("function", "custom", "allowed_tools")
+        return self.type not in ("function", "custom", "mcp", "allowed_tools")
 
 
 class TextFormat(RequestBody):
@@ -168,7 +183,6 @@ class ResponsesBody(RequestBody):
         "context_management": Refused("send truncation: auto", ([],)),
         "conversation": Refused("send previous_response_id"),
         "image": Refused("images are not compressed"),
-        "max_tool_calls": Refused(_NO_HOSTED_TOOLS, accepts_all=True),
         "moderation": Refused("there is no moderation"),
         "prompt": Refused("the server stores no prompts: send instructions and input"),
         "prompt_cache_options": Refused("the prefix cache has no per-request options", ({},)),
@@ -185,6 +199,8 @@ class ResponsesBody(RequestBody):
     tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolSelection | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: Count | None = None
+    """Maximum number of calls of tool servers."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     max_output_tokens: Annotated[Count, Field(ge=1)] | None = None

@@ -1,0 +1,46 @@
+"""What happens between the turns of a response: calls of tool servers, and their outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.serve.api.choice_decoder import ChoiceDelta
+from penstock.serve.api.responses.offered_tools import OfferedTool, ToolListing
+from penstock.serve.mcp.tool_session import ToolOutput
+
+
+@dataclass(frozen=True)
+class ToolOutcome:
+    """The outcome of a call of a tool server."""
+
+    call_id: str
+    output: ToolOutput
+
+
+@dataclass(frozen=True)
+class ApprovedCall:
+    """A call of an earlier response, which the client has approved."""
+
+    call_id: str
+    tool: OfferedTool
+    function: str
+    """The name of the tool in the chat request."""
+    arguments: str
+    approval_request_id: str
+
+
+McpEvent: TypeAlias = ToolListing | ApprovedCall | ToolOutcome
+
+
+@dataclass(slots=True)
+class ToolDelta(ChoiceDelta):
+    """What happens between two turns; it has no output of the model."""
+
+    mcp_events: Sequence[McpEvent] = ()
+
+    @classmethod
+    def of(cls, *events: McpEvent) -> ToolDelta:
+        """Return a delta with these events."""
+        return cls([], [], [], mcp_events=events)

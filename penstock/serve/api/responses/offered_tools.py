@@ -1,0 +1,273 @@
+"""The tools of tool servers that a request offers to the model."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from penstock.serve.api.parameters import UnknownFields
+from penstock.serve.api.schemas import RequestBody
+from penstock.serve.api.unsupported import Refused
+from penstock.serve.api.validation import validated
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.mcp.tool_server import ServerTools, ToolServers
+from penstock.serve.mcp.tool_session import ServerTool, ToolServer
+from penstock.serve.services import Services
+
+MCP = "mcp"
+"""The type of a tool that stands for a tool server."""
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_.-]")
+_MAX_NAME = 64
+_MAX_LISTED = 20
+
+
+class ToolFilter(RequestBody):
+    """Some tools of a server. Both members must hold if both are given."""
+
+    tool_names: list[str] | None = None
+    read_only: bool | None = None
+    """Whether the tool changes nothing, by its own annotation."""
+
+    def matches(self, tool: ServerTool) -> bool:
+        """Return whether a tool is one of them. A filter without members matches no tool."""
+        if self.tool_names is None and self.read_only is None:
+            return False
+        is_named = self.tool_names is None or tool.name in self.tool_names
+        return is_named and self.read_only in (None, tool.is_read_only)
+
+
+class ApprovalFilter(RequestBody):
+    """Which tools need the client's approval, and which do not."""
+
+    always: ToolFilter | None = None
+    never: ToolFilter | None = None
+
+
+class McpTool(RequestBody):
+    """A tool of the type ``mcp``: a tool server that ``--mcp-server`` names."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {
+        "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
+        "authorization": Refused("the server sends the token of --mcp-token"),
+        "connector_id": Refused("the server has no connectors: send server_label"),
+        "defer_loading": Refused("all tools are in the prompt", (False,)),
+        "headers": Refused("the server sends the token of --mcp-token", ({},)),
+        "server_description": Refused("chat templates describe tools only", accepts_all=True),
+        "tunnel_id": Refused("the server has no tunnels: send server_label"),
+    }
+
+    type: Literal["mcp"]
+    server_label: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    server_url: str | None = None
+    allowed_tools: list[str] | ToolFilter | None = None
+    require_approval: Literal["always", "never"] | ApprovalFilter | None = None
+
+    def allows(self, tool: ServerTool) -> bool:
+        """Return whether the request allows a tool."""
+        allowed = self.allowed_tools
+        if isinstance(allowed, ToolFilter):
+            return allowed.matches(tool)
+        return allowed is None or tool.name in allowed
+
+    def needs_approval(self, tool: ServerTool, default: str) -> bool:
+        """Return whether calls of a tool need an approval; `default` is used if the request does not say."""
+        rule = self.require_approval
+        if not isinstance(rule, ApprovalFilter):
+            return (rule or default) == "always"
+        if rule.always is not None and rule.always.matches(tool):
+            return True
+        if rule.never is not None and rule.never.matches(tool):
+            return False
+        return rule.never is not None or default == "always"  # only the tools under "never" are exempt
+
+
+@dataclass(frozen=True)
+class OfferedTool:
+    """A tool that the model may call."""
+
+    label: str
+    """The label of the server in the request."""
+    server: ToolServer
+    tool: ServerTool
+    needs_approval: bool
+    place: str
+    """The field of the request that offers it."""
+
+    def function(self, name: str) -> dict[str, Any]:
+        """Return the tool of a chat request."""
+        about = {"name": name, "description": self.tool.description, "parameters": self.tool.input_schema}
+        return {"type": "function", "function": about}
+
+
+@dataclass(frozen=True)
+class ToolListing:
+    """The tools of a server in a response, or the reason why there are none."""
+
+    label: str
+    tools: Sequence[Mapping[str, object]] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class OfferedTools:
+    """All tools of tool servers that a request offers, by the name of the function that the model sees."""
+
+    functions: Mapping[str, OfferedTool] = field(default_factory=dict)
+    listings: Sequence[ToolListing] = ()
+    implied: Sequence[str] = ()
+    """The servers that are offered because the request names none."""
+
+    def function_name(self, label: str, tool: str) -> str:
+        """Return the name of the function of a tool; of a tool that is not offered, its own name."""
+        for name, offered in self.functions.items():
+            if (offered.label, offered.tool.name) == (label, tool):
+                return name
+        return _plain_name(tool)
+
+    def names_of(self, label: str) -> list[str]:
+        """Return the names of the functions of a server."""
+        return [name for name, offered in self.functions.items() if offered.label == label]
+
+
+def tool_servers(services: Services) -> ToolServers:
+    """Return the tool servers. The first call reads the configuration.
+
+    Raises:
+        MissingDependencyError: the package ``mcp`` is not installed.
+    """
+    config = services.config
+    return services.states.get_or_make(
+        ToolServers, lambda: ToolServers(config.mcp_server, config.mcp_token, config.mcp_timeout)
+    )
+
+
+async def offered_tools(services: Services, raw: Any) -> OfferedTools:
+    """Return the tools that a request offers: those of the servers that it names, or of all servers.
+
+    A request with ``tool_choice: "none"`` offers none. A server that cannot list its tools offers none, and
+    has a listing with the error.
+
+    Args:
+        services: the objects that routes use.
+        raw: the decoded body of the request, which need not be valid.
+
+    Raises:
+        RequestProblem: 400; the request names a server that is not configured.
+    """
+    given = raw.get("tools") if isinstance(raw, dict) else None
+    tools = [one if isinstance(one, dict) else {} for one in given] if isinstance(given, list) else []
+    named = [(f"tools[{at}]", one) for at, one in enumerate(tools) if one.get("type") == MCP]
+    if (not named and not services.config.mcp_server) or not isinstance(raw, dict):
+        return OfferedTools()
+    servers = tool_servers(services)
+    entries = [(place, _entry(services, one, place)) for place, one in named]
+    implied = [] if named or raw.get("tool_choice") == "none" else servers.names
+    if implied and not services.tokenizer.template_mentions("tools"):
+        services.warn_once(["tools of tool servers, which the chat template does not show"])
+        implied = []
+    entries += [("tools", McpTool(type=MCP, server_label=name)) for name in implied]
+    found = [_server(servers, entry, place) for place, entry in entries]
+    labels = [entry.server_label for _, entry in entries]
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
+            place = f"{entries[index][0]}.server_label"
+            raise RequestProblem(400, f"{place} is {label!r}, as of another tool", param=place)
+    listed = await asyncio.gather(*(servers.tools_of(server) for server in found))
+    taken = {str(one.get("name")) for one in tools if one.get("type") in ("function", "custom")}
+    functions: dict[str, OfferedTool] = {}
+    listings = []
+    default = services.config.mcp_require_approval
+    for (place, entry), server, answer in zip(entries, found, listed, strict=True):
+        _check_allowed(entry, answer, place)
+        allowed = [tool for tool in answer.tools if entry.allows(tool)]
+        listings.append(ToolListing(entry.server_label, [_published(tool) for tool in allowed], answer.error))
+        for tool in allowed:
+            name = _free_name(entry.server_label, tool.name, taken)
+            taken.add(name)
+            functions[name] = OfferedTool(
+                entry.server_label, server, tool, entry.needs_approval(tool, default), place
+            )
+    return OfferedTools(functions, listings, implied)
+
+
+def _entry(services: Services, raw: Mapping[str, Any], place: str) -> McpTool:
+    """Validate a tool of the type ``mcp``."""
+    try:
+        entry = validated(McpTool, raw)
+    except RequestProblem as problem:
+        param = f"{place}.{problem.param}" if problem.param else place
+        message = problem.message.replace(problem.param, param, 1) if problem.param else problem.message
+        raise RequestProblem(400, message, param=param, code=problem.code) from None
+    UnknownFields(services.config.unknown_fields == "error", services.log).check(entry, place)
+    return entry
+
+
+def _server(servers: ToolServers, entry: McpTool, place: str) -> ToolServer:
+    """Return the configured server of an entry. No request can make the server connect to another one."""
+    url = entry.server_url
+    server = servers.named(entry.server_label) if url is None else servers.at(url)
+    if server is not None:
+        return server
+    param = f"{place}.{'server_label' if url is None else 'server_url'}"
+    what = repr((entry.server_label if url is None else url)[:200])
+    known = f"send server_label {_listed(servers.names)}" if servers.names else "--mcp-server sets some"
+    raise RequestProblem(
+        400,
+        f"{param} is {what}, which is not a tool server of this server: {known}",
+        param=param,
+        code="unsupported_value",
+    )
+
+
+def _check_allowed(entry: McpTool, answer: ServerTools, place: str) -> None:
+    """Refuse names of tools that the server does not have."""
+    allowed = entry.allowed_tools
+    path = f"{place}.allowed_tools"
+    if isinstance(allowed, ToolFilter):
+        allowed, path = allowed.tool_names, f"{path}.tool_names"
+    if answer.error is not None:
+        return
+    known = [tool.name for tool in answer.tools]
+    for name in allowed or ():
+        if name not in known:
+            raise RequestProblem(
+                400,
+                f"{path} has {name[:200]!r}, which the server does not have: {_listed(known)}",
+                param=path,
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _published(tool: ServerTool) -> dict[str, object]:
+    return {
+        "name": tool.name,
+        "description": tool.description,
+        "input_schema": tool.input_schema,
+        "annotations": tool.annotations,
+    }
+
+
+def _plain_name(tool: str) -> str:
+    return _NOT_IN_NAMES.sub("_", tool)[:_MAX_NAME]
+
+
+def _free_name(label: str, tool: str, taken: Iterable[str]) -> str:
+    """Return a name for the function of a tool: its own, or one with the label if that is taken."""
+    name = _plain_name(tool)
+    if name not in taken:
+        return name
+    name = _plain_name(f"{label}_{tool}")
+    number = 2
+    while name in taken:
+        name = _plain_name(f"{label}_{tool}"[: _MAX_NAME - 4]) + f"_{number}"
+        number += 1
+    return name

@@ -1,0 +1,322 @@
+"""Run the turns of one response: output of the model, calls of tool servers, more output."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from penstock.serve.api.choice_decoder import ChoiceDelta
+from penstock.serve.api.conversation import Conversation
+from penstock.serve.api.generation import GenerationRun
+from penstock.serve.api.responses.mcp_events import ApprovedCall, ToolDelta, ToolOutcome
+from penstock.serve.api.responses.offered_tools import OfferedTool, tool_servers
+from penstock.serve.api.responses.response_request import PreparedResponse
+from penstock.serve.api.usage import Usage
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.http.time_limits import TimeLimits
+from penstock.serve.mcp.tool_session import ToolOutput, ToolSession
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.parsers import Content, Reasoning, ToolCallArguments, ToolCallStart
+from penstock.serve.services import Services
+
+T = TypeVar("T")
+
+_INVALID_PARAMS = -32602
+"""The code of JSON-RPC for invalid arguments."""
+
+
+class Pool(Protocol):
+    """Runs slow functions outside of the event loop."""
+
+    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+@dataclass
+class _Call:
+    """A call that the model has written."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The call as part of a message of a chat."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments or "{}"},
+        }
+
+
+@dataclass
+class _Turn:
+    """What the model has written in one turn."""
+
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
+
+    def add(self, piece: ChoiceDelta) -> None:
+        """Add output."""
+        for event in piece.events:
+            match event:
+                case Content():
+                    self.text.append(event.text)
+                case Reasoning():
+                    self.reasoning.append(event.text)
+                case ToolCallStart():
+                    self.calls.append(_Call(event.id, event.name))
+                case ToolCallArguments():
+                    self.calls[-1].arguments += event.text
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The turn as a message of a chat."""
+        calls = [call.message for call in self.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.text), "tool_calls": calls}
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        return message
+
+
+class ResponseRun:
+    """The turns of one response. A turn follows while the model calls only tools of tool servers.
+
+    Args:
+        services: the objects that routes use.
+        record: the record of the request.
+        prepared: the request.
+        pool: runs the preparation of later turns.
+
+    Raises:
+        UnavailableError: the worker is not ready, or too many requests are waiting.
+    """
+
+    def __init__(
+        self, services: Services, record: RequestRecord, prepared: PreparedResponse, pool: Pool
+    ) -> None:
+        self.finish_reason: str | None = None
+        """``length`` if the response is incomplete."""
+        self._services = services
+        self._record = record
+        self._prepared = prepared
+        self._pool = pool
+        self._limits = TimeLimits(services.config, record)
+        self._runs: list[GenerationRun] = []
+        self._messages: list[dict[str, Any]] = []
+        """The messages of the turns so far."""
+        self._num_calls = 0
+        self._sessions: dict[str, ToolSession] = {}
+        self._tasks: dict[asyncio.Task[ToolOutput], str] = {}
+        """The calls that are running, with their ids."""
+        self._is_cancelled = False
+        if not prepared.approved:  # otherwise the first prompt contains the outputs of the approved calls
+            self._start(prepared.conversation)
+
+    async def admitted(self) -> None:
+        """Wait until the first turn has been admitted to the batch.
+
+        Raises:
+            PenstockError: the scheduler refuses the request.
+        """
+        for run in self._runs:
+            await run.admitted()
+
+    async def whole(self) -> list[ChoiceDelta]:
+        """Wait for the end of the response and return its output: one piece for each turn, and calls."""
+        async with aclosing(self._turns(at_once=True)) as pieces:
+            return [item[1] async for item in pieces if item is not None]
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
+        """Yield (0, delta) as output arrives; None after a pause without output.
+
+        Raises:
+            PenstockError: a turn failed.
+            RequestProblem: 503; a time limit of the server was exceeded.
+        """
+        async with aclosing(self._turns(at_once=False)) as pieces:
+            async for item in pieces:
+                yield item
+
+    def usage(self) -> Usage:
+        """Return the sum of the usage of all turns."""
+        usages = [run.usage() for run in self._runs]
+        cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+        reasoning = sum(usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages)
+        return {
+            "prompt_tokens": sum(usage["prompt_tokens"] for usage in usages),
+            "completion_tokens": sum(usage["completion_tokens"] for usage in usages),
+            "total_tokens": sum(usage["total_tokens"] for usage in usages),
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+        }
+
+    def cancel(self) -> None:
+        """Cancel the turn and the calls that are running. No further turn begins. Idempotent."""
+        self._is_cancelled = True
+        for task in self._tasks:
+            task.cancel()
+        for run in self._runs:
+            run.cancel()
+
+    def finish(self) -> None:
+        """Cancel what still runs and write the token counts of all turns into the record."""
+        self.cancel()
+        record = self._record
+        totals = [0, 0, 0]
+        for run in self._runs:
+            run.finish()
+            totals[0] += run.job.num_prompt_tokens
+            totals[1] += record.completion_tokens
+            totals[2] += record.cached_tokens
+        record.prompt_tokens, record.completion_tokens, record.cached_tokens = totals
+        if self._num_calls:
+            record.details["tool_server_calls"] = self._num_calls
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for session in self._sessions.values():
+            await session.close()
+
+    def _start(self, conversation: Conversation) -> None:
+        self._runs.append(GenerationRun(self._services, self._record, conversation.job(self._services)))
+
+    async def _turns(self, *, at_once: bool) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
+        if self._prepared.listings:
+            yield 0, ToolDelta.of(*self._prepared.listings)
+        if self._prepared.approved:
+            async for item in self._call_approved(self._prepared.approved):
+                yield item
+            if not await self._start_next():
+                return
+        while True:
+            run, turn = self._runs[-1], _Turn()
+            async with aclosing(_output(run, at_once=at_once)) as pieces:
+                async for item in pieces:
+                    if item is not None:
+                        turn.add(item[1])
+                    yield item
+            self.finish_reason = run.job.choices[0].finish_reason
+            offered = self._prepared.offered.functions
+            calls = [(call, offered[call.name]) for call in turn.calls if call.name in offered]
+            if self._is_cancelled or self.finish_reason == "length" or not calls:
+                return
+            self._messages.append(turn.message)
+            own = [(call, tool) for call, tool in calls if not tool.needs_approval]
+            async for item in self._call([(call, tool, call.arguments) for call, tool in own]):
+                yield item
+            if len(own) < len(turn.calls):
+                return  # the client runs a function or approves a call
+            if self._is_cancelled or not await self._start_next():
+                return
+
+    async def _call_approved(
+        self, approved: Sequence[ApprovedCall]
+    ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
+        """Make the calls that the client has approved."""
+        calls = [_Call(one.call_id, one.function, one.arguments) for one in approved]
+        self._messages.append(_Turn(calls=calls).message)
+        yield 0, ToolDelta.of(*approved)
+        made = zip(calls, approved, strict=True)
+        async for item in self._call([(call, one.tool, one.arguments) for call, one in made]):
+            yield item
+
+    async def _call(
+        self, calls: Sequence[tuple[_Call, OfferedTool, str]]
+    ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
+        """Make calls at the same time, and yield their outcomes."""
+        outputs: dict[str, ToolOutput] = {}
+        for call, tool, arguments in calls:
+            self._tasks[asyncio.ensure_future(self._make(tool, arguments))] = call.id
+        ping = self._services.config.stream_ping
+        while self._tasks:
+            waiting = asyncio.wait(self._tasks, timeout=ping, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await self._limits.within(waiting)
+            if self._is_cancelled:
+                return
+            if not done:
+                yield None
+            for task in done:
+                call_id = self._tasks.pop(task)
+                outputs[call_id] = task.result()
+                yield 0, ToolDelta.of(ToolOutcome(call_id, outputs[call_id]))
+        for call, _, _ in calls:
+            content = outputs[call.id].text
+            self._messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+
+    async def _make(self, tool: OfferedTool, arguments: str) -> ToolOutput:
+        """Make one call."""
+        limit = self._prepared.body.max_tool_calls
+        if limit is not None and self._num_calls >= limit:
+            reason = f"the response has reached max_tool_calls, {limit}"
+            return ToolOutput.failed(_INVALID_PARAMS, reason, "mcp_protocol_error")
+        self._num_calls += 1
+        try:
+            values = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            reason = "the arguments are not a JSON object"
+            return ToolOutput.failed(_INVALID_PARAMS, reason, "mcp_protocol_error")
+        session = self._sessions.get(tool.server.name)
+        if session is None:
+            session = tool_servers(self._services).session(tool.server)
+            self._sessions[tool.server.name] = session
+        return await session.call(tool.tool.name, values)
+
+    async def _start_next(self) -> bool:
+        """Start the next turn. Return False if the response has reached its limit of tokens."""
+        body, config = self._prepared.body, self._services.config
+        left = None
+        if body.max_output_tokens is not None:
+            left = body.max_output_tokens - self.usage()["completion_tokens"]
+            if left <= 0:
+                self.finish_reason = "length"
+                return False
+        has_calls = body.max_tool_calls is None or self._num_calls < body.max_tool_calls
+        has_tools = has_calls and len(self._runs) < config.mcp_max_turns
+        first, messages = self._prepared.conversation.context.request_id, [*self._messages]
+        name = f"{first}-{len(self._runs) + 1}"
+        try:
+            conversation = await self._pool(
+                lambda: self._prepared.next_turn(
+                    self._services, messages, name, has_tools=has_tools, max_tokens=left
+                )
+            )
+        except RequestProblem as problem:
+            if problem.code != "context_length_exceeded":
+                raise
+            self.finish_reason = "length"
+            return False
+        if self._is_cancelled:
+            return False
+        self._record.pause()
+        self._start(conversation)
+        await self._runs[-1].admitted()
+        return True
+
+
+async def _output(
+    run: GenerationRun, *, at_once: bool
+) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
+    """Yield the output of a turn. With `at_once` it is one piece, without the scores of the reasoning."""
+    if not at_once:
+        async with aclosing(run.deltas()) as deltas:
+            async for item in deltas:
+                yield item
+        return
+    (piece,) = await run.whole()
+    yield 0, replace(piece, scores=piece.scores[run.job.choices[0].num_reasoning_tokens :])

@@ -1,0 +1,157 @@
+"""Translate the tools of a Responses request, and the choice of a tool, to those of a chat request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.serve.api.responses.offered_tools import MCP, OfferedTools
+from penstock.serve.api.responses.response_schema import ResponsesBody, ResponseTool, ToolSelection
+from penstock.serve.http.problems import RequestProblem
+
+CUSTOM_ARGUMENT = "input"
+"""The only parameter of the function that stands for a custom tool."""
+
+
+def chat_tools(
+    body: ResponsesBody, offered: OfferedTools, hosted_tools: str
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the tools of the chat request, and for each the field that it comes from.
+
+    Args:
+        body: the request.
+        offered: the tools of tool servers.
+        hosted_tools: ``skip`` omits hosted tools, ``refuse`` refuses them.
+
+    Raises:
+        RequestProblem: 400 that names the tool.
+    """
+    tools: list[dict[str, Any]] = []
+    places: list[str] = []
+    for index, tool in enumerate(body.tools or ()):
+        place = f"tools[{index}]"
+        if tool.type == MCP:
+            continue
+        if tool.is_hosted:
+            if hosted_tools == "refuse":
+                raise RequestProblem(
+                    400,
+                    f"{place} is the hosted tool {tool.type!r}, and this server has none: send function "
+                    "tools (--hosted-tools skip omits hosted tools)",
+                    param=f"{place}.type",
+                    code="unsupported_value",
+                )
+            continue
+        if tool.name is None:
+            raise missing_field(f"{place}.name")
+        tools.append({"type": "function", "function": _function(tool)})
+        places.append(place)
+    for name, one in offered.functions.items():
+        tools.append(one.function(name))
+        places.append(one.place)
+    return tools, places
+
+
+def _function(tool: ResponseTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+    if tool.type == "function":
+        return function | {"parameters": tool.parameters, "strict": tool.strict}
+    # A chat template has only functions, so a custom tool is a function with one text.
+    about = {"type": "string"}
+    form = tool.format or {}
+    if form.get("type") == "grammar":
+        about["description"] = f"Text of this {form.get('syntax')} grammar:\n{form.get('definition')}"
+    parameters = {
+        "type": "object",
+        "properties": {CUSTOM_ARGUMENT: about},
+        "required": [CUSTOM_ARGUMENT],
+        "additionalProperties": False,
+    }
+    return function | {"parameters": parameters}
+
+
+def hosted_tools_of(body: ResponsesBody) -> list[str]:
+    """Return the types of the hosted tools of a request."""
+    return sorted({tool.type for tool in body.tools or () if tool.is_hosted and tool.type != MCP})
+
+
+def custom_tools_of(body: ResponsesBody) -> frozenset[str]:
+    """Return the names of the custom tools of a request."""
+    return frozenset(tool.name or "" for tool in body.tools or () if tool.type == "custom")
+
+
+def tool_choice(body: ResponsesBody, offered: OfferedTools) -> dict[str, Any]:
+    """Return ``tool_choice`` of the chat request, if the request has one.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    choice = body.tool_choice
+    if not isinstance(choice, ToolSelection):
+        return {} if choice is None else {"tool_choice": choice}
+    match choice.type:
+        case "function" | "custom":
+            if choice.name is None:
+                raise missing_field("tool_choice.name")
+            return {"tool_choice": _named(choice.name)}
+        case "mcp":
+            names = _names_of_server(offered, choice.server_label, choice.name, "tool_choice")
+            if choice.name is not None:
+                return {"tool_choice": _named(names[0])}
+            allowed = {"mode": "required", "tools": [_named(name) for name in names]}
+            return {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+        case "allowed_tools":
+            return {"tool_choice": {"type": "allowed_tools", "allowed_tools": _allowed(choice, offered)}}
+    raise _hosted_choice("tool_choice.type", choice.type)
+
+
+def _names_of_server(offered: OfferedTools, label: Any, tool: Any, place: str) -> list[str]:
+    """Return the functions that the choice of a tool server allows."""
+    if not isinstance(label, str):
+        raise missing_field(f"{place}.server_label")
+    names = offered.names_of(label)
+    if tool is not None:
+        names = [name for name in names if offered.functions[name].tool.name == tool]
+    if not names:
+        what = f"the tool {str(tool)[:100]!r} of {label[:100]!r}" if tool is not None else repr(label[:100])
+        param = f"{place}.{'server_label' if tool is None else 'name'}"
+        raise RequestProblem(400, f"{param}: the request offers no tool of {what}", param=param)
+    return names
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def _allowed(choice: ToolSelection, offered: OfferedTools) -> dict[str, Any]:
+    if choice.mode is None:
+        raise missing_field("tool_choice.mode")
+    if choice.tools is None:
+        raise missing_field("tool_choice.tools")
+    allowed = []
+    for index, tool in enumerate(choice.tools):
+        place = f"tool_choice.tools[{index}]"
+        if tool.get("type") == MCP:
+            label, name = tool.get("server_label"), tool.get("name")
+            allowed += [_named(one) for one in _names_of_server(offered, label, name, place)]
+            continue
+        if tool.get("type") not in ("function", "custom"):
+            raise _hosted_choice(f"{place}.type", tool.get("type"))
+        named = tool.get("name")
+        if not isinstance(named, str):
+            raise missing_field(f"{place}.name")
+        allowed.append(_named(named))
+    return {"mode": choice.mode, "tools": allowed}
+
+
+def _hosted_choice(place: str, kind: Any) -> RequestProblem:
+    return RequestProblem(
+        400,
+        f"{place} is {str(kind)[:100]!r}, a hosted tool, and this server has none: choose a function",
+        param=place,
+        code="unsupported_value",
+    )
+
+
+def missing_field(place: str) -> RequestProblem:
+    """Return the error of a field that is required."""
+    return RequestProblem(400, f"{place} is required", param=place, code="missing_required_parameter")

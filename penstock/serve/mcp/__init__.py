@@ -1,0 +1,1 @@
+"""Tool servers of the Model Context Protocol, whose tools the server calls itself."""

@@ -1,0 +1,243 @@
+"""A connection to a tool server: list its tools, call them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+MAX_OUTPUT_CHARACTERS = 2**18
+"""Longer outputs of tools are cut."""
+MAX_TOOLS = 1000
+"""Tools of one server beyond this number are not offered."""
+_CLOSE_SECONDS = 2.0
+"""Seconds that the end of a session may take."""
+
+UNREACHABLE = 502
+TIMED_OUT = 504
+
+
+@dataclass(frozen=True)
+class ToolServer:
+    """The address of a tool server."""
+
+    name: str
+    url: str
+    token: str | None = field(default=None, repr=False)
+    """Sent as a bearer token."""
+
+
+@dataclass(frozen=True)
+class ServerTool:
+    """A tool of a server."""
+
+    name: str
+    description: str | None
+    input_schema: Mapping[str, object]
+    annotations: Mapping[str, object] | None = None
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the server says that the tool changes nothing."""
+        return (self.annotations or {}).get("readOnlyHint") is True
+
+
+@dataclass(frozen=True)
+class ToolOutput:
+    """The result of a call: its text, or an error in the form of the Responses API."""
+
+    output: str | None = None
+    error: Mapping[str, object] | None = None
+
+    @classmethod
+    def failed(cls, code: int, message: str, kind: str = "http_error") -> ToolOutput:
+        """Return an error with a code and a message."""
+        return cls(error={"type": kind, "code": code, "message": message})
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        if self.error is None:
+            return self.output or ""
+        if "message" in self.error:
+            return f"Error: {self.error['message']}"
+        parts = self.error.get("content")
+        texts = [part.get("text", "") for part in parts] if isinstance(parts, list) else []
+        return "Error: " + "\n".join(texts)
+
+
+class ToolServerError(Exception):
+    """A tool server cannot be reached, takes too long, or answers with an error."""
+
+
+class ToolSession:
+    """A session with a tool server (``async with``), opened by the first call.
+
+    The client of the package ``mcp`` must be left in the task that entered it. A task of the session does
+    both, so that calls may come from any task.
+
+    Args:
+        server: the server.
+        timeout: seconds for each call.
+    """
+
+    def __init__(self, server: ToolServer, timeout: float) -> None:
+        self._server = server
+        self._timeout = timeout
+        self._client: asyncio.Future[Client] | None = None
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def list_tools(self) -> list[ServerTool]:
+        """Return the tools of the server.
+
+        Raises:
+            ToolServerError: the server cannot list them.
+        """
+        tools: list[ServerTool] = []
+        cursor = None
+        try:
+            async with asyncio.timeout(self._timeout):
+                client = await self._connected()
+                while True:
+                    page = await client.list_tools(cursor=cursor)
+                    tools += [_tool(one) for one in page.tools]
+                    cursor = page.next_cursor
+                    if cursor is None or len(tools) >= MAX_TOOLS:
+                        return tools[:MAX_TOOLS]
+        except TimeoutError:
+            raise ToolServerError(self._late()) from None
+        except Exception as error:  # errors of the client and of its transports have no common class
+            raise ToolServerError(self._unreachable(error)) from error
+
+    async def call(self, name: str, arguments: Mapping[str, object]) -> ToolOutput:
+        """Call a tool. An error of the tool or of the server is an output with an error."""
+        from mcp import MCPError
+
+        try:
+            async with asyncio.timeout(self._timeout):
+                client = await self._connected()
+                result = await client.call_tool(name, dict(arguments))
+        except TimeoutError:
+            return ToolOutput.failed(TIMED_OUT, self._late())
+        except MCPError as error:
+            return ToolOutput.failed(error.code, _cut(error.message), "mcp_protocol_error")
+        except Exception as error:  # as above
+            return ToolOutput.failed(UNREACHABLE, self._unreachable(error))
+        return _output(result)
+
+    async def close(self) -> None:
+        """End the session. Calls that are running fail."""
+        if self._task is None:
+            return
+        self._closing.set()
+        await asyncio.wait((self._task,), timeout=_CLOSE_SECONDS)
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        self._task = None
+
+    async def _connected(self) -> Client:
+        """Return the client. The first call connects."""
+        if self._client is None:
+            self._client = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._run(self._client))
+        return await asyncio.shield(self._client)
+
+    async def _run(self, connected: asyncio.Future[Client]) -> None:
+        from mcp import Client
+        from mcp.client.streamable_http import streamable_http_client
+
+        try:
+            async with AsyncExitStack() as stack:
+                transport: Any = self._server.url
+                if self._server.token is not None:
+                    import httpx2
+
+                    headers = {"authorization": f"Bearer {self._server.token}"}
+                    http = await stack.enter_async_context(
+                        httpx2.AsyncClient(headers=headers, timeout=self._timeout)
+                    )
+                    transport = streamable_http_client(self._server.url, http_client=http)
+                client = await stack.enter_async_context(Client(transport))
+                connected.set_result(client)
+                await self._closing.wait()
+        except Exception as error:  # as above; after the connection the calls themselves report errors
+            if not connected.done():
+                connected.set_exception(error)
+                connected.exception()  # a caller that has timed out does not read it
+        finally:
+            connected.cancel()
+
+    def _late(self) -> str:
+        return f"the tool server {self._server.name} has not answered within {self._timeout:g} seconds"
+
+    def _unreachable(self, error: BaseException) -> str:
+        reason = "; ".join(dict.fromkeys(str(one) or type(one).__name__ for one in _leaves(error)))
+        return _cut(f"the tool server {self._server.name} cannot be used: {reason}")
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors of a group."""
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _leaves(one)
+    else:
+        yield error
+
+
+def _tool(found: Any) -> ServerTool:
+    annotations = found.annotations
+    return ServerTool(
+        found.name,
+        found.description,
+        found.input_schema,
+        None if annotations is None else annotations.model_dump(by_alias=True, exclude_none=True),
+    )
+
+
+def _output(result: Any) -> ToolOutput:
+    """Return a result in the form of the Responses API."""
+    text = "\n".join(_texts(result.content))
+    if not result.content and result.structured_content is not None:
+        text = json.dumps(result.structured_content, ensure_ascii=False)
+    if result.is_error:
+        return ToolOutput(
+            error={"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": _cut(text)}]}
+        )
+    return ToolOutput(_cut(text))
+
+
+def _texts(blocks: Sequence[Any]) -> Iterator[str]:
+    """Yield the text of each block of a result; other content is named."""
+    for block in blocks:
+        match block.type:
+            case "text":
+                yield block.text
+            case "resource" if isinstance(getattr(block.resource, "text", None), str):
+                yield block.resource.text
+            case "resource":
+                yield f"[resource {block.resource.uri}, not text]"
+            case "resource_link":
+                yield str(block.uri)
+            case kind:
+                yield f"[{kind} {getattr(block, 'mime_type', '')}, not text]"
+
+
+def _cut(text: str) -> str:
+    over = len(text) - MAX_OUTPUT_CHARACTERS
+    return text if over <= 0 else f"{text[:MAX_OUTPUT_CHARACTERS]}\n[{over} more characters]"

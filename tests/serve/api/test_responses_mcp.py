@@ -1,0 +1,438 @@
+"""Tool servers in the Responses API: OpenAI's client, a real tool server, a scripted model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+from support.chatting import HERMES, Chatting, chatting, events_of
+from support.tool_servers import ServedTools, broken_server, tool_server
+
+from penstock.testing import FakePipeline
+
+pytest.importorskip("mcp")
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather",
+    "parameters": {"type": "object", "properties": {}},
+    "strict": False,
+}
+CALC: Any = {"type": "mcp", "server_label": "calc"}
+
+
+def call(name: str, **arguments: object) -> str:
+    """Return the text of a tool call."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def scripted(*turns: str) -> FakePipeline:
+    """A model that writes the n-th text when the prompt has n outputs of tools; the last one after that."""
+    return FakePipeline.answering(lambda prompt: turns[min(prompt.count("tool: "), len(turns) - 1)])
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[ServedTools]:
+    with tool_server() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tools: ServedTools) -> None:
+    tools.calls.clear()
+
+
+def calling(tools: ServedTools, *turns: str, **config: Any) -> Any:
+    """Run a server with the tool server ``calc`` and a scripted model."""
+    return chatting(scripted(*turns), mcp_server=(f"calc={tools.url}",), **config)
+
+
+def kinds(response: Any) -> list[str]:
+    """Return the types of the items of the output."""
+    return [item.type for item in response.output]
+
+
+async def create(server: Chatting, text: Any = "Add", **more: Any) -> Any:
+    """Return a response to a text."""
+    return await server.openai.responses.create(model="demo", input=text, **more)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_tool_is_called(tools: ServedTools, stream: bool, named: bool) -> None:
+    given: Any = {"tools": [CALC]} if named else {}
+    async with calling(tools, "I add. " + call("add", a=2, b=3), "It is 5.") as server:
+        if stream:
+            async with server.openai.responses.stream(model="demo", input="Add", **given) as events:
+                made = await events.get_final_response()
+        else:
+            made = await create(server, **given)
+        listed, before, called, after = made.output
+        assert (listed.type, listed.server_label, listed.error) == ("mcp_list_tools", "calc", None)
+        assert [tool.name for tool in listed.tools] == ["add", "fail", "slow", "long", "get/picture"]
+        assert listed.tools[0].input_schema["required"] == ["a", "b"]
+        assert listed.tools[0].annotations == {"readOnlyHint": True}
+        assert before.content[0].text == "I add."
+        assert (called.type, called.server_label, called.name) == ("mcp_call", "calc", "add")
+        assert (json.loads(called.arguments), called.output) == ({"a": 2, "b": 3}, "5")
+        assert (called.error, called.status, called.approval_request_id) == (None, "completed", None)
+        assert after.content[0].text == "It is 5."
+        assert (made.status, made.output_text) == ("completed", "I add.It is 5.")
+        assert [tool.type for tool in made.tools] == ["mcp"]
+        assert tools.calls == [("add", (2, 3))]
+        first = len("I add. " + call("add", a=2, b=3)) + 1
+        assert made.usage.output_tokens == first + len("It is 5.") + 1
+        assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
+        again = await server.openai.responses.retrieve(made.id)
+        assert [item.id for item in again.output] == [item.id for item in made.output]
+        assert again.output[2].to_dict() == called.to_dict()
+
+
+async def test_stream_events_in_order(tools: ServedTools) -> None:
+    async with calling(tools, call("add", a=2, b=3), "5") as server:
+        raw = await server.post("/v1/responses", input="Add", stream=True, tools=[CALC])
+        events = events_of(raw.text)
+        names = [event["type"].removeprefix("response.") for event in events]
+        deltas = names.count("mcp_call_arguments.delta")
+        assert deltas >= 1
+        assert names == [
+            *["created", "in_progress"],
+            *["output_item.added", "mcp_list_tools.in_progress", "mcp_list_tools.completed"],
+            *["output_item.done", "output_item.added", "mcp_call.in_progress"],
+            *["mcp_call_arguments.delta"] * deltas,
+            *["mcp_call_arguments.done", "mcp_call.completed", "output_item.done"],
+            *["output_item.added", "content_part.added", "output_text.delta", "output_text.done"],
+            *["content_part.done", "output_item.done", "completed"],
+        ]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        done = [event for event in events if event["type"] == "response.output_item.done"]
+        assert [event["output_index"] for event in done] == [0, 1, 2]
+        assert [event["item"]["id"] for event in done] == [
+            item["id"] for item in events[-1]["response"]["output"]
+        ]
+        assert done[0]["item"]["tools"][0]["name"] == "add"
+        pieces = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
+        assert json.loads("".join(pieces)) == {"a": 2, "b": 3}
+        assert all(event["output_index"] == 1 for event in events if ".mcp_call" in event["type"])
+
+
+async def test_calls_of_one_turn_run_together(tools: ServedTools) -> None:
+    both = call("add", a=1, b=1) + call("fail")
+    two_error = "Error: Error executing tool fail"
+    async with calling(tools, both, "no", "Done.") as server:
+        with spied(server) as prompts:
+            made = await create(server)
+        assert kinds(made) == ["mcp_list_tools", "mcp_call", "mcp_call", "message"]
+        _, one, two, last = made.output
+        assert (one.output, two.output, two.status) == ("2", None, "failed")
+        assert two.error.type == "mcp_tool_execution_error"
+        assert last.content[0].text == "Done."
+        assert prompts[1].endswith(f"assistant: {both}tool: 2tool: {two_error}assistant: ")
+
+
+@contextmanager
+def spied(server: Chatting) -> Iterator[list[str]]:
+    """Collect the prompts that the model gets."""
+    prompts: list[str] = []
+    original = server.services.worker.submit
+
+    def submit(context: Any) -> Any:
+        prompts.append(str(context.prompt))
+        return original(context)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.services.worker, "submit", submit)
+        yield prompts
+
+
+async def test_the_conversation_continues(tools: ServedTools) -> None:
+    async with calling(tools, call("add", a=2, b=3), "5") as server:
+        first = await create(server)
+        before = tools.num_lists
+        with spied(server) as prompts:
+            second = await create(server, "And?", previous_response_id=first.id)
+        assert kinds(second) == ["message"]  # the tools were listed before
+        call_text = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+        assert f"user: Addassistant: {call_text}tool: 5assistant: 5user: And?" in prompts[0]
+        items = [item.to_dict() for item in first.output]
+        resent = await create(server, [{"role": "user", "content": "Add"}, *items, _user("And?")])
+        assert kinds(resent) == ["message"]
+        assert tools.num_lists == before
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def test_functions_of_the_client_end_the_response(tools: ServedTools) -> None:
+    async with calling(tools, call("add", a=1, b=2) + call("get_weather"), "Good.") as server:
+        made = await create(server, tools=[CALC, WEATHER])
+        assert kinds(made) == ["mcp_list_tools", "mcp_call", "function_call"]
+        assert (made.output[1].output, made.status) == ("3", "completed")
+        answer: Any = {
+            "type": "function_call_output",
+            "call_id": made.output[2].call_id,
+            "output": "sunny",
+        }
+        last = await create(server, [answer], previous_response_id=made.id, tools=[CALC, WEATHER])
+        assert last.output_text == "Good."
+
+
+async def test_names_that_are_taken(tools: ServedTools) -> None:
+    own = {**WEATHER, "name": "add"}
+    async with calling(tools, call("calc_add", a=1, b=2) + call("get_picture"), "x", "Good.") as server:
+        made = await create(server, tools=[own, CALC])
+        assert [(one.type, one.name) for one in made.output[1:3]] == [
+            ("mcp_call", "add"),
+            ("mcp_call", "get/picture"),
+        ]
+        assert made.output[2].output == "A dot:\n[image image/png, not text]"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_approval(tools: ServedTools, stream: bool) -> None:
+    entry = {**CALC, "require_approval": "always"}
+    async with calling(tools, call("add", a=2, b=3), "Done.") as server:
+        asked = await create(server, tools=[entry])
+        assert kinds(asked) == ["mcp_list_tools", "mcp_approval_request"]
+        request = asked.output[1]
+        assert (request.name, request.server_label) == ("add", "calc")
+        assert json.loads(request.arguments) == {"a": 2, "b": 3}
+        assert not tools.calls
+        reply: Any = {"type": "mcp_approval_response", "approval_request_id": request.id, "approve": True}
+        given: Any = {"tools": [entry], "previous_response_id": asked.id}
+        if stream:
+            raw = await server.post("/v1/responses", input=[reply], stream=True, **given)
+            made = events_of(raw.text)[-1]["response"]
+        else:
+            made = (await create(server, [reply], **given)).to_dict()
+        called, last = made["output"]
+        assert (called["type"], called["output"], called["approval_request_id"]) == (
+            "mcp_call",
+            "5",
+            request.id,
+        )
+        assert last["content"][0]["text"] == "Done."
+        assert tools.calls == [("add", (2, 3))]
+        with spied(server) as prompts:
+            refused = await create(server, [{**reply, "approve": False, "reason": "too dear"}], **given)
+        assert (kinds(refused), refused.output_text) == (["message"], "Done.")
+        assert len(tools.calls) == 1
+        assert prompts[0].endswith("tool: Error: the user has not approved this call: too dearassistant: ")
+        raw = await server.post("/v1/responses", input=[{**reply, "approval_request_id": "x"}], **given)
+        assert raw.json()["error"]["param"] == "input[0].approval_request_id"
+
+
+async def test_which_calls_need_approval(tools: ServedTools) -> None:
+    rules: list[tuple[Any, bool]] = [
+        ("never", False),
+        ("always", True),
+        ({"never": {"tool_names": ["add"]}}, False),
+        ({"never": {"tool_names": ["fail"]}}, True),
+        ({"always": {"tool_names": ["add"]}}, True),
+        ({"always": {"read_only": False}}, False),
+        (None, False),
+    ]
+    async with calling(tools, call("add", a=2, b=3), "Done.") as server:
+        for rule, asks in rules:
+            tools.calls.clear()
+            made = await create(server, tools=[{**CALC, "require_approval": rule}])
+            assert ("mcp_approval_request" in kinds(made)) is asks, rule
+            assert bool(tools.calls) is not asks, rule
+
+
+async def test_the_operator_requires_approval(tools: ServedTools) -> None:
+    async with calling(tools, call("add", a=2, b=3), "Done.", mcp_require_approval="always") as server:
+        assert kinds(await create(server))[1] == "mcp_approval_request"
+
+
+async def test_allowed_tools(tools: ServedTools) -> None:
+    async with calling(tools, "Hi") as server:
+        for allowed, names in (
+            (["add", "slow"], ["add", "slow"]),
+            ({"read_only": True}, ["add"]),
+            ({"tool_names": ["fail"]}, ["fail"]),
+        ):
+            made = await create(server, tools=[{**CALC, "allowed_tools": allowed}])
+            assert [tool.name for tool in made.output[0].tools] == names
+
+
+async def test_tool_choice(tools: ServedTools) -> None:
+    async with calling(tools, "Hi") as server:
+        none = await create(server, tool_choice="none")
+        assert kinds(none) == ["message"]
+        refused = await server.refusal(
+            "/v1/responses",
+            input="Hi",
+            tool_choice={"type": "mcp", "server_label": "calc", "name": "multiply"},
+        )
+        assert refused["param"] == "tool_choice.name"
+        refused = await server.refusal(
+            "/v1/responses", input="Hi", tool_choice={"type": "mcp", "server_label": "other"}
+        )
+        assert refused["param"] == "tool_choice.server_label"
+        allowed = {"mode": "auto", "type": "allowed_tools", "tools": [CALC]}
+        assert kinds(await create(server, tool_choice=allowed)) == ["mcp_list_tools", "message"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_forced_call_is_forced_once(tools: ServedTools, named: bool) -> None:
+    choice: Any = {"type": "mcp", "server_label": "calc", **({"name": "add"} if named else {})}
+    async with calling(tools, call("add", a=2, b=3), "It is 5.", grammars_enabled=True) as server:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("penstock.serve.api.conversation._grammar", lambda *_: None)  # the fake has none
+            made = await create(server, tool_choice=choice)
+        assert kinds(made) == ["mcp_list_tools", "mcp_call", "message"]
+        assert (made.output[1].output, made.output_text) == ("5", "It is 5.")
+
+
+async def test_turns_are_limited(tools: ServedTools) -> None:
+    """The turn after the limit has no tools in its prompt; this model answers without tools only."""
+
+    def answer(prompt: str) -> str:
+        return call("add", a=1, b=1) if "<tools>" in prompt else "I stop."
+
+    model = FakePipeline.answering(answer)
+    async with chatting(model, mcp_server=(f"calc={tools.url}",), mcp_max_turns=3) as server:
+        made = await create(server)
+        assert kinds(made) == ["mcp_list_tools", *["mcp_call"] * 3, "message"]
+        assert (made.output_text, made.status) == ("I stop.", "completed")
+        limited = await create(server, max_tool_calls=1)
+        assert kinds(limited) == ["mcp_list_tools", "mcp_call", "message"]
+        assert limited.max_tool_calls == 1
+
+
+async def test_calls_beyond_max_tool_calls(tools: ServedTools) -> None:
+    async with calling(tools, call("add", a=1, b=1) * 2, "x", "Done.") as server:
+        made = await create(server, max_tool_calls=1)
+        _, one, two, _ = made.output
+        assert (one.status, two.status) == ("completed", "failed")
+        assert "max_tool_calls, 1" in two.error.message
+        assert len(tools.calls) == 1
+
+
+async def test_max_output_tokens_counts_all_turns(tools: ServedTools) -> None:
+    text = call("add", a=1, b=1)
+    async with calling(tools, text, "It is two.") as server:
+        made = await create(server, max_output_tokens=len(text) + 1 + 5)
+        assert (made.status, made.output_text) == ("incomplete", "It is")
+        assert made.incomplete_details.reason == "max_output_tokens"
+        made = await create(server, max_output_tokens=len(text) + 1)
+        assert (made.status, kinds(made)) == ("incomplete", ["mcp_list_tools", "mcp_call"])
+        made = await create(server, max_output_tokens=len(text) - 20)
+        assert made.status == "incomplete"
+        assert (made.output[-1].type, made.output[-1].status) == ("mcp_call", "incomplete")
+        assert len(tools.calls) == 2
+
+
+async def test_an_output_that_is_too_long(tools: ServedTools) -> None:
+    async with calling(tools, call("long"), "Done.") as server:
+        server.services.tokenizer.max_length = 2048
+        made = await create(server)
+        assert (made.status, kinds(made)) == ("incomplete", ["mcp_list_tools", "mcp_call"])
+        assert made.output[1].output.startswith("xxx")
+
+
+async def test_arguments_that_are_no_object(tools: ServedTools) -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "x"}}</tool_call>'
+    async with calling(tools, text, "Done.") as server:
+        made = await create(server)
+        assert made.output[1].status == "failed"
+        assert made.output_text == "Done."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_server_that_is_away(stream: bool) -> None:
+    model = FakePipeline.saying("Hello!")
+    with broken_server() as url:
+        async with chatting(model, mcp_server=("a=http://127.0.0.1:9/mcp", f"b={url}")) as server:
+            if stream:
+                raw = await server.post("/v1/responses", input="Hi", stream=True)
+                events = events_of(raw.text)
+                assert [event["type"] for event in events].count("response.mcp_list_tools.failed") == 2
+                made = openai.types.responses.Response.model_validate(events[-1]["response"])
+            else:
+                made = await create(server, "Hi")
+            assert kinds(made) == ["mcp_list_tools", "mcp_list_tools", "message"]
+            for item in made.output[:2]:
+                assert "cannot be used" in item.error  # type: ignore[union-attr,operator]
+            assert made.status == "completed"
+
+
+async def test_a_call_that_takes_too_long(tools: ServedTools) -> None:
+    async with calling(tools, call("slow"), "Done.", mcp_timeout=0.4, stream_ping=0.1) as server:
+        raw = await server.post("/v1/responses", input="Hi", stream=True)
+        assert ": ping" in raw.text
+        made = events_of(raw.text)[-1]["response"]
+        assert made["output"][1]["error"]["code"] == 504
+        assert made["output"][2]["content"][0]["text"] == "Done."
+
+
+async def test_background(tools: ServedTools) -> None:
+    async with calling(tools, call("add", a=2, b=3), "5") as server:
+        made = await create(server, background=True)
+        async with asyncio.timeout(30):
+            while (found := await server.openai.responses.retrieve(made.id)).status != "completed":
+                await asyncio.sleep(0.01)
+        assert kinds(found) == ["mcp_list_tools", "mcp_call", "message"]
+
+
+async def test_cancel_during_a_call(tools: ServedTools) -> None:
+    async with calling(tools, call("slow"), "Done.") as server:
+        made = await create(server, background=True)
+        async with asyncio.timeout(30):
+            while not tools.calls:
+                await asyncio.sleep(0.01)
+        cancelled = await server.openai.responses.cancel(made.id)
+        assert cancelled.status == "cancelled"
+        assert (cancelled.output[-1].type, cancelled.output[-1].status) == ("mcp_call", "incomplete")
+        assert server.services.gate.num_active == 0
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"server_label": "other"}, "tools[0].server_label"),
+    ({"server_label": "calc", "server_url": "http://169.254.169.254/mcp"}, "tools[0].server_url"),
+    ({"server_label": "calc", "headers": {"a": "b"}}, "tools[0].headers"),
+    ({"server_label": "calc", "authorization": "x"}, "tools[0].authorization"),
+    ({"server_label": "calc", "connector_id": "connector_gmail"}, "tools[0].connector_id"),
+    ({"server_label": "calc", "allowed_tools": ["multiply"]}, "tools[0].allowed_tools"),
+    ({"server_label": "calc", "colour": 1}, "tools[0].colour"),
+    ({"server_label": "calc", "require_approval": "maybe"}, "tools[0].require_approval"),
+    ({}, "tools[0].server_label"),
+]
+
+
+async def test_refusals_name_the_field(tools: ServedTools) -> None:
+    async with calling(tools, "Hi") as server, chatting() as bare:
+        for entry, param in REFUSED:
+            body = {"input": "Hi", "tools": [{"type": "mcp", **entry}]}
+            assert (await server.refusal("/v1/responses", **body))["param"] == param
+            assert (await bare.refusal("/v1/responses", **body))["param"].startswith("tools[0].")
+
+
+async def test_a_configured_url_may_be_named(tools: ServedTools) -> None:
+    async with calling(tools, "Hi") as server:
+        made = await create(server, tools=[{**CALC, "server_label": "mine", "server_url": tools.url}])
+        assert made.output[0].server_label == "mine"
+        twice = await server.refusal("/v1/responses", input="Hi", tools=[CALC, CALC])
+        assert twice["param"] == "tools[1].server_label"
+
+
+async def test_a_template_without_tools(tools: ServedTools, caplog: pytest.LogCaptureFixture) -> None:
+    plain = HERMES.replace("tools", "no_such_name")
+    async with calling(tools, "Hi", template=plain) as server:
+        assert kinds(await create(server)) == ["message"]
+        assert [one for one in caplog.messages if "tool servers" in one]
+
+
+async def test_several_models_share_the_lists(tools: ServedTools) -> None:
+    async with calling(tools, "Hi") as server:
+        before = tools.num_lists
+        await asyncio.gather(*(create(server) for _ in range(4)))
+        assert tools.num_lists <= before + 1

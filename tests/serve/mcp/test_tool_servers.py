@@ -1,0 +1,126 @@
+"""Sessions with tool servers and the lists of their tools, with servers written with the official package."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+from support.tool_servers import ServedTools, broken_server, tool_server
+
+from penstock.errors import ConfigError, MissingDependencyError
+from penstock.serve.config import ServeConfig
+from penstock.serve.mcp import tool_server as module
+from penstock.serve.mcp.tool_server import ToolServers, check_package
+from penstock.serve.mcp.tool_session import MAX_OUTPUT_CHARACTERS, ToolServer, ToolServerError, ToolSession
+
+needs_mcp = pytest.mark.skipif(find_spec("mcp") is None, reason="needs the package mcp")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ServedTools]:
+    with tool_server() as running:
+        yield running
+
+
+@needs_mcp
+async def test_tools_are_listed_and_called(served: ServedTools) -> None:
+    async with ToolSession(ToolServer("t", served.url), 20) as session:
+        tools = {tool.name: tool for tool in await session.list_tools()}
+        assert list(tools) == ["add", "fail", "slow", "long", "get/picture"]
+        assert tools["add"].description == "Add two numbers."
+        assert tools["add"].input_schema["required"] == ["a", "b"]
+        assert [tool.name for tool in tools.values() if tool.is_read_only] == ["add"]
+        outputs = await asyncio.gather(*(session.call("add", {"a": n, "b": 2}) for n in range(4)))
+        assert [one.output for one in outputs] == ["2", "3", "4", "5"]
+        picture = await session.call("get/picture", {})
+        assert picture.output == "A dot:\n[image image/png, not text]"
+        long = (await session.call("long", {})).output
+        assert long is not None
+        assert long.startswith("x" * MAX_OUTPUT_CHARACTERS + "\n[")
+        assert long.endswith(f"[{300_000 - MAX_OUTPUT_CHARACTERS} more characters]")
+
+
+@needs_mcp
+async def test_errors_are_outputs(served: ServedTools) -> None:
+    async with ToolSession(ToolServer("t", served.url), 20) as session:
+        failed = await session.call("fail", {})
+        assert failed.error is not None
+        assert failed.error["type"] == "mcp_tool_execution_error"
+        assert failed.text.startswith("Error: ")
+        wrong = await session.call("add", {"a": "x"})
+        assert wrong.error is not None
+        assert "valid integer" in wrong.text
+    async with ToolSession(ToolServer("t", served.url), 0.5) as session:
+        late, fine = await asyncio.gather(session.call("slow", {}), session.call("add", {"a": 1, "b": 1}))
+        assert late.error == {
+            "type": "http_error",
+            "code": 504,
+            "message": "the tool server t has not answered within 0.5 seconds",
+        }
+        assert fine.output == "2"
+
+
+@needs_mcp
+async def test_a_server_that_cannot_be_reached() -> None:
+    with broken_server() as url:
+        for address in (url, "http://127.0.0.1:9/mcp"):
+            async with ToolSession(ToolServer("t", address), 20) as session:
+                output = await session.call("add", {})
+                assert output.error is not None
+                assert (output.error["type"], output.error["code"]) == ("http_error", 502)
+                with pytest.raises(ToolServerError, match="the tool server t cannot be used"):
+                    await session.list_tools()
+
+
+@needs_mcp
+async def test_a_token_is_sent() -> None:
+    with tool_server("secret") as guarded:
+        servers = ToolServers([f"g={guarded.url}"], ["g=secret"], 20)
+        (server,) = servers
+        assert "secret" not in repr(server)
+        assert len((await servers.tools_of(server)).tools) == 5
+        (server,) = refused = ToolServers([f"g={guarded.url}"], [], 20)
+        assert (await refused.tools_of(server)).error is not None
+
+
+@needs_mcp
+async def test_lists_are_kept(served: ServedTools, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = ToolServers([f"t={served.url}", "away=http://127.0.0.1:9/mcp"], [], 20)
+    here, away = servers
+    before = served.num_lists
+    first, *others = await asyncio.gather(*(servers.tools_of(here) for _ in range(5)))
+    assert all(one is first for one in others)
+    assert served.num_lists == before + 1
+    failed = await servers.tools_of(away)
+    assert failed.error is not None
+    assert await servers.tools_of(away) is failed
+    monkeypatch.setattr(module, "LIST_SECONDS", -1.0)
+    servers.close()
+    await servers.tools_of(here)
+    await servers.tools_of(here)
+    assert served.num_lists == before + 3
+    assert servers.at(served.url + "/") is here
+    assert servers.at("http://example.org/mcp") is None
+
+
+def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    check_package(())
+    with pytest.raises(MissingDependencyError, match=r"pip install 'penstock-llm\[mcp\]'"):
+        check_package(("a=http://localhost/mcp",))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mcp_server": ["http://localhost/mcp"]}, "mcp_server"),
+        ({"mcp_server": ["a=ftp://localhost/mcp"]}, "mcp_server"),
+        ({"mcp_server": ["a=http://x/", "a=http://y/"]}, "different names"),
+        ({"mcp_server": ["a=http://x/"], "mcp_token": ["b=1"]}, "names 'b'"),
+    ],
+)
+def test_settings_are_checked(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServeConfig.from_flat(values)
