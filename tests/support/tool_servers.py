@@ -71,7 +71,7 @@ def tool_server(token: str | None = None) -> Iterator[ServedTools]:
     async def slow() -> str:
         """Take long."""
         served.calls.append(("slow", ()))
-        await asyncio.sleep(30)
+        await asyncio.sleep(600)
         return "done"
 
     @server.tool()

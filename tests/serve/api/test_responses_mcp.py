@@ -220,6 +220,9 @@ async def test_approval(tools: ServedTools, stream: bool) -> None:
         )
         assert last["content"][0]["text"] == "Done."
         assert tools.calls == [("add", (2, 3))]
+        items: Any = [_user("Add"), *(item.to_dict() for item in asked.output), reply, *made["output"]]
+        assert (await create(server, [*items, _user("And?")], tools=[entry])).output_text == "Done."
+        assert len(tools.calls) == 1  # the approved call has been made
         with spied(server) as prompts:
             refused = await create(server, [{**reply, "approve": False, "reason": "too dear"}], **given)
         assert (kinds(refused), refused.output_text) == (["message"], "Done.")
@@ -287,7 +290,16 @@ async def test_a_forced_call_is_forced_once(tools: ServedTools, named: bool) -> 
     async with calling(tools, call("add", a=2, b=3), "It is 5.", grammars_enabled=True) as server:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("penstock.serve.api.conversation._grammar", lambda *_: None)  # the fake has none
+            choices: list[Any] = []
+            new = server.services.parsers.new
+
+            def spy(**options: Any) -> Any:
+                choices.append(options["tool_choice"])
+                return new(**options)
+
+            object.__setattr__(server.services.parsers, "new", spy)
             made = await create(server, tool_choice=choice)
+            assert (choices[0] == "auto", choices[1]) == (False, "auto")
         assert kinds(made) == ["mcp_list_tools", "mcp_call", "message"]
         assert (made.output[1].output, made.output_text) == ("5", "It is 5.")
 
@@ -384,7 +396,8 @@ async def test_background(tools: ServedTools) -> None:
 
 
 async def test_cancel_during_a_call(tools: ServedTools) -> None:
-    async with calling(tools, call("slow"), "Done.") as server:
+    limits = {"mcp_timeout": 1000.0, "stream_ping": 1000.0}  # nothing else ends the call
+    async with calling(tools, call("slow"), "Done.", **limits) as server:
         made = await create(server, background=True)
         async with asyncio.timeout(30):
             while not tools.calls:
