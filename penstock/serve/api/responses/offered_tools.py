@@ -170,7 +170,7 @@ async def offered_tools(services: Services, raw: Any) -> OfferedTools:
     if implied and not services.tokenizer.template_mentions("tools"):
         services.warn_once(["tools of tool servers, which the chat template does not show"])
         implied = []
-    entries += [("tools", McpTool(type=MCP, server_label=name)) for name in implied]
+    entries += [("tools", McpTool(type="mcp", server_label=name)) for name in implied]
     found = [_server(servers, entry, place) for place, entry in entries]
     labels = [entry.server_label for _, entry in entries]
     for index, label in enumerate(labels):

@@ -213,7 +213,7 @@ class OutputItems:
         approval_request_id: str | None = None,
     ) -> None:
         self._open = "mcp_call"
-        item = {
+        item: dict[str, object] = {
             "id": new_id("mcp"),
             "type": self._open,
             "status": "in_progress",
