@@ -2,8 +2,9 @@
 
 Each file of ``tests/weights/quantized_layers`` holds the tensors of one layer ``model.layers.0.mlp.up_proj``,
 as the library stores them, and ``expected``: the weight as the library restores it. The metadata holds
-``quantization_config`` and what the library adds. Install ``compressed-tensors``, ``bitsandbytes`` and
-``torchao`` first, then run ``python tools/write_quantized_layers.py [NAME ...]``.
+``quantization_config`` and what the library adds. Install ``compressed-tensors``, ``bitsandbytes``,
+``torchao``, ``gptqmodel`` and ``autoawq`` first, then run
+``python tools/write_quantized_layers.py [NAME ...]``.
 """
 
 from __future__ import annotations
@@ -126,6 +127,58 @@ def bitsandbytes_int8() -> Golden:
     return tensors, expected, {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
+def quantized_groups(group_size: int, bits: int) -> tuple[nn.Linear, Tensor, Tensor]:
+    """Return a layer of float16, and scales and zero points ``[out, G]`` for groups of its inputs."""
+    torch.manual_seed(0)
+    own = nn.Linear(128, 64, bias=False).half()
+    groups = own.weight.data.float().unflatten(1, (-1, group_size))
+    low, high = groups.amin(2), groups.amax(2)
+    scales = ((high - low) / (2**bits - 1)).half()
+    zeros = (-low / scales.float()).round().clamp(1, 2**bits - 1)
+    return own, scales, zeros
+
+
+def gptqmodel(bits: int, desc_act: bool, version: int = 2) -> Golden:
+    """Return a layer that gptqmodel packs, in the first or the second version of the format."""
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.quantization import QuantizeConfig
+    from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
+
+    size = 32
+    own, scales, zeros = quantized_groups(size, bits)
+    order = torch.randperm(128) if desc_act else torch.arange(128)
+    group_of_input = (torch.arange(128) // size)[order.argsort()].int()
+    packed = TorchLinear(bits, size, False, desc_act, 128, 64, register_buffers=True)
+    packed.pack_original(own, scales, zeros, group_of_input)
+    packed.post_init()
+    expected = packed.dequantize_weight().T.clone()
+    section = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": desc_act}
+    section["checkpoint_format"] = "gptq_v2" if version == 2 else "gptq"
+    if version == 1:
+        convert_gptq_v2_to_v1_format_module(packed, QuantizeConfig(bits=bits, group_size=size))
+    names = ("qweight", "qzeros", "scales", "g_idx")
+    return {name: getattr(packed, name).clone() for name in names}, expected, section
+
+
+def autoawq(version: str) -> Golden:
+    """Return a layer that autoawq packs, and its weight by the format's definition."""
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.modules.linear.gemv import WQLinear_GEMV
+
+    size = 32
+    own, scales, zeros = quantized_groups(size, 4)
+    spread = [one.float().repeat_interleave(size, 1) for one in (scales, zeros)]
+    codes = ((own.weight.data.float() / spread[0]).round() + spread[1]).clamp(0, 15)
+    expected = (codes - spread[1]) * spread[0]
+    own.weight.data = expected.half()
+    if version == "gemm":
+        packed = WQLinear_GEMM.from_linear(own, 4, size, False, scales.T.contiguous(), zeros.T.contiguous())
+    else:
+        packed = WQLinear_GEMV.from_linear(own, 4, size, False, scales, zeros)
+    section = {"quant_method": "awq", "bits": 4, "group_size": size, "version": version, "zero_point": True}
+    return dict(packed.state_dict()), expected, section
+
+
 def torchao(name: str, group_size: int | None = None, **options: Any) -> Golden:
     """Return a layer that torchao quantizes."""
     import torchao.quantization as ao
@@ -183,6 +236,13 @@ def goldens() -> Iterator[tuple[str, Callable[[], Golden]]]:
         yield f"bitsandbytes-{kind}", lambda kind=kind: bitsandbytes_4_bits(kind, False)
         yield f"bitsandbytes-nested-{kind}", lambda kind=kind: bitsandbytes_4_bits(kind, True)
     yield "bitsandbytes-int8", bitsandbytes_int8
+    for bits in (2, 3, 4, 8):
+        yield f"gptqmodel-w{bits}", lambda bits=bits: gptqmodel(bits, False)
+        yield f"gptqmodel-v1-w{bits}", lambda bits=bits: gptqmodel(bits, False, 1)
+    yield "gptqmodel-descact-w4", lambda: gptqmodel(4, True)
+    yield "gptqmodel-descact-w8", lambda: gptqmodel(8, True, 1)
+    for version in ("gemm", "gemv"):
+        yield f"autoawq-{version}-w4", lambda version=version: autoawq(version)
     yield "torchao-int8", lambda: torchao("Int8WeightOnlyConfig")
     yield "torchao-fp8", lambda: torchao("Float8WeightOnlyConfig")
     for bits in (2, 4, 8):

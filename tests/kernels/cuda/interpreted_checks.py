@@ -25,6 +25,7 @@ from penstock.kernels import (
     LoRAInputs,
     PackedExperts,
     SamplingInputs,
+    encoding_named,
     unpack_linear,
 )
 from penstock.kernels.cuda import BACKEND
@@ -240,6 +241,16 @@ def test_encodings_give_the_bits_of_the_reference(ops: CudaOps, encoding: str) -
     got = ops.linear(x, packed)
     assert torch.equal(got[[0, 2]], REFERENCE.linear(x, expected)[[0, 2]])
     assert got[1].isnan().all()
+
+
+def test_inputs_in_another_order(ops: CudaOps) -> None:
+    weight, order, x = torch.randn(20, 70), torch.randperm(70).int(), torch.randn(3, 70)
+    rows = encoding_named("uint4").pack(weight)
+    packed, expected = (o.pack_quantized(rows, "uint4", order=order) for o in (ops, REFERENCE))
+    assert packed.layout == NIBBLES
+    assert torch.equal(unpack_linear(packed), unpack_linear(expected))
+    assert torch.equal(ops.linear(x, packed), REFERENCE.linear(x, expected))
+    assert not torch.equal(ops.linear(x, packed), ops.linear(x, replace(packed, order=None)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
