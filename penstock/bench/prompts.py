@@ -13,11 +13,11 @@ import msgspec
 from penstock.bench.http_client import HttpClient
 from penstock.errors import ConfigError, InputError
 
-Endpoint: TypeAlias = Literal["chat", "completions"]
-Prompt: TypeAlias = str | list[int] | list[dict[str, object]]
+EndpointName: TypeAlias = Literal["chat", "completions"]
+BenchPrompt: TypeAlias = str | list[int] | list[dict[str, object]]
 """A text, token ids, or messages."""
 
-PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PATHS: dict[EndpointName, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 _WORDS = (
     "river stone water mill wheel turn morning valley bridge engine quiet letter north garden seven window"
@@ -30,7 +30,7 @@ _WORDS = (
 class RequestTemplate:
     """Builds request bodies from prompts."""
 
-    endpoint: Endpoint
+    endpoint: EndpointName
     model: str
     output_length: int
     stream: bool = True
@@ -45,7 +45,7 @@ class RequestTemplate:
         """The path of the endpoint."""
         return PATHS[self.endpoint]
 
-    def body(self, index: int, prompt: Prompt) -> dict[str, object]:
+    def body(self, index: int, prompt: BenchPrompt) -> dict[str, object]:
         """Return the body of a request; its seed is ``seed + index``.
 
         Raises:
@@ -70,8 +70,8 @@ class RequestTemplate:
 
 
 async def random_prompts(
-    client: HttpClient, model: str, endpoint: Endpoint, count: int, length: int, seed: int
-) -> list[Prompt]:
+    client: HttpClient, model: str, endpoint: EndpointName, count: int, length: int, seed: int
+) -> list[BenchPrompt]:
     """Return prompts of random words without common prefixes, so that a prefix cache has no hits.
 
     For completions each prompt has exactly ``length`` tokens. For chats the text has about this many, and the
@@ -95,7 +95,7 @@ async def random_prompts(
     return texts
 
 
-def prompts_of_file(path: Path) -> list[Prompt]:
+def prompts_of_file(path: Path) -> list[BenchPrompt]:
     """Return the prompts of a file: its lines, or the ``prompt`` or ``messages`` of each line of ``.jsonl``.
 
     Raises:
@@ -109,7 +109,7 @@ def prompts_of_file(path: Path) -> list[Prompt]:
     return [_prompt_of_line(path, number, line) for number, line in enumerate(lines, 1)]
 
 
-def chosen(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+def chosen(prompts: Sequence[BenchPrompt], count: int) -> list[BenchPrompt]:
     """Return ``count`` prompts, repeating them from the beginning if there are fewer."""
     return [prompts[index % len(prompts)] for index in range(count)]
 
@@ -137,7 +137,7 @@ async def _ask(client: HttpClient, path: str, body: object = None) -> Any:
     return msgspec.json.decode(answer.body)
 
 
-def _prompt_of_line(path: Path, number: int, line: str) -> Prompt:
+def _prompt_of_line(path: Path, number: int, line: str) -> BenchPrompt:
     try:
         entry = msgspec.json.decode(line)
     except msgspec.DecodeError as error:

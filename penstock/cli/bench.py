@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from penstock.bench.http_client import HttpClient
-    from penstock.bench.prompts import Endpoint, Prompt
+    from penstock.bench.prompts import EndpointName
 
 
 class _ServeOptions(TypedDict):
@@ -27,7 +27,7 @@ class _ServeOptions(TypedDict):
     url: str
     api_key: str | None
     model: str | None
-    endpoint: Endpoint
+    endpoint: EndpointName
     concurrency: int | None
     rate: float | None
     num_requests: int
@@ -201,7 +201,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     return 1 if summary.errors else 0
 
 
-async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tuple[str, list[Prompt]]:
+async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tuple[str, list[BenchPrompt]]:
     """Return the model, and a prompt for each request: first those of the measurement, then the warm-up."""
     from penstock.bench.http_client import IncompleteResponseError
     from penstock.bench.prompts import chosen, prompts_of_file, random_prompts, served_model

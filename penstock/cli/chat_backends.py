@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from penstock.llm.llm import LLM
 
-Messages: TypeAlias = Sequence[Mapping[str, object]]
+ChatMessages: TypeAlias = Sequence[Mapping[str, object]]
 
 _TIMEOUT = 600.0
 """Seconds without data after which the server is assumed to be dead."""
@@ -39,7 +39,7 @@ class ChatBackend(Protocol):
     name: str
     """The name of the model."""
 
-    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
+    def answer(self, messages: ChatMessages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
         """Yield the answer in pieces. Closing the iterator cancels the request.
 
         Raises:
@@ -58,7 +58,7 @@ class LocalBackend:
         self._llm = llm
         self._parsers = ParserFactory.choose(llm.tokenizer.chat_template_source, "none", "auto")
 
-    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
+    def answer(self, messages: ChatMessages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
         """Yield the answer in pieces; reasoning is separated from the text."""
         from penstock.serve.parsers import Content, Reasoning
 
@@ -107,7 +107,7 @@ class ServerBackend:
             model = str(listed[0]["id"])
         self.name = model
 
-    def answer(self, messages: Messages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
+    def answer(self, messages: ChatMessages, settings: Mapping[str, object]) -> Iterator[AnswerPiece]:
         """Yield the answer in pieces."""
         body = {
             "model": self.name,

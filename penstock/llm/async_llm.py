@@ -25,7 +25,7 @@ from penstock.llm.async_speech import AsyncSpeechMethods
 from penstock.llm.embeddings import EmbeddingsInput, as_inputs, is_single
 from penstock.llm.images import Image, images_of_prompts
 from penstock.llm.outputs import GenerationOutput, OutputBuilder, OutputOptions, best_first
-from penstock.llm.prompts import Conversation, Prompt, Tools, params_for_each
+from penstock.llm.prompts import ChatMessages, Prompt, ToolDescriptions, params_for_each
 from penstock.llm.text_requests import BatchFields, TextFields, builders_of, text_request
 from penstock.pipelines.core import (
     EmbeddingsGenerationRequest,
@@ -148,8 +148,8 @@ class AsyncLLM(AsyncSpeechMethods):
         prompt: Prompt | None = None,
         sampling_params: SamplingParams | None = None,
         *,
-        messages: Conversation | None = None,
-        tools: Tools | None = None,
+        messages: ChatMessages | None = None,
+        tools: ToolDescriptions | None = None,
         chat_template_kwargs: dict[str, object] | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -218,9 +218,9 @@ class AsyncLLM(AsyncSpeechMethods):
     @hinting
     async def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: ChatMessages | Sequence[ChatMessages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        tools: Tools | None = None,
+        tools: ToolDescriptions | None = None,
         chat_template_kwargs: dict[str, object] | None = None,
         *,
         n: int = 1,

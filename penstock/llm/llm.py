@@ -25,7 +25,7 @@ from penstock.llm.beam_search import BeamOptions, EarlyStopping, search
 from penstock.llm.embeddings import EmbeddingsMethods
 from penstock.llm.images import Image, images_of_prompts
 from penstock.llm.outputs import GenerationOutput, OutputOptions, TextStream
-from penstock.llm.prompts import Conversation, Prompt, Tools, as_batch, params_for_each
+from penstock.llm.prompts import ChatMessages, Prompt, ToolDescriptions, as_batch, params_for_each
 from penstock.llm.speech import Speech, SpeechMethods, SpeechStream
 from penstock.llm.text_requests import BatchFields, TextRequests
 from penstock.pipelines.core import (
@@ -150,9 +150,9 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     @hinting
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: ChatMessages | Sequence[ChatMessages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        tools: Tools | None = None,
+        tools: ToolDescriptions | None = None,
         chat_template_kwargs: dict[str, object] | None = None,
         use_tqdm: bool = True,
         *,
@@ -197,8 +197,8 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         prompt: Prompt | None = None,
         sampling_params: SamplingParams | None = None,
         *,
-        messages: Conversation | None = None,
-        tools: Tools | None = None,
+        messages: ChatMessages | None = None,
+        tools: ToolDescriptions | None = None,
         chat_template_kwargs: dict[str, object] | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,

@@ -11,9 +11,9 @@ from penstock.pipelines.core import SamplingParams
 
 T = TypeVar("T")
 Prompt: TypeAlias = str | Sequence[int]
-Conversation: TypeAlias = Sequence[Mapping[str, object]]
+ChatMessages: TypeAlias = Sequence[Mapping[str, object]]
 """Messages, such as ``{"role": "user", "content": "Hello"}`` (`TokenGeneratorRequestMessage`)."""
-Tools: TypeAlias = Sequence[Mapping[str, object]]
+ToolDescriptions: TypeAlias = Sequence[Mapping[str, object]]
 """Descriptions of functions, as OpenAI's ``tools`` (`TokenGeneratorRequestTool`)."""
 
 _NO_BATCH = (str, bytes, bytearray, memoryview, Mapping, Set)
@@ -39,7 +39,7 @@ def _is_token(value: object) -> bool:
     return not isinstance(value, str | bytes | Iterable)
 
 
-def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[object]:
+def as_conversations(messages: ChatMessages | Sequence[ChatMessages]) -> list[object]:
     """Return a list of conversations, from a list or a single conversation."""
     given: object = messages
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):

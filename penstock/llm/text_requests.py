@@ -16,7 +16,14 @@ from penstock.host.progress import GenerationProgress
 from penstock.llm.batch_runner import BatchRunner
 from penstock.llm.images import Image, image_bytes, prompts_with_images, separate_images
 from penstock.llm.outputs import GenerationOutput, OutputBuilder, OutputOptions, best_first
-from penstock.llm.prompts import Conversation, Prompt, Tools, as_conversations, broadcast, params_for_each
+from penstock.llm.prompts import (
+    ChatMessages,
+    Prompt,
+    ToolDescriptions,
+    as_conversations,
+    broadcast,
+    params_for_each,
+)
 from penstock.pipelines.core import (
     Grammar,
     SamplingParams,
@@ -42,7 +49,7 @@ class TextFields(TypedDict, total=False):
     messages: object
     """Messages that the chat template checks; image parts may have any `Image`."""
     images: list[Image] | None
-    tools: Tools | None
+    tools: ToolDescriptions | None
     chat_template_options: dict[str, object] | None
     response_format: Mapping[str, object] | None
     grammar: Grammar | None
@@ -73,8 +80,8 @@ class BatchFields:
 
     def of_conversations(
         self,
-        messages: Conversation | Sequence[Conversation],
-        tools: Tools | None,
+        messages: ChatMessages | Sequence[ChatMessages],
+        tools: ToolDescriptions | None,
         template_options: dict[str, object] | None,
     ) -> list[TextFields]:
         """Return the fields of one request for each conversation.

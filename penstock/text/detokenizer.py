@@ -13,7 +13,7 @@ import numpy.typing as npt
 _OPEN_CHARACTER_WINDOW = 4
 _PROMPT_WINDOW = 2 * _OPEN_CHARACTER_WINDOW  # the first tokens of the window may be part of a character
 _UTF8 = codecs.getincrementaldecoder("utf-8")
-TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+AnyTokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 
 class TokenDecoder(Protocol):
@@ -55,7 +55,7 @@ class Detokenizer:
         tokenizer: TokenDecoder,
         stop: str | Sequence[str] = (),
         *,
-        prompt: TokenIds = (),
+        prompt: AnyTokenIds = (),
         skip_special_tokens: bool = True,
         keeps_stop: bool = False,
     ) -> None:
@@ -139,7 +139,7 @@ class _IncrementalDecoder:
     the tokens whose text is not final.
     """
 
-    def __init__(self, tokenizer: TokenDecoder, prompt: TokenIds, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: TokenDecoder, prompt: AnyTokenIds, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._bytes = tokenizer.byte_tokens
@@ -210,7 +210,7 @@ class _IncrementalDecoder:
 
 
 def text_after_prompt(
-    tokenizer: TokenDecoder, prompt: TokenIds, ids: Sequence[int], skip_special_tokens: bool = True
+    tokenizer: TokenDecoder, prompt: AnyTokenIds, ids: Sequence[int], skip_special_tokens: bool = True
 ) -> str:
     """Return the text that ``ids`` add after a prompt: the text of both, without `prompt_text`.
 
@@ -224,7 +224,7 @@ def text_after_prompt(
 
 def text_of_piece(
     tokenizer: TokenDecoder,
-    prompt: TokenIds,
+    prompt: AnyTokenIds,
     before: Sequence[int],
     ids: Sequence[int],
     *,
@@ -249,7 +249,7 @@ def text_of_piece(
     return prompt_text(tokenizer, together, skip_special_tokens)[start:]
 
 
-def prompt_text(tokenizer: TokenDecoder, prompt: TokenIds, skip_special_tokens: bool = True) -> str:
+def prompt_text(tokenizer: TokenDecoder, prompt: AnyTokenIds, skip_special_tokens: bool = True) -> str:
     """Return the text of a prompt without an incomplete character at its end, which belongs to the output."""
     ids = [int(token_id) for token_id in prompt]
     if not tokenizer.byte_tokens:
@@ -264,7 +264,7 @@ def prompt_text(tokenizer: TokenDecoder, prompt: TokenIds, skip_special_tokens: 
     return tokenizer.decode_ids(ids[: len(ids) - len(utf8.getstate()[0])], skip_special_tokens)
 
 
-def _context(tokenizer: TokenDecoder, prompt: TokenIds) -> list[int]:
+def _context(tokenizer: TokenDecoder, prompt: AnyTokenIds) -> list[int]:
     """Return the last tokens of a prompt that the following text depends on; none before a special token."""
     ids: list[int] = []
     for token_id in prompt[: -_PROMPT_WINDOW - 1 : -1]:

@@ -14,7 +14,7 @@ from support.chatting import THINKING
 from support.live_server import live_server
 
 from penstock.cli import chat, cli
-from penstock.cli.chat_backends import AnswerPiece, Messages
+from penstock.cli.chat_backends import AnswerPiece, ChatMessages
 from penstock.cli.chat_session import ChatSession
 from penstock.errors import InputError
 from penstock.testing import FakePipeline
@@ -29,7 +29,7 @@ class Scripted:
         self.settings: Mapping[str, Any] = {}
         self.num_closed = 0
 
-    def answer(self, messages: Messages, settings: Mapping[str, Any]) -> Iterator[AnswerPiece]:
+    def answer(self, messages: ChatMessages, settings: Mapping[str, Any]) -> Iterator[AnswerPiece]:
         self.settings = {**settings}
         try:
             yield AnswerPiece("Hm. ", is_reasoning=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.bench.simulation.clock import BusyServer, Clock
 from penstock.bench.simulation.costs import ClusterCosts, StepShape
-from penstock.bench.simulation.trace import Conversation, Tokens, TraceShape, make_trace
+from penstock.bench.simulation.trace import SimulatedConversation, Tokens, TraceShape, make_trace
 from penstock.bench.simulation.worker import SimulatedWorker
 from penstock.errors import InputError
 from penstock.pipelines.core import RequestContext, SamplingParams, TextContext
@@ -51,7 +51,7 @@ POLICIES: Mapping[str, Callable[[], RoutingPolicy | None]] = {
 
 
 @dataclass(slots=True)
-class Outcome:
+class TurnOutcome:
     """The times of a request, in virtual seconds."""
 
     arrived: float
@@ -91,10 +91,10 @@ class _Request:
     """A request that has not ended."""
 
     context: TextContext
-    conversation: Conversation
+    conversation: SimulatedConversation
     number: int
     """The index of the turn."""
-    outcome: Outcome
+    outcome: TurnOutcome
 
 
 class Cluster:
@@ -115,10 +115,10 @@ class Cluster:
         # `WorkerRouter` uses the members that `SimulatedWorker` has.
         self._router = WorkerRouter(cast("list[EngineClient]", self._workers), POLICIES[policy]())
         self._requests: dict[str, _Request] = {}
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[TurnOutcome] = []
         """The times of all requests, in the order of their arrivals."""
 
-    def run(self, trace: Sequence[Conversation]) -> ClusterReport:
+    def run(self, trace: Sequence[SimulatedConversation]) -> ClusterReport:
         """Run all requests of a trace and return the report.
 
         Raises:
@@ -140,7 +140,7 @@ class Cluster:
         """Return the seconds that the workers together and the router have worked so far."""
         return sum(worker.busy_seconds for worker in self._workers), self._router_thread.busy_seconds
 
-    def _arrive(self, conversation: Conversation, number: int, before: Tokens) -> None:
+    def _arrive(self, conversation: SimulatedConversation, number: int, before: Tokens) -> None:
         """Let a turn arrive at the router, with the tokens of the turns before it."""
         turn = conversation.turns[number]
         tokens = np.concatenate([before, turn.message])
@@ -152,7 +152,7 @@ class Cluster:
             sampling_params=SamplingParams(temperature=0.0),
             request_id=f"{conversation.name}-{number}",
         )
-        outcome = Outcome(self._clock.now, len(tokens))
+        outcome = TurnOutcome(self._clock.now, len(tokens))
         self.outcomes.append(outcome)
         self._requests[context.request_id] = _Request(context, conversation, number, outcome)
         num_blocks = len(tokens) // self._costs.limits.block_size
@@ -230,7 +230,7 @@ def capacity(costs: ClusterCosts, shape: TraceShape) -> float:
     return 1 / (prompt * prefill + answer * decode)
 
 
-def _mean_prompt(trace: Sequence[Conversation]) -> float:
+def _mean_prompt(trace: Sequence[SimulatedConversation]) -> float:
     """Return the mean number of prompt tokens of a request."""
     lengths = []
     for conversation in trace:

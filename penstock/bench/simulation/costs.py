@@ -32,7 +32,7 @@ class StepShape(NamedTuple):
         return cls(sum(rows for rows, _ in shapes), len(shapes), pairs)
 
 
-class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The time of a step: ``table(T) + per_sequence * B + per_pair * pairs``.
 
     The table is linear between two entries, and continues with the slope of its last two entries.
@@ -64,9 +64,9 @@ class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         table = self.seconds[after - 1] + slope * (shape.num_tokens - low)
         return table + self.per_sequence * shape.num_sequences + self.per_pair * shape.num_pairs
 
-    def scaled(self, speed: float) -> StepCosts:
+    def scaled(self, speed: float) -> StepCostTable:
         """Return the costs of a worker that is ``speed`` times as fast."""
-        return StepCosts(
+        return StepCostTable(
             self.num_tokens,
             [one / speed for one in self.seconds],
             self.per_sequence / speed,
@@ -74,7 +74,7 @@ class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     @classmethod
-    def fitted(cls, steps: Sequence[tuple[StepShape, float]]) -> StepCosts:
+    def fitted(cls, steps: Sequence[tuple[StepShape, float]]) -> StepCostTable:
         """Fit the formula to measured steps, with the smallest relative errors (non-negative least squares).
 
         Args:
@@ -130,7 +130,7 @@ class ClusterCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: Mapping[str, str]
     """What was measured: model, machine, date."""
     limits: WorkerLimits
-    step: StepCosts
+    step: StepCostTable
     router: RouterCosts
     message_seconds: float = 0.0002
     """Seconds that a message takes between router and worker."""

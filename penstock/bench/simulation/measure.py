@@ -12,7 +12,7 @@ from uuid import uuid4
 import numpy as np
 
 from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer
-from penstock.bench.simulation.costs import StepCosts, StepShape, WorkerLimits
+from penstock.bench.simulation.costs import StepCostTable, StepShape, WorkerLimits
 from penstock.config import PipelineConfig
 from penstock.errors import ConfigError
 from penstock.pipelines.core import SamplingParams, TextContext
@@ -26,7 +26,7 @@ CONTEXTS = (16, 512)
 """Tokens of these contexts."""
 
 
-def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCosts, WorkerLimits]:
+def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCostTable, WorkerLimits]:
     """Load a model and return the fitted times of its steps, and its limits.
 
     A step is a call of `Scheduler.step`: scheduling, forward and sampling. Each shape runs once before it is
@@ -63,7 +63,7 @@ def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCost
         steps += _decoding(scheduler, limits, vocabulary, repeats)
     finally:
         pipeline.close()
-    return StepCosts.fitted(steps), limits
+    return StepCostTable.fitted(steps), limits
 
 
 def _prompts(

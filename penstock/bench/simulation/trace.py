@@ -72,7 +72,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class SimulatedConversation:
     """The requests of one user."""
 
     name: str
@@ -81,16 +81,16 @@ class Conversation:
     turns: tuple[Turn, ...]
 
 
-def make_trace(shape: TraceShape) -> list[Conversation]:
+def make_trace(shape: TraceShape) -> list[SimulatedConversation]:
     """Return conversations in the order in which they begin, with ``num_requests`` turns together.
 
     The same parameters give the same trace.
     """
-    conversations: list[Conversation] = []
+    conversations: list[SimulatedConversation] = []
     left, draws = shape.num_requests, np.random.default_rng(shape.seed)
     for turns in _conversations(shape, draws):
         taken = tuple(islice(turns, left))
-        conversations.append(Conversation(f"user-{len(conversations)}", 0.0, taken))
+        conversations.append(SimulatedConversation(f"user-{len(conversations)}", 0.0, taken))
         left -= len(taken)
         if left <= 0:
             break
@@ -99,7 +99,7 @@ def make_trace(shape: TraceShape) -> list[Conversation]:
     gaps = draws.gamma(shape_of_gaps, mean_gap / shape_of_gaps, len(conversations))
     begins = np.cumsum(gaps) - gaps[0]
     return [
-        Conversation(one.name, float(begin), one.turns)
+        SimulatedConversation(one.name, float(begin), one.turns)
         for one, begin in zip(conversations, begins, strict=True)
     ]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from penstock.bench.simulation.clock import Clock
-from penstock.bench.simulation.costs import ClusterCosts, StepCosts, StepShape
+from penstock.bench.simulation.costs import ClusterCosts, StepCostTable, StepShape
 from penstock.dtype import DType
 from penstock.kv_cache.manager import KVCacheManager
 from penstock.kv_cache.spec import KVCacheSpec, KVGroup
@@ -36,7 +36,7 @@ class TimedPipeline(FakePipeline):
         kv: the KV cache.
     """
 
-    def __init__(self, costs: StepCosts, kv: KVCacheManager) -> None:
+    def __init__(self, costs: StepCostTable, kv: KVCacheManager) -> None:
         super().__init__(_next_token, kv=kv)
         self._costs = costs
         self._decode_seconds = 0.0

@@ -61,7 +61,7 @@ class TransformerLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
+class NeuCodecDecoder:
     """Codes to samples."""
 
     config: NeuCodecConfig
@@ -106,7 +106,7 @@ class Decoder:
         return residual
 
 
-def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> Decoder:
+def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> NeuCodecDecoder:
     """Read the tensors of the decoder and the output projection of the quantizer.
 
     Args:
@@ -118,7 +118,7 @@ def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> 
     prefix, size = "acoustic_decoder", config.hidden_size
     window = torch.hann_window(FRAMES_PER_WINDOW * config.hop)
     blocks = CodecLoader(loader.weights, loader.ops, "int8" if encoding == "int8" else "float32")
-    return Decoder(
+    return NeuCodecDecoder(
         config,
         code_digits(config.levels),
         _read_projection(loader, config),

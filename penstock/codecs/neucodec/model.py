@@ -22,8 +22,8 @@ from torch import Tensor
 from penstock.codecs.codec import AudioCodec, CodecChunk
 from penstock.codecs.layers import CodecLoader, RaggedRows
 from penstock.codecs.neucodec.config import NeuCodecConfig
-from penstock.codecs.neucodec.decoder import Decoder, read_decoder
-from penstock.codecs.neucodec.windows import BLOCK, LEFT, RIGHT, Block, block, block_at
+from penstock.codecs.neucodec.decoder import NeuCodecDecoder, read_decoder
+from penstock.codecs.neucodec.windows import BLOCK, LEFT, RIGHT, FrameBlock, block, block_at
 from penstock.codecs.weights import open_weights
 from penstock.engine import InferenceSession
 from penstock.errors import UnsupportedFeatureError
@@ -39,7 +39,7 @@ _UNUSED = ("quantizer.project_in.*", "*.inv_freq", "*.original_inv_freq", "*.win
 class _Window:
     """A block of a chunk."""
 
-    block: Block
+    block: FrameBlock
     frames: Tensor
     """Codes of the window, ``[n, 1]``."""
 
@@ -58,7 +58,7 @@ class NeuCodec(AudioCodec):
     left_context = LEFT + BLOCK + BLOCK - 1
     right_context = BLOCK - 1 + RIGHT
 
-    def __init__(self, config: NeuCodecConfig, ops: Ops, decoder: Decoder) -> None:
+    def __init__(self, config: NeuCodecConfig, ops: Ops, decoder: NeuCodecDecoder) -> None:
         self._ops = ops
         self._decoder = decoder
         self._cache: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()
@@ -141,7 +141,7 @@ class NeuCodec(AudioCodec):
             one = block(one.index + 1)
         return found
 
-    def _window(self, chunk: CodecChunk, one: Block) -> _Window:
+    def _window(self, chunk: CodecChunk, one: FrameBlock) -> _Window:
         origin, (first, end) = chunk.start - chunk.left, one.window
         return _Window(one, chunk.frames[first - origin : end - origin])
 

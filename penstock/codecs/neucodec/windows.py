@@ -21,7 +21,7 @@ RIGHT = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FrameBlock:
     """Frames ``start`` to ``stop - 1`` of a stream."""
 
     index: int
@@ -34,13 +34,13 @@ class Block:
         return max(self.start - LEFT, 0), self.stop + RIGHT
 
 
-def block(index: int) -> Block:
+def block(index: int) -> FrameBlock:
     """Return a block by its number in the stream."""
     start = sum(FIRST_BLOCKS[:index]) + max(index - len(FIRST_BLOCKS), 0) * BLOCK
-    return Block(index, start, start + (FIRST_BLOCKS[index] if index < len(FIRST_BLOCKS) else BLOCK))
+    return FrameBlock(index, start, start + (FIRST_BLOCKS[index] if index < len(FIRST_BLOCKS) else BLOCK))
 
 
-def block_at(frame: int) -> Block:
+def block_at(frame: int) -> FrameBlock:
     """Return the block of a frame."""
     index = max(frame - sum(FIRST_BLOCKS), 0) // BLOCK + len(FIRST_BLOCKS)
     while block(index).start > frame:

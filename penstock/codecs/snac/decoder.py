@@ -44,7 +44,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class UpsamplingBlock:
     """Upsampling, noise and three residual units."""
 
     snake: Snake
@@ -57,11 +57,11 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
+class SnacDecoder:
     """Latent rows to samples."""
 
     first: tuple[Conv1d, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[UpsamplingBlock, ...]
     snake: Snake
     last: Conv1d
     margin: int
@@ -100,7 +100,7 @@ def _trimmed(x: RaggedRows, spans: Sequence[Span], margin: int) -> tuple[RaggedR
     return x.cut(ranges), kept
 
 
-def read_decoder(loader: CodecLoader, config: SnacConfig) -> Decoder:
+def read_decoder(loader: CodecLoader, config: SnacConfig) -> SnacDecoder:
     """Read the tensors ``decoder.*``."""
     channels = config.decoder_dim
     first: tuple[Conv1d, ...]
@@ -117,7 +117,7 @@ def read_decoder(loader: CodecLoader, config: SnacConfig) -> Decoder:
     for index, stride in enumerate(config.decoder_rates):
         name, inputs, channels = f"decoder.model.{len(first) + index}.block", channels, channels // 2
         blocks.append(
-            Block(
+            UpsamplingBlock(
                 loader.snake(f"{name}.0", inputs),
                 loader.upsample(f"{name}.1", inputs, channels, stride),
                 loader.conv1d(f"{name}.2.linear", channels, channels, 1, has_bias=False)
@@ -129,7 +129,7 @@ def read_decoder(loader: CodecLoader, config: SnacConfig) -> Decoder:
             )
         )
     end = len(first) + len(blocks)
-    return Decoder(
+    return SnacDecoder(
         first,
         tuple(blocks),
         loader.snake(f"decoder.model.{end}", channels),

@@ -13,7 +13,7 @@ from penstock.kernels import Ops
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DownsamplingBlock:
     """Three residual units and downsampling."""
 
     units: tuple[ResidualUnit, ...]
@@ -22,11 +22,11 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoder:
+class SnacEncoder:
     """Samples to latent rows."""
 
     first: Conv1d
-    blocks: tuple[Block, ...]
+    blocks: tuple[DownsamplingBlock, ...]
     last: Conv1d
 
     def __call__(self, samples: Tensor, ops: Ops) -> Tensor:
@@ -39,7 +39,7 @@ class Encoder:
         return self.last(x, ops).rows
 
 
-def read_encoder(loader: CodecLoader, config: SnacConfig) -> Encoder:
+def read_encoder(loader: CodecLoader, config: SnacConfig) -> SnacEncoder:
     """Read the tensors ``encoder.*``."""
     channels, side = config.encoder_dim, KERNEL_SIZE // 2
     first = loader.conv1d("encoder.block.0", 1, channels, KERNEL_SIZE, padding=side)
@@ -51,10 +51,10 @@ def read_encoder(loader: CodecLoader, config: SnacConfig) -> Encoder:
         downsample = loader.conv1d(
             f"{name}.4", inputs, channels, 2 * stride, stride=stride, padding=-(-stride // 2)
         )
-        blocks.append(Block(units, snake, downsample))
+        blocks.append(DownsamplingBlock(units, snake, downsample))
     groups = channels if config.is_depthwise else 1
     last = f"encoder.block.{len(blocks) + 1}"
-    return Encoder(
+    return SnacEncoder(
         first,
         tuple(blocks),
         loader.conv1d(last, channels, config.latent_dim, KERNEL_SIZE, padding=side, groups=groups),

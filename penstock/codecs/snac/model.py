@@ -20,8 +20,8 @@ from torch import Tensor
 from penstock.codecs.codec import AudioCodec, CodecChunk
 from penstock.codecs.layers import CodecLoader, RaggedRows
 from penstock.codecs.snac.config import SnacConfig
-from penstock.codecs.snac.decoder import Decoder, Span, read_decoder
-from penstock.codecs.snac.encoder import Encoder, read_encoder
+from penstock.codecs.snac.decoder import SnacDecoder, Span, read_decoder
+from penstock.codecs.snac.encoder import SnacEncoder, read_encoder
 from penstock.codecs.snac.quantizer import Quantizer, read_quantizer
 from penstock.codecs.weights import open_weights
 from penstock.engine import InferenceSession
@@ -41,7 +41,7 @@ class SnacCodec(AudioCodec):
     """False leaves out the noise of the decoder: the output sounds duller."""
 
     def __init__(
-        self, config: SnacConfig, ops: Ops, quantizer: Quantizer, decoder: Decoder, encoder: Encoder
+        self, config: SnacConfig, ops: Ops, quantizer: Quantizer, decoder: SnacDecoder, encoder: SnacEncoder
     ) -> None:
         self._ops = ops
         self._quantizer, self._decoder, self._encoder = quantizer, decoder, encoder

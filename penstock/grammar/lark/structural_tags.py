@@ -26,7 +26,7 @@ from penstock.grammar.lark.nodes import (
     sequence,
 )
 
-Part: TypeAlias = Mapping[str, Any]
+TagFormat: TypeAlias = Mapping[str, Any]
 """A format of a structural tag, or a part of one."""
 FieldT = TypeVar("FieldT")
 
@@ -98,7 +98,7 @@ class _Reader:
             self.rules[prefix + name] = _renamed(node, prefix)
         return Ref(f"{prefix}root")
 
-    def _repeat(self, part: Part) -> Node:
+    def _repeat(self, part: TagFormat) -> Node:
         min_count, max_count = _field(part, "min", int), _field(part, "max", int)
         if min_count < 0 or (max_count != -1 and max_count < min_count):
             raise InputError(
@@ -108,7 +108,7 @@ class _Reader:
             self.node(_field(part, "content", dict)), min_count, None if max_count == -1 else max_count
         )
 
-    def _tag(self, part: Part) -> Node:
+    def _tag(self, part: TagFormat) -> Node:
         begin, end = part.get("begin"), part.get("end")
         first = _text(begin) if isinstance(begin, str) else self.node(begin)
         if isinstance(end, dict):
@@ -119,12 +119,12 @@ class _Reader:
             raise InputError("a tag of a structural_tag needs an end: a string, strings or a token")
         return sequence([first, self._ended(_field(part, "content", dict), ends)])
 
-    def _before_token(self, content: Part, token: Node) -> Node:
+    def _before_token(self, content: TagFormat, token: Node) -> Node:
         if _kind(content) in ("token_triggered_tags", "token_dispatch") and isinstance(token, Tokens):
             return self._token_triggered(content, list(token.ranges))
         return self.node(content)
 
-    def _ended(self, part: Part, ends: tuple[str, ...]) -> Node:
+    def _ended(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
         """Return a format followed by one of ``ends``. Free text ends at the first of them."""
         if ends == ("",):
             return self.node(part)
@@ -144,7 +144,7 @@ class _Reader:
                 return choice([closing, self._ended(_field(part, "content", dict), ends)])
         return sequence([self.node(part), closing])
 
-    def _separated(self, part: Part) -> Node:
+    def _separated(self, part: TagFormat) -> Node:
         tag = choice(map(self.node, _list(part, "tags")))
         more: Node = EMPTY
         if not part.get("stop_after_first"):
@@ -152,7 +152,7 @@ class _Reader:
         tags = sequence([tag, more])
         return tags if part.get("at_least_one") else choice([EMPTY, tags])
 
-    def _triggered(self, part: Part, ends: tuple[str, ...]) -> Node:
+    def _triggered(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
         """Return free text in which triggers start formats, up to one of ``ends`` if there are any."""
         contents = self._contents_by_trigger(part)
         excludes, triggers = _words(part, "excludes"), tuple(contents)
@@ -174,7 +174,7 @@ class _Reader:
         first = choice(map(self.node, _list(part, "tags")))
         return sequence([first, closing if only_one else whole])
 
-    def _contents_by_trigger(self, part: Part) -> dict[str, Node]:
+    def _contents_by_trigger(self, part: TagFormat) -> dict[str, Node]:
         """Return the format that follows each trigger."""
         nodes: dict[str, list[Node]] = {}
         if part["type"] == "dispatch":
@@ -199,7 +199,7 @@ class _Reader:
             raise InputError(f"the {part['type']} of a structural_tag has no tags")
         return {trigger: choice(options) for trigger, options in nodes.items()}
 
-    def _token_triggered(self, part: Part, ends: list[tuple[int, int]]) -> Node:
+    def _token_triggered(self, part: TagFormat, ends: list[tuple[int, int]]) -> Node:
         """As `_triggered`, but triggers are tokens, and all other tokens are allowed between them."""
         if part["type"] == "token_dispatch":
             rules = _list(part, "rules")
@@ -239,25 +239,25 @@ def _kind(part: object) -> str:
     return kind
 
 
-def _field(part: Part, name: str, kind: type[FieldT]) -> FieldT:
+def _field(part: TagFormat, name: str, kind: type[FieldT]) -> FieldT:
     value = part.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise InputError(f"the {part['type']} of a structural_tag needs {name}, a {kind.__name__}")
     return value
 
 
-def _list(part: Part, name: str) -> list[Any]:
+def _list(part: TagFormat, name: str) -> list[Any]:
     value = part.get(name)
     if not isinstance(value, list) or not value:
         raise InputError(f"the {part['type']} of a structural_tag needs {name}, a list that is not empty")
     return value
 
 
-def _elements(part: Part) -> list[Any]:
+def _elements(part: TagFormat) -> list[Any]:
     return _list(part, "elements")
 
 
-def _words(part: Part, name: str) -> tuple[str, ...]:
+def _words(part: TagFormat, name: str) -> tuple[str, ...]:
     words = part.get(name) or []
     if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
         raise InputError(f"{name} of a structural_tag must be strings that are not empty")
@@ -275,7 +275,7 @@ def _ids(tokens: Sequence[object]) -> Ranges:
     return tuple((token, token) for token in sorted(set(ids)))
 
 
-def _refuse(part: Part, *names: str) -> None:
+def _refuse(part: TagFormat, *names: str) -> None:
     for name in names:
         if part.get(name) is not None:
             raise UnsupportedFeatureError(f"a structural tag with {name}", "leave it out")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from penstock.grammar.schema.automata import Automaton
-from penstock.grammar.schema.ebnf import NOTHING, Ranges, Rules, choice, repeated, sequence
+from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, Ranges, choice, repeated, sequence
 
 MAX_COUNTED = 700  # rules
 _MAX_FINE = 400  # rules, for blocks smaller than necessary
@@ -150,7 +150,7 @@ class CountedWriter:
     """
 
     def __init__(
-        self, rules: Rules, counting: Counting, options: Callable[[Ranges], list[str]], end: str
+        self, rules: EbnfRules, counting: Counting, options: Callable[[Ranges], list[str]], end: str
     ) -> None:
         self._rules = rules
         self._counting = counting

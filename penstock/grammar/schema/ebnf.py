@@ -15,7 +15,7 @@ Ranges = Sequence[tuple[int, int]]  # code points, both ends included, ascending
 ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, LAST_CHARACTER))  # all that UTF-8 can encode
 
 
-class Rules:
+class EbnfRules:
     """The rules of a grammar. Equal bodies share a rule. Names show the purpose of a rule."""
 
     def __init__(self) -> None:

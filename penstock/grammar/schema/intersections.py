@@ -14,9 +14,9 @@ from penstock.grammar.schema.shapes import (
     Array,
     Condition,
     Literal,
-    Node,
     Numeric,
     Object,
+    SchemaNode,
     Schemas,
     Shape,
     StringShape,
@@ -27,7 +27,7 @@ MAX_SHAPES = 1000
 
 
 def intersect_all(
-    schemas: Schemas, first: Sequence[Shape], second: Sequence[Shape], node: Node
+    schemas: Schemas, first: Sequence[Shape], second: Sequence[Shape], node: SchemaNode
 ) -> list[Shape]:
     """Return the intersection of two unions of shapes."""
     return union([_intersections(schemas, first, second)], node)
@@ -44,7 +44,7 @@ def _intersections(schemas: Schemas, first: Sequence[Shape], second: Sequence[Sh
             yield from (met for b in second if (met := _intersect(schemas, a, b)) is not None)
 
 
-def union(options: Sequence[Iterable[Shape]], node: Node) -> list[Shape]:
+def union(options: Sequence[Iterable[Shape]], node: SchemaNode) -> list[Shape]:
     """Return all shapes of several lists, without duplicate values."""
     result: list[Shape] = []
     literals: set[object] = set()

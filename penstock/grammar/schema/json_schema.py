@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 
 from penstock.errors import InputError, UnsupportedSchemaError
-from penstock.grammar.schema.ebnf import NOTHING, Rules, choice, literal, repeated, sequence
+from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, literal, repeated, sequence
 from penstock.grammar.schema.members import Members
 from penstock.grammar.schema.numbers import integers_between, numbers_between
 from penstock.grammar.schema.productive import Productive, is_possible
@@ -66,7 +66,7 @@ class _Writer:
     def __init__(self, reader: Reader, compact: bool, escaped: str) -> None:
         self._reader = reader
         self._escaped = [ord(character) for character in escaped]
-        self._rules = Rules()
+        self._rules = EbnfRules()
         self._strings = StringWriter(self._rules, self._escaped)
         self._space = "" if compact else self._rules.add("space", "[ \\n\\t\\r]{0,20}")
         self._names: dict[tuple[str, ...], str] = {}

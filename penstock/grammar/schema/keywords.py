@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import regex
-from penstock.grammar.schema.shapes import Node
+from penstock.grammar.schema.shapes import SchemaNode
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_COUNT = 1_000_000_000
@@ -47,7 +47,7 @@ def decimal_of(value: int | float) -> Decimal:
     return Decimal(repr(value))
 
 
-def number_of(node: Node, keyword: str) -> Decimal | None:
+def number_of(node: SchemaNode, keyword: str) -> Decimal | None:
     """Return the number of a keyword; None without the keyword."""
     value = node.schema.get(keyword)
     if value is None and keyword not in node.schema:
@@ -60,13 +60,13 @@ def number_of(node: Node, keyword: str) -> Decimal | None:
     return number
 
 
-def counts_of(node: Node, min_count: str, max_count: str) -> tuple[int, int | None]:
+def counts_of(node: SchemaNode, min_count: str, max_count: str) -> tuple[int, int | None]:
     """Return (minimum, maximum) of two keywords for a count; the maximum may be None."""
     low, high = _count(node, min_count), _count(node, max_count)
     return low or 0, high
 
 
-def _count(node: Node, keyword: str) -> int | None:
+def _count(node: SchemaNode, keyword: str) -> int | None:
     value = node.schema.get(keyword)
     if keyword not in node.schema:
         return None
@@ -78,7 +78,7 @@ def _count(node: Node, keyword: str) -> int | None:
     return min(count, _MAX_COUNT)  # every output is shorter
 
 
-def mapping_of(node: Node, keyword: str) -> dict[str, object]:
+def mapping_of(node: SchemaNode, keyword: str) -> dict[str, object]:
     """Return the object of a keyword; empty without the keyword."""
     value = node.schema.get(keyword, {})
     if not isinstance(value, dict):
@@ -86,14 +86,14 @@ def mapping_of(node: Node, keyword: str) -> dict[str, object]:
     return value
 
 
-def strings_of(node: Node, keyword: str, value: object) -> list[str]:
+def strings_of(node: SchemaNode, keyword: str, value: object) -> list[str]:
     """Return the value of a keyword that must be a list of strings."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise wrong(node, keyword, "an array of strings")
     return value
 
 
-def types_of(node: Node) -> list[str]:
+def types_of(node: SchemaNode) -> list[str]:
     """Return the types that a schema allows."""
     given = node.schema.get("type", list(TYPES))
     types = [given] if isinstance(given, str) else given
@@ -104,7 +104,7 @@ def types_of(node: Node) -> list[str]:
     return types
 
 
-def pattern_of(node: Node) -> tuple[regex.RegexNode, list[tuple[regex.RegexNode, bool]]]:
+def pattern_of(node: SchemaNode) -> tuple[regex.RegexNode, list[tuple[regex.RegexNode, bool]]]:
     """Return the result of `regex.parse_pattern` for the pattern of a schema."""
     pattern = node.schema["pattern"]
     if not isinstance(pattern, str):
@@ -115,7 +115,7 @@ def pattern_of(node: Node) -> tuple[regex.RegexNode, list[tuple[regex.RegexNode,
         raise UnsupportedSchemaError("pattern", node.where, str(error)) from None
 
 
-def format_of(node: Node) -> str:
+def format_of(node: SchemaNode) -> str:
     """Return the name of a schema's format; empty without a format."""
     name = node.schema.get("format", "")
     if not isinstance(name, str):
@@ -123,7 +123,7 @@ def format_of(node: Node) -> str:
     return name
 
 
-def wrong(node: Node, keyword: str, legal: str) -> InputError:
+def wrong(node: SchemaNode, keyword: str, legal: str) -> InputError:
     """Return the error for a keyword with an invalid value."""
     shown = repr(node.schema[keyword])
     shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
@@ -142,9 +142,9 @@ def array_index(name: str) -> int:
     return int(name)
 
 
-def branches_of(node: Node, keyword: str) -> list[Node]:
+def branches_of(node: SchemaNode, keyword: str) -> list[SchemaNode]:
     """Return the schemas of ``allOf``, ``anyOf`` or ``oneOf``; empty without the keyword."""
     branches = node.schema.get(keyword, [])
     if not isinstance(branches, list) or (keyword in node.schema and not branches):
         raise wrong(node, keyword, "an array that is not empty")
-    return [Node(branch, f"{node.where}/{keyword}/{i}") for i, branch in enumerate(branches)]
+    return [SchemaNode(branch, f"{node.where}/{keyword}/{i}") for i, branch in enumerate(branches)]

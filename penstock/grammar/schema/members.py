@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.grammar.schema.ebnf import NOTHING, Rules, choice, repeated, sequence
+from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, repeated, sequence
 from penstock.grammar.schema.shapes import Object
 
 
@@ -14,7 +14,7 @@ class Members:
     """
 
     def __init__(
-        self, rules: Rules, shape: Object, names: list[str], counted: bool, comma: str, space: str
+        self, rules: EbnfRules, shape: Object, names: list[str], counted: bool, comma: str, space: str
     ) -> None:
         self._rules = rules
         self._required = [name in shape.required for name in names]

@@ -14,16 +14,16 @@ from penstock.grammar.schema.shapes import (
     Array,
     Conjunction,
     Literal,
-    Node,
     Numeric,
     Object,
+    SchemaNode,
     Schemas,
     Shape,
     StringShape,
 )
 
 
-def exactly_one(schemas: Schemas, node: Node, found: Sequence[Shape]) -> list[Shape]:
+def exactly_one(schemas: Schemas, node: SchemaNode, found: Sequence[Shape]) -> list[Shape]:
     """Return the shapes of ``found`` that are in exactly one branch; refuse schemas that are undecidable.
 
     The intersection of two branches is removed from both. If two object shapes may overlap, each is taken
@@ -51,7 +51,7 @@ def exactly_one(schemas: Schemas, node: Node, found: Sequence[Shape]) -> list[Sh
 
 
 def _only(
-    schemas: Schemas, shape: Shape, index: int, rivals: Sequence[tuple[int, Shape]], node: Node
+    schemas: Schemas, shape: Shape, index: int, rivals: Sequence[tuple[int, Shape]], node: SchemaNode
 ) -> Shape:
     """Return the shape without the values that its rivals match too."""
     for other, rival in rivals:
@@ -114,7 +114,7 @@ def _are_apart(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
     )
 
 
-def _overlap(node: Node, first: int, second: int) -> UnsupportedSchemaError:
+def _overlap(node: SchemaNode, first: int, second: int) -> UnsupportedSchemaError:
     reason = (
         f"its branches {first} and {second} may both match: use anyOf, or give each a required property "
         "with a const of its own"

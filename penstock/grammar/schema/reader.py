@@ -23,7 +23,7 @@ from penstock.grammar.schema.keywords import (
     wrong,
 )
 from penstock.grammar.schema.one_of import exactly_one
-from penstock.grammar.schema.shapes import REFUSED, Conjunction, Literal, Node, Shape, key_of
+from penstock.grammar.schema.shapes import REFUSED, Conjunction, Literal, SchemaNode, Shape, key_of
 from penstock.grammar.schema.types import all_types, typed_shapes
 from penstock.grammar.schema.validator import Validator
 
@@ -41,7 +41,7 @@ class Reader:
     """
 
     def __init__(self, document: object) -> None:
-        self.root: Conjunction = (Node(document, "#"),)
+        self.root: Conjunction = (SchemaNode(document, "#"),)
         self._document = document
         self._shapes: dict[tuple[str, ...], list[Shape]] = {}
         self._open: set[tuple[str, ...]] = set()
@@ -74,7 +74,7 @@ class Reader:
             found = intersect_all(self, found, self._read(node), node)
         return found
 
-    def _listed(self, node: Node, depth: int = 0) -> list[object] | None:
+    def _listed(self, node: SchemaNode, depth: int = 0) -> list[object] | None:
         """Return the values of const or enum, in the schema or in schemas that apply to the same value."""
         schema = node.schema
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
@@ -95,7 +95,7 @@ class Reader:
         parts += branches_of(node, "allOf")
         return next((values for one in parts if (values := self._listed(one, depth + 1)) is not None), None)
 
-    def _read(self, node: Node) -> list[Shape]:
+    def _read(self, node: SchemaNode) -> list[Shape]:
         schema = node.schema
         if schema is True:
             return all_types()
@@ -115,7 +115,7 @@ class Reader:
             found = intersect_all(self, found, group, node)
         return exactly_one(self, node, found) if "oneOf" in schema else found
 
-    def _applied_shapes(self, node: Node) -> Iterator[list[Shape]]:
+    def _applied_shapes(self, node: SchemaNode) -> Iterator[list[Shape]]:
         """Yield the shapes of each schema, or group of schemas, that applies to the same value."""
         schema = node.schema
         if "$ref" in schema:
@@ -134,10 +134,10 @@ class Reader:
         ]
         for index, (name, consequence) in enumerate(needed):
             where = f"{node.where}#dependent/{index}"  # not a pointer into the document
-            absent = Node({"properties": {name: False}}, f"{where}/absent")
-            yield union([self.shapes((absent,)), self.shapes((Node(consequence, where),))], node)
+            absent = SchemaNode({"properties": {name: False}}, f"{where}/absent")
+            yield union([self.shapes((absent,)), self.shapes((SchemaNode(consequence, where),))], node)
 
-    def _resolve(self, node: Node) -> Node:
+    def _resolve(self, node: SchemaNode) -> SchemaNode:
         target = node.schema["$ref"]
         if not isinstance(target, str):
             raise wrong(node, "$ref", "a string")
@@ -159,7 +159,7 @@ class Reader:
                 message = f"the JSON schema's $ref {target!r} (at {node.where}) leads nowhere"
                 raise InputError(message) from None
             where = f"{where}/{escaped(name)}"
-        return Node(found, where)
+        return SchemaNode(found, where)
 
     @cached_property
     def _is_of_older_draft(self) -> bool:

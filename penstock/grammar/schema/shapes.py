@@ -31,16 +31,16 @@ REFUSED = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Node:
+class SchemaNode:
     """A schema and its location in the document."""
 
     schema: Any
     where: str
 
 
-Conjunction: TypeAlias = tuple[Node, ...]
+Conjunction: TypeAlias = tuple[SchemaNode, ...]
 ANYTHING: Conjunction = ()
-NEVER: Conjunction = (Node(False, "#false"),)
+NEVER: Conjunction = (SchemaNode(False, "#false"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Condition:
     """The condition of a pattern or a format on a string."""
 
     tree: regex.RegexNode
-    source: Node = field(compare=False)
+    source: SchemaNode = field(compare=False)
     keyword: str = field(compare=False)
     is_negated: bool = False  # a negated lookahead: the string must not match
     format: str | None = None  # the format, whose check of a value may accept more than the tree
@@ -88,7 +88,7 @@ class Array:
     items: Conjunction = ANYTHING
     min_count: int = 0
     max_count: int | None = None
-    unique_at: Node | None = field(default=None, compare=False)  # whose uniqueItems it is
+    unique_at: SchemaNode | None = field(default=None, compare=False)  # whose uniqueItems it is
 
     def item(self, index: int) -> Conjunction:
         """Return the conjunction that the item at an index must satisfy."""

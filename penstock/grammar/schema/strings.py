@@ -10,8 +10,8 @@ from penstock.grammar.schema.counted import CountedWriter
 from penstock.grammar.schema.ebnf import (
     ALL_CHARACTERS,
     NOTHING,
+    EbnfRules,
     Ranges,
-    Rules,
     char_class,
     choice,
     literal,
@@ -39,7 +39,7 @@ class StringWriter:
         escaped: characters that strings contain only as escapes.
     """
 
-    def __init__(self, rules: Rules, escaped: list[int]) -> None:
+    def __init__(self, rules: EbnfRules, escaped: list[int]) -> None:
         self._rules = rules
         self._escaped = escaped
         self._plain = without(_PLAIN, [(point, point) for point in escaped])

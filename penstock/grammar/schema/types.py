@@ -26,9 +26,9 @@ from penstock.grammar.schema.shapes import (
     Condition,
     Conjunction,
     Literal,
-    Node,
     Numeric,
     Object,
+    SchemaNode,
     Schemas,
     Shape,
     StringShape,
@@ -42,7 +42,7 @@ def all_types() -> list[Shape]:
     return [Literal(None), Literal(True), Literal(False), Numeric(), StringShape(), Array(), Object()]
 
 
-def typed_shapes(schemas: Schemas, node: Node, is_older: bool) -> list[Shape]:
+def typed_shapes(schemas: Schemas, node: SchemaNode, is_older: bool) -> list[Shape]:
     """Return a shape for each type that a schema allows, with the keywords of that type.
 
     Args:
@@ -67,7 +67,7 @@ def typed_shapes(schemas: Schemas, node: Node, is_older: bool) -> list[Shape]:
     return shapes
 
 
-def _numeric(node: Node, is_integer: bool) -> Numeric:
+def _numeric(node: SchemaNode, is_integer: bool) -> Numeric:
     numbers = {
         keyword: number_of(node, keyword)
         for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -83,7 +83,7 @@ def _numeric(node: Node, is_integer: bool) -> Numeric:
     return Numeric(bounds, True, int(factor), node.where)
 
 
-def _text(node: Node) -> StringShape:
+def _text(node: SchemaNode) -> StringShape:
     min_count, max_count = counts_of(node, "minLength", "maxLength")
     conditions: list[Condition] = []
     pattern = node.schema.get("pattern")
@@ -101,7 +101,7 @@ def _text(node: Node) -> StringShape:
     return StringShape(min_count, max_count, tuple(conditions))
 
 
-def _array(node: Node, is_older: bool) -> Array:
+def _array(node: SchemaNode, is_older: bool) -> Array:
     schema = node.schema
     unique = schema.get("uniqueItems", False)
     if not isinstance(unique, bool):
@@ -113,29 +113,29 @@ def _array(node: Node, is_older: bool) -> Array:
     given = schema.get("prefixItems", [])
     if not isinstance(given, list):
         raise wrong(node, "prefixItems", "an array")
-    prefix = tuple((Node(one, f"{node.where}/prefixItems/{i}"),) for i, one in enumerate(given))
+    prefix = tuple((SchemaNode(one, f"{node.where}/prefixItems/{i}"),) for i, one in enumerate(given))
     items = ANYTHING
     if isinstance(schema.get("items"), list):
         reason = "an array of schemas is an old spelling: use prefixItems"
         raise UnsupportedSchemaError("items", node.where, reason)
     if "items" in schema:
-        items = (Node(schema["items"], f"{node.where}/items"),)
+        items = (SchemaNode(schema["items"], f"{node.where}/items"),)
     elif _closes(node, "unevaluatedItems"):
         items = NEVER
     return Array(prefix, items, min_count, max_count, node if unique else None)
 
 
-def _object(schemas: Schemas, node: Node) -> Object:
+def _object(schemas: Schemas, node: SchemaNode) -> Object:
     schema = node.schema
     properties: dict[str, Conjunction] = {
-        name: (Node(one, f"{node.where}/properties/{escaped(name)}"),)
+        name: (SchemaNode(one, f"{node.where}/properties/{escaped(name)}"),)
         for name, one in mapping_of(node, "properties").items()
     }
     required = frozenset(strings_of(node, "required", schema.get("required", [])))
     min_count, max_count = counts_of(node, "minProperties", "maxProperties")
     others, restricts_others, names = ANYTHING, False, None
     if "additionalProperties" in schema:
-        others = (Node(schema["additionalProperties"], f"{node.where}/additionalProperties"),)
+        others = (SchemaNode(schema["additionalProperties"], f"{node.where}/additionalProperties"),)
         restricts_others = True
     elif _closes(node, "unevaluatedProperties"):
         others, restricts_others = NEVER, True
@@ -144,7 +144,7 @@ def _object(schemas: Schemas, node: Node) -> Object:
     return _with_names(schemas, node, result)
 
 
-def _closes(node: Node, keyword: str) -> bool:
+def _closes(node: SchemaNode, keyword: str) -> bool:
     """Return whether ``unevaluated...`` excludes all others."""
     if node.schema.get(keyword, True) is True:
         return False
@@ -156,7 +156,7 @@ def _closes(node: Node, keyword: str) -> bool:
     return True
 
 
-def _with_patterns(schemas: Schemas, node: Node, result: Object) -> Object:
+def _with_patterns(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
     patterns = mapping_of(node, "patternProperties")
     if not patterns:
         return result
@@ -169,11 +169,11 @@ def _with_patterns(schemas: Schemas, node: Node, result: Object) -> Object:
     ((pattern, one),) = patterns.items()
     if result.restricts_others and schemas.shapes(result.others):
         raise refuse("only where additionalProperties is false or absent")
-    names = _text(Node({"pattern": pattern}, f"{node.where}/patternProperties"))
+    names = _text(SchemaNode({"pattern": pattern}, f"{node.where}/patternProperties"))
     for name in {*result.properties, *result.required}:
         if has_shape(schemas, names, name):
             raise refuse(f"the property {name!r} matches the pattern {pattern!r} too")
-    others = (Node(one, f"{node.where}/patternProperties/{escaped(pattern)}"),)
+    others = (SchemaNode(one, f"{node.where}/patternProperties/{escaped(pattern)}"),)
     properties = result.properties
     if not result.restricts_others:  # other names are then allowed, and required ones are added
         unnamed = sorted(result.required - properties.keys())
@@ -181,10 +181,10 @@ def _with_patterns(schemas: Schemas, node: Node, result: Object) -> Object:
     return replace(result, properties=properties, others=others, restricts_others=True, names=names)
 
 
-def _with_names(schemas: Schemas, node: Node, result: Object) -> Object:
+def _with_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
     if "propertyNames" not in node.schema:
         return result
-    names = (Node(node.schema["propertyNames"], f"{node.where}/propertyNames"),)
+    names = (SchemaNode(node.schema["propertyNames"], f"{node.where}/propertyNames"),)
     if result.names is not None:
         raise UnsupportedSchemaError("propertyNames", node.where, "not beside patternProperties")
     allowed = [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from math import comb
 
 from penstock.errors import UnsupportedSchemaError
-from penstock.grammar.schema.ebnf import NOTHING, Rules, choice, sequence
+from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, sequence
 from penstock.grammar.schema.keywords import identity
 from penstock.grammar.schema.shapes import Array, Conjunction, Literal, Numeric, Schemas
 
@@ -58,7 +58,9 @@ class UniqueWriter:
         comma: the separator of two items.
     """
 
-    def __init__(self, rules: Rules, schemas: Schemas, write: Callable[[object], str], comma: str) -> None:
+    def __init__(
+        self, rules: EbnfRules, schemas: Schemas, write: Callable[[object], str], comma: str
+    ) -> None:
         self._rules = rules
         self._schemas = schemas
         self._write = write

@@ -26,7 +26,7 @@ from penstock.grammar.schema.keywords import (
     types_of,
     wrong,
 )
-from penstock.grammar.schema.shapes import Node
+from penstock.grammar.schema.shapes import SchemaNode
 
 _MAX_DEPTH = 100
 _KNOWN = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains"})
@@ -45,14 +45,14 @@ class Validator:
         refused: unsupported keyword -> reason.
     """
 
-    def __init__(self, resolve: Callable[[Node], Node], refused: dict[str, str]) -> None:
+    def __init__(self, resolve: Callable[[SchemaNode], SchemaNode], refused: dict[str, str]) -> None:
         self._resolve = resolve
         self._refused = {keyword: reason for keyword, reason in refused.items() if keyword not in _KNOWN}
         self._listed: dict[str, frozenset[object]] = {}
         self._patterns: dict[str, tuple[regex.RegexNode, list[tuple[regex.RegexNode, bool]]]] = {}
         self._depth = 0
 
-    def accepts(self, node: Node, value: object) -> bool:
+    def accepts(self, node: SchemaNode, value: object) -> bool:
         """Return whether a value satisfies a schema.
 
         Raises:
@@ -66,7 +66,7 @@ class Validator:
         finally:
             self._depth = 0
 
-    def _holds(self, node: Node, value: object) -> bool:
+    def _holds(self, node: SchemaNode, value: object) -> bool:
         schema = node.schema
         if isinstance(schema, bool):
             return schema
@@ -92,7 +92,7 @@ class Validator:
         finally:
             self._depth -= 1
 
-    def _fits_type(self, node: Node, value: object) -> bool:
+    def _fits_type(self, node: SchemaNode, value: object) -> bool:
         """Return whether a value satisfies the keywords for its type."""
         if is_number(value):
             return _fits(node, value)
@@ -102,7 +102,7 @@ class Validator:
             return self._is_array(node, value)
         return not isinstance(value, dict) or self._is_object(node, value)
 
-    def _is_listed(self, node: Node, value: object) -> bool:
+    def _is_listed(self, node: SchemaNode, value: object) -> bool:
         schema = node.schema
         if "const" in schema and identity(schema["const"]) != identity(value):
             return False
@@ -114,14 +114,14 @@ class Validator:
             self._listed[node.where] = frozenset(map(identity, schema["enum"]))
         return identity(value) in self._listed[node.where]
 
-    def _is_text(self, node: Node, value: str) -> bool:
+    def _is_text(self, node: SchemaNode, value: str) -> bool:
         if not _is_between(len(value), counts_of(node, "minLength", "maxLength")):
             return False
         if "pattern" in node.schema and not self._matches(node, value):
             return False
         return has_format(format_of(node), value)
 
-    def _matches(self, node: Node, value: str) -> bool:
+    def _matches(self, node: SchemaNode, value: str) -> bool:
         """Return whether a text matches the pattern of a schema."""
         pattern = node.schema["pattern"]
         if not isinstance(pattern, str) or pattern not in self._patterns:
@@ -134,7 +134,7 @@ class Validator:
             raise _DialectsDifferError
         return found
 
-    def _is_array(self, node: Node, value: list[object]) -> bool:
+    def _is_array(self, node: SchemaNode, value: list[object]) -> bool:
         schema = node.schema
         if not _is_between(len(value), counts_of(node, "minItems", "maxItems")):
             return False
@@ -157,7 +157,7 @@ class Validator:
         count = sum(self._holds(_under(node, "contains", schema["contains"]), one) for one in value)
         return _is_between(count, (min_count if "minContains" in schema else 1, max_count))
 
-    def _is_object(self, node: Node, value: dict[str, object]) -> bool:
+    def _is_object(self, node: SchemaNode, value: dict[str, object]) -> bool:
         schema = node.schema
         if not _is_between(len(value), counts_of(node, "minProperties", "maxProperties")):
             return False
@@ -173,7 +173,7 @@ class Validator:
                 return False
         return all(self._is_member(node, name, one) for name, one in value.items())
 
-    def _is_member(self, node: Node, name: str, value: object) -> bool:
+    def _is_member(self, node: SchemaNode, name: str, value: object) -> bool:
         schema = node.schema
         parts = []
         properties = mapping_of(node, "properties")
@@ -195,7 +195,7 @@ class Validator:
             return False
         return all(self._holds(part, value) for part in parts)
 
-    def _satisfies_applied(self, node: Node, value: object) -> bool:
+    def _satisfies_applied(self, node: SchemaNode, value: object) -> bool:
         """Return whether a value satisfies the nested schemas that apply to the same value."""
         schema = node.schema
         if "$ref" in schema and not self._holds(self._resolve(node), value):
@@ -216,15 +216,15 @@ class Validator:
         return keyword not in schema or self._holds(_under(node, keyword, schema[keyword]), value)
 
 
-def _under(node: Node, path: str, schema: object) -> Node:
-    return Node(schema, f"{node.where}/{path}")
+def _under(node: SchemaNode, path: str, schema: object) -> SchemaNode:
+    return SchemaNode(schema, f"{node.where}/{path}")
 
 
 def _is_between(count: int, bounds: tuple[int, int | None]) -> bool:
     return bounds[0] <= count and (bounds[1] is None or count <= bounds[1])
 
 
-def _has_type(node: Node, value: object) -> bool:
+def _has_type(node: SchemaNode, value: object) -> bool:
     names = {
         type(None): ("null",),
         bool: ("boolean",),
@@ -238,7 +238,7 @@ def _has_type(node: Node, value: object) -> bool:
     return any(name in types for name in names[type(value)])
 
 
-def _fits(node: Node, value: int | float) -> bool:
+def _fits(node: SchemaNode, value: int | float) -> bool:
     number = decimal_of(value)
     low, high = number_of(node, "minimum"), number_of(node, "maximum")
     above, below = number_of(node, "exclusiveMinimum"), number_of(node, "exclusiveMaximum")
@@ -256,7 +256,7 @@ def _fits(node: Node, value: int | float) -> bool:
     return top * factor_bottom % (bottom * factor_top) == 0
 
 
-def _allows_others(node: Node, keyword: str) -> bool:
+def _allows_others(node: SchemaNode, keyword: str) -> bool:
     """Return the value of an ``unevaluated...`` keyword, which must be true or false."""
     given = node.schema.get(keyword, True)
     applicators = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "if")

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.pipelines.core import LogProbabilities, TextContext, TextGenerationStatus
 from penstock.serve.parsers import Content, Event, OutputParser, Reasoning
-from penstock.text.detokenizer import Detokenizer, TokenDecoder, TokenIds, text_after_prompt
+from penstock.text.detokenizer import AnyTokenIds, Detokenizer, TokenDecoder, text_after_prompt
 from penstock.worker.messages import PackedLogProbabilities
 
 Rows: TypeAlias = LogProbabilities | PackedLogProbabilities
@@ -256,7 +256,7 @@ class _WholeText:
     """Decodes all tokens together at the end. Gives the same text as a `Detokenizer`, but is faster."""
 
     tokenizer: TokenDecoder
-    prompt: TokenIds
+    prompt: AnyTokenIds
     skip_special_tokens: bool
     stop_match: str | None = None
     num_tokens: int = 0

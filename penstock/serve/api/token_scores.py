@@ -8,7 +8,7 @@ from typing import TypeVar
 from penstock.serve.api.choice_decoder import PromptScore, Score, Top, top_tokens
 from penstock.serve.api.json_parts import Parts, encode
 from penstock.serve.api.token_fragments import COST_OF_TOKEN, MAX_COST, NumberWriter, TokenFragments, numbers
-from penstock.text.detokenizer import TokenIds, text_after_prompt
+from penstock.text.detokenizer import AnyTokenIds, text_after_prompt
 from penstock.text.tokenizer import TextTokenizer
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class CompletionScores:
         fragments: TokenFragments,
         top: int,
         *,
-        prompt: TokenIds = (),
+        prompt: AnyTokenIds = (),
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer

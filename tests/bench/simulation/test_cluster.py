@@ -8,8 +8,8 @@ import pytest
 
 from penstock.bench.simulation.clock import BusyServer, Clock
 from penstock.bench.simulation.cluster import POLICIES, Cluster, capacity
-from penstock.bench.simulation.costs import ClusterCosts, RouterCosts, StepCosts, WorkerLimits
-from penstock.bench.simulation.trace import Conversation, TraceShape, Turn, make_trace
+from penstock.bench.simulation.costs import ClusterCosts, RouterCosts, StepCostTable, WorkerLimits
+from penstock.bench.simulation.trace import SimulatedConversation, TraceShape, Turn, make_trace
 from penstock.errors import InputError
 
 LIMITS = WorkerLimits(
@@ -17,7 +17,7 @@ LIMITS = WorkerLimits(
 )
 # A row takes 1 ms, nothing else takes time: the expected times can be calculated by hand.
 COSTS = ClusterCosts(
-    {}, LIMITS, StepCosts([1, 2], [0.001, 0.002], 0.0, 0.0), RouterCosts(), message_seconds=0.0
+    {}, LIMITS, StepCostTable([1, 2], [0.001, 0.002], 0.0, 0.0), RouterCosts(), message_seconds=0.0
 )
 
 
@@ -47,7 +47,10 @@ def test_a_busy_server_serves_one_after_the_other() -> None:
 def test_the_times_of_a_request_are_those_of_its_steps() -> None:
     """100 prompt tokens take 0.1 s, and each further token 1 ms. After the first decode step, a call of the
     pipeline has up to 8 steps, whose tokens arrive together."""
-    trace = [Conversation("a", 0.0, (turn(0, 100, 10),)), Conversation("b", 1.0, (turn(1, 100, 50),))]
+    trace = [
+        SimulatedConversation("a", 0.0, (turn(0, 100, 10),)),
+        SimulatedConversation("b", 1.0, (turn(1, 100, 50),)),
+    ]
     cluster = Cluster(COSTS, 1, "prefix-aware")
     report = cluster.run(trace)
     first, second = cluster.outcomes
@@ -60,7 +63,7 @@ def test_the_times_of_a_request_are_those_of_its_steps() -> None:
 
 
 def test_the_router_and_messages_take_time() -> None:
-    trace = [Conversation(str(n), float(n), (turn(n, 96, 1),)) for n in range(5)]
+    trace = [SimulatedConversation(str(n), float(n), (turn(n, 96, 1),)) for n in range(5)]
     router = RouterCosts(
         per_decision=0.01, per_worker=0.001, per_block=0.002, per_report=0.005, per_result=0.003
     )
@@ -73,7 +76,7 @@ def test_the_router_and_messages_take_time() -> None:
 
 def test_a_second_turn_finds_the_blocks_of_the_first() -> None:
     turns = (turn(0, 160, 16), turn(1, 16, 1, think=2.0))
-    trace = [Conversation("a", 0.0, turns), Conversation("b", 5.0, (turn(2, 16, 1),))]
+    trace = [SimulatedConversation("a", 0.0, turns), SimulatedConversation("b", 5.0, (turn(2, 16, 1),))]
     report = Cluster(COSTS, 1, "prefix-aware").run(trace)
     assert report.num_requests == 2  # the first turn is in the begin of the trace, which does not count
     # 192 and 16 prompt tokens; the first turn's 175 computed tokens fill 10 blocks of 16.
@@ -99,7 +102,7 @@ def test_the_queue_of_one_worker_is_that_of_queueing_theory() -> None:
     draws = np.random.default_rng(3)
     begins = np.cumsum(draws.exponential(0.1 / 0.7, 3000))
     trace = [
-        Conversation(str(n), float(begin), (Turn(draws.integers(0, 999, 100), 1, 0.0),))
+        SimulatedConversation(str(n), float(begin), (Turn(draws.integers(0, 999, 100), 1, 0.0),))
         for n, begin in enumerate(begins)
     ]
     cluster = Cluster(costs, 1, "least-loaded")
@@ -118,4 +121,4 @@ def test_the_capacity_of_a_worker_is_the_time_of_its_tokens() -> None:
 
 def test_a_trace_must_last() -> None:
     with pytest.raises(InputError, match="different times"):
-        Cluster(COSTS, 1, "random").run([Conversation("a", 0.0, (turn(0, 8, 1),))])
+        Cluster(COSTS, 1, "random").run([SimulatedConversation("a", 0.0, (turn(0, 8, 1),))])

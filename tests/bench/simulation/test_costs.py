@@ -10,7 +10,7 @@ import pytest
 from penstock.bench.simulation.costs import (
     ClusterCosts,
     RouterCosts,
-    StepCosts,
+    StepCostTable,
     StepShape,
     WorkerLimits,
     non_negative_least_squares,
@@ -20,7 +20,7 @@ from penstock.config import PipelineConfig
 from penstock.errors import InputError
 from penstock.pipelines.core import TextContext
 
-COSTS = StepCosts([1, 8, 64], [0.01, 0.02, 0.1], per_sequence=1e-4, per_pair=1e-7)
+COSTS = StepCostTable([1, 8, 64], [0.01, 0.02, 0.1], per_sequence=1e-4, per_pair=1e-7)
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -41,7 +41,7 @@ def test_the_shape_of_a_batch_counts_the_keys_that_each_row_sees() -> None:
 def test_the_fit_finds_the_costs_of_exact_times() -> None:
     shapes = [StepShape(n, 1, n * (n + 1) // 2) for n in (1, 8, 64)]
     shapes += [StepShape(n, n, n * length) for n in (1, 8, 64) for length in (16, 512)]
-    found = StepCosts.fitted([(shape, COSTS.of(shape)) for shape in shapes])
+    found = StepCostTable.fitted([(shape, COSTS.of(shape)) for shape in shapes])
     assert found.num_tokens == COSTS.num_tokens
     assert found.seconds == pytest.approx(COSTS.seconds, rel=1e-6)
     assert found.per_sequence == pytest.approx(COSTS.per_sequence, rel=1e-5)
@@ -62,9 +62,9 @@ def test_costs_are_stored_as_json(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"costs\.json has no costs of a cluster: .*limits"):
         ClusterCosts.read(tmp_path / "costs.json")
     with pytest.raises(InputError, match="3 sizes and 1 times"):
-        StepCosts([1, 2, 3], [0.1], 0, 0)
+        StepCostTable([1, 2, 3], [0.1], 0, 0)
     with pytest.raises(InputError, match="must ascend"):
-        StepCosts([2, 1], [0.1, 0.2], 0, 0)
+        StepCostTable([2, 1], [0.1, 0.2], 0, 0)
 
 
 def test_the_stored_costs_can_be_read() -> None:
