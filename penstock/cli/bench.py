@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from penstock.bench.http_client import HttpClient
-    from penstock.bench.prompts import EndpointName
+    from penstock.bench.prompts import BenchPrompt, EndpointName
 
 
 class _ServeOptions(TypedDict):
