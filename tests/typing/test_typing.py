@@ -59,6 +59,12 @@ def test_each_lazy_name_is_typed_and_there(file: Path) -> None:
     assert [ast.unparse(one.test) for one in hidden] == ["not TYPE_CHECKING"], "any name would do"
 
 
+def test_few_values_are_any() -> None:
+    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+    names = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    assert sum(name.id == "Any" for name in names) <= 150, "say the type: `Any` switches the checks off"
+
+
 def blocks_of_pages() -> list[Block]:
     return [block for block in blocks("python") if block.page.name in CHECKED_PAGES]
 

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -16,7 +15,7 @@ from penstock.bench.simulation.costs import StepCostTable, StepShape, WorkerLimi
 from penstock.config import PipelineConfig
 from penstock.errors import ConfigError
 from penstock.pipelines.core import SamplingParams, TextContext
-from penstock.scheduler import Scheduler
+from penstock.scheduler import AnyScheduler
 
 PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Tokens of the measured prompts."""
@@ -67,7 +66,7 @@ def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCost
 
 
 def _prompts(
-    scheduler: Scheduler[Any, Any], limits: WorkerLimits, vocabulary: int, repeats: int
+    scheduler: AnyScheduler, limits: WorkerLimits, vocabulary: int, repeats: int
 ) -> Iterator[tuple[StepShape, float]]:
     """Yield shape and seconds of a step with one prompt, for each length."""
     for length in PROMPTS:
@@ -82,7 +81,7 @@ def _prompts(
 
 
 def _decoding(
-    scheduler: Scheduler[Any, Any], limits: WorkerLimits, vocabulary: int, repeats: int
+    scheduler: AnyScheduler, limits: WorkerLimits, vocabulary: int, repeats: int
 ) -> Iterator[tuple[StepShape, float]]:
     """Yield shape and seconds of a decode step, for each batch and length of contexts."""
     for length in CONTEXTS:
@@ -103,7 +102,7 @@ def _decoding(
 
 
 def _submit(
-    scheduler: Scheduler[Any, Any], count: int, length: int, num_new_tokens: int, vocabulary: int
+    scheduler: AnyScheduler, count: int, length: int, num_new_tokens: int, vocabulary: int
 ) -> Sequence[TextContext]:
     """Submit greedy requests with random prompts."""
     draws = np.random.default_rng(length)
@@ -123,7 +122,7 @@ def _submit(
     return contexts
 
 
-def _timed_step(scheduler: Scheduler[Any, Any]) -> float:
+def _timed_step(scheduler: AnyScheduler) -> float:
     """Return the seconds of a step."""
     begin = perf_counter()
     scheduler.step()

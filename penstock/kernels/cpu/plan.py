@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from penstock.kernels.experts import PackedExperts
 from penstock.kernels.graph import Graph
 from penstock.kernels.inputs import SamplingInputs, SequenceBlocks
 from penstock.kernels.linear import PackedLinear
-from penstock.kernels.operations import UnrecordableStepError
+from penstock.kernels.operations import Arguments, UnrecordableStepError
 from penstock.kernels.recording import ALIGNMENT, Plan, Record, tensors_of
 
 _LONG = 1 << 25
@@ -221,7 +221,7 @@ def _copied(result: Tensor) -> Tensor:
     return copy
 
 
-def _work(record: Record, arguments: Mapping[str, Any]) -> tuple[int, int]:
+def _work(record: Record, arguments: Arguments) -> tuple[int, int]:
     """Return the rows and the multiplications of a linear layer, of experts or of an encoder's attention.
 
     Other operations count as nothing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -22,7 +22,7 @@ class CudaMemory(DeviceMemory):
         cuda: the functions of `torch.cuda`.
     """
 
-    def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
+    def __init__(self, device: torch.device, *, cuda: ModuleType = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
 
     def free(self) -> int:

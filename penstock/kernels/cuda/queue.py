@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from types import ModuleType
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class PinnedCopy(Fetched):
     """A copy to pinned memory, complete when its event has occurred."""
 
     host: Tensor
-    done: Any
+    done: torch.cuda.Event
 
     def wait(self) -> Tensor:
         self.done.synchronize()
@@ -49,9 +50,9 @@ class CudaQueue(DeviceQueue):
         cuda: the functions of `torch.cuda`.
     """
 
-    def __init__(self, *, cuda: Any = torch.cuda) -> None:
+    def __init__(self, *, cuda: ModuleType = torch.cuda) -> None:
         self._cuda = cuda
-        self._side: Any = None
+        self._side: torch.cuda.Stream | None = None
 
     def submit(self, work: Callable[[], T]) -> LaunchedWork[T]:
         return LaunchedWork(work())
