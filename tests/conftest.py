@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from support.families import items_of_similar_families
+from support.gpu_mode import mark_tests_of_gpus, open_pipelines_on_gpu, selects_gpu
 from support.matrix import items_beyond_cover
 from support.random_draws import (
     RANDOM_FACTOR,
@@ -80,6 +81,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if selects_gpu(config):
+        open_pipelines_on_gpu()
     if config.getoption("--random"):
         settings.load_profile("random")
     else:
@@ -92,12 +95,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark_property_tests(items)
     for item in [*items_beyond_cover(items), *items_of_similar_families(items)]:
         item.add_marker(pytest.mark.slow)
+    mark_tests_of_gpus(config, items)
     left_out = {name for name in ("slow", "peers", "random") if not config.getoption(name)}
     kept, deselected = [], []
     for item in items:
         (deselected if left_out & {mark.name for mark in item.iter_markers()} else kept).append(item)
-        if item.get_closest_marker("gpu") and not _has_gpu():
-            item.add_marker(pytest.mark.skip(reason="gpu: torch finds no NVIDIA GPU here"))
     if deselected:  # reporting thousands of skipped tests would take seconds
         items[:] = kept
         config.hook.pytest_deselected(items=deselected)
@@ -113,9 +115,3 @@ def pytest_collection_finish() -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     left_out = [f"--{name}" for name in ("slow", "peers", "random") if not config.getoption(name)]
     return f"tests of {', '.join(left_out)} are deselected" if left_out else None
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

@@ -13,6 +13,8 @@ from support.encoders import ENCODERS, encode_all, open_encoder, save_encoder
 from penstock.architectures.registry import SupportedArchitecture
 from penstock.pipelines.embeddings import EmbeddingsPipeline
 
+pytestmark = pytest.mark.models
+
 LENGTHS = [1, 2, 17, 40, 90]
 
 

@@ -17,6 +17,8 @@ from penstock.kernels.encodings import int4
 from penstock.nn import Attention, Linear, SharedExperts
 from penstock.pipelines import TextGenerationPipeline
 
+pytestmark = pytest.mark.models
+
 PROMPT = random_tokens(30, 130, seed=7)
 _WIDER = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_embd", "n_inner", "head_dim")
 FARTHEST = {"bfloat16": 0.05, "int8": 0.12, "int5": 0.25, "int4": 0.5}

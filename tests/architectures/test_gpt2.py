@@ -13,6 +13,8 @@ from support.running import context_of, open_pipeline, random_tokens, step_logit
 from penstock.architectures.gpt2 import tiny_config
 from penstock.errors import WeightsError
 
+pytestmark = pytest.mark.models
+
 TOKENS = random_tokens(40, 130, seed=2)
 
 

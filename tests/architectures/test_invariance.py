@@ -13,7 +13,7 @@ from support.running import context_of, generate, logits_of_tokens, open_pipelin
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
 
-pytestmark = pytest.mark.families
+pytestmark = [pytest.mark.families, pytest.mark.models]
 
 SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=1234)
 PROMPT = random_tokens(75, 130, seed=1)

@@ -19,6 +19,8 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import TextAndVisionContext
 
+pytestmark = pytest.mark.models
+
 (LLAVA,) = (one for one in VISION_DECODERS if one.name == "llava")
 IMAGE = 129
 SIGLIP = {

@@ -16,6 +16,8 @@ from penstock import LLM, SamplingParams
 from penstock.pipelines.core import TextContext
 from penstock.scheduler import Scheduler
 
+pytestmark = pytest.mark.models
+
 LIMIT = 40
 PROMPT = random_tokens(30, 130, seed=3)
 NEW = 16

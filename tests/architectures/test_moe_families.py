@@ -20,6 +20,8 @@ from penstock.kernels import ScoreRouting
 from penstock.nn import Experts, SharedExperts
 from penstock.pipelines import TextGenerationPipeline
 
+pytestmark = pytest.mark.models
+
 TINY = {one.name: one.tiny_config for one in DECODERS if one.tiny_config is not None}
 TOKENS = random_tokens(60, 130, seed=5)
 FAMILIES = ("qwen2_moe", "olmoe", "granitemoe", "glm4_moe", "minimax_m2")

@@ -12,6 +12,8 @@ from support.running import context_of, feed, generate, open_pipeline, random_to
 
 from penstock.pipelines import TextGenerationPipeline
 
+pytestmark = pytest.mark.models
+
 
 @pytest.fixture(scope="module", params=["best", "reference"])
 def pipeline(checkpoint: Path, request: pytest.FixtureRequest) -> TextGenerationPipeline:

@@ -13,6 +13,8 @@ from support.running import context_of, open_pipeline, random_tokens, step_logit
 
 from penstock.errors import ConfigError
 
+pytestmark = pytest.mark.models
+
 ROTATE_A_PART = ("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "stablelm")
 """Families that rotate a part of each head with every rope type."""
 

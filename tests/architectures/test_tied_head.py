@@ -14,7 +14,7 @@ from support.running import context_of, open_pipeline, random_tokens, step_logit
 
 from penstock.architectures.registry import SupportedArchitecture
 
-pytestmark = pytest.mark.families
+pytestmark = [pytest.mark.families, pytest.mark.models]
 
 TOKENS = random_tokens(20, 130, seed=1)
 HEADS = ("lm_head.weight", "embed_out.weight")

@@ -16,6 +16,8 @@ from support.checkpoints import DECODERS, oracle, oracle_logits, oracle_step, wr
 from support.dense_variants import DENSE_VARIANTS
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
+pytestmark = pytest.mark.models
+
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 7.5]}
 LLAMA3 = {
     "rope_type": "llama3",

@@ -20,6 +20,8 @@ from penstock.kv_cache import restart
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import image_digest
 
+pytestmark = pytest.mark.models
+
 FAMILIES = [one for one in PIPELINE_REGISTRY.architectures if one.name in PROMPTS]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.back_ends import fast_back_ends
+from support.back_ends import back_end_params, fast_back_ends
 from torch import Tensor
 
 from penstock.kernels import (
@@ -33,9 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
-@pytest.fixture(
-    params=fast_back_ends() or [pytest.param("none", marks=pytest.mark.skip("no back end is built"))]
-)
+@pytest.fixture(params=back_end_params(fast_back_ends()))
 def ops(request: pytest.FixtureRequest) -> Ops:
     return fast_back_ends()[request.param]
 

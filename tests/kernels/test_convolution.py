@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.back_ends import fast_back_ends
+from support.back_ends import back_end_params, fast_back_ends
 from torch import Tensor
 
 from penstock.kernels import Ops
@@ -42,7 +42,7 @@ TRANSPOSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=OPS)
+@pytest.fixture(params=back_end_params(OPS))
 def ops(request: pytest.FixtureRequest) -> Ops:
     torch.manual_seed(0)
     return OPS[request.param]

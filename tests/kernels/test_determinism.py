@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from support.back_ends import all_back_ends
+from support.back_ends import all_back_ends, back_end_params
 from support.random_draws import examples
 from torch import Tensor
 from torch.nn import functional as F
@@ -42,7 +42,7 @@ Run = Callable[[Ops, Tensor], tuple[Tensor, ...]]
 """An operation on some rows of a batch, ``[R]`` of them: its results, row by row."""
 
 
-@pytest.fixture(params=all_back_ends())
+@pytest.fixture(params=back_end_params(all_back_ends()))
 def ops(request: pytest.FixtureRequest) -> Ops:
     return all_back_ends()[request.param]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.back_ends import fast_back_ends
+from support.back_ends import back_end_params, fast_back_ends
 from torch import Tensor
 
 from penstock.kernels import Ops
@@ -25,9 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(
-    params=fast_back_ends() or [pytest.param("none", marks=pytest.mark.skip("no back end is built"))]
-)
+@pytest.fixture(params=back_end_params(fast_back_ends()))
 def ops(request: pytest.FixtureRequest) -> Ops:
     return fast_back_ends()[request.param]
 

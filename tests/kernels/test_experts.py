@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.back_ends import all_back_ends
+from support.back_ends import all_back_ends, back_end_params
 from torch import Tensor
 
 from penstock.kernels import (
@@ -35,10 +35,9 @@ ROUTINGS: tuple[Routing, ...] = ("all", "all_normed", "chosen")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-5}
 
 
-@pytest.fixture(params=all_back_ends().values(), ids=all_back_ends())
+@pytest.fixture(params=back_end_params(all_back_ends()))
 def ops(request: pytest.FixtureRequest) -> Ops:
-    back_end: Ops = request.param
-    return back_end
+    return all_back_ends()[request.param]
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ from penstock.llm.beam_search import BeamOptions, Hypothesis, _replace_last
 from penstock.pipelines import TextTokenizer
 from penstock.pipelines.core import TokenGeneratorRequest
 
+pytestmark = pytest.mark.models
+
 PROMPTS = ["Hello", "A", "What is longer than a block of sixteen tokens, by far?", "Hello there"]
 
 

@@ -22,6 +22,8 @@ from penstock.errors import (
     UnsupportedFeatureError,
 )
 
+pytestmark = pytest.mark.models
+
 GREEDY = SamplingParams(max_new_tokens=12)
 
 

@@ -18,6 +18,8 @@ from penstock.errors import InputError, UnknownParameterError, UnsupportedFeatur
 from penstock.pipelines.core import Grammar, LogProbabilities, TextContext
 from penstock.pipelines.core.randomness import splitmix64
 
+pytestmark = pytest.mark.models
+
 SAMPLED = SamplingParams(temperature=1.0, top_k=-1, seed=11, max_new_tokens=12)
 PROMPT = "A prompt that fills more than two blocks of sixteen tokens"
 

@@ -22,6 +22,8 @@ from penstock.architectures.llama import tiny_config
 from penstock.lora.adapter_config import AdapterConfig
 from penstock.weights import Weights
 
+pytestmark = pytest.mark.models
+
 PROMPT = random_tokens(23, 130, seed=3)
 
 CASES: dict[str, dict[str, Any]] = {

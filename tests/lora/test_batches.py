@@ -18,6 +18,8 @@ from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams
 from penstock.scheduler import Scheduler
 
+pytestmark = pytest.mark.models
+
 PROMPT = random_tokens(40, 130, seed=5)
 
 

@@ -47,6 +47,8 @@ from penstock.pipelines.core import (
     TTSContext,
 )
 
+pytestmark = pytest.mark.models
+
 PROMPT = random_tokens(30, 130, seed=7)
 
 

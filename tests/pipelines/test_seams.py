@@ -21,7 +21,7 @@ from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.weights import Weights
 
-pytestmark = pytest.mark.families
+pytestmark = [pytest.mark.families, pytest.mark.models]
 
 PROMPT = random_tokens(30, 130, seed=7)
 

@@ -17,6 +17,8 @@ from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext, TextGenerationStatus
 from penstock.pipelines.speculative import AdaptiveDraftLength, FixedDraftLength, NGramProposer
 
+pytestmark = pytest.mark.models
+
 BLOCK_BYTES = 4 * 2 * 3 * 2 * 8 * 16  # float32, K and V, layers, kv heads, head dim, tokens a block
 
 

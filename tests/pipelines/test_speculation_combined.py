@@ -20,6 +20,8 @@ from penstock.pipelines import PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.core import Grammar, SamplingParams, TextContext
 
 pytest.importorskip("xgrammar")
+
+pytestmark = pytest.mark.models
 SCHEMA = '{"type": "object", "properties": {"name": {"enum": ["one", "two"]}}, "required": ["name"]}'
 GRAMMARS = [None, Grammar("json_schema", SCHEMA), Grammar("regex", "(ab|cd){3,20}(yes|no), indeed")]
 

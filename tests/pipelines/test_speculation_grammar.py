@@ -19,6 +19,8 @@ from penstock.pipelines.speculative import NGramProposer
 
 xgr = pytest.importorskip("xgrammar")
 
+pytestmark = pytest.mark.models
+
 GRAMMARS = {
     "open": '[a-z]+ [0-9]+"',
     "forced": r'\{"name": "[a-z]{2,9}", "description": [0-9]{1,3}, "end": true\}',

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
+import pytest
 from support.on_device import on_device
 
 from penstock.kernels import Ops
@@ -13,21 +16,32 @@ from penstock.kernels.reference import ReferenceOps
 
 
 @cache
-def fast_back_ends() -> dict[str, Ops]:
-    """Return all variants besides the reference, by their descriptions, such as ``cpu avx2``."""
+def _variants() -> dict[str, tuple[Ops, bool]]:
+    """Return all variants besides the reference, each with whether it runs on a GPU."""
     found = {}
     for backend in BACKENDS.backends:
         for ops in backend.variants():
             if type(ops) is ReferenceOps:
                 continue
-            name = ops.description.replace(" ", "-")
-            if "cpu" not in backend.sizes and os.environ.get("TRITON_INTERPRET") != "1":
-                ops = on_device(ops, "cuda")
-            found[name] = ops
+            on_gpu = "cpu" not in backend.sizes and os.environ.get("TRITON_INTERPRET") != "1"
+            found[ops.description.replace(" ", "-")] = on_device(ops, "cuda") if on_gpu else ops, on_gpu
     return found
+
+
+def fast_back_ends() -> dict[str, Ops]:
+    """Return all variants besides the reference, by their descriptions, such as ``cpu avx2``."""
+    return {name: ops for name, (ops, _) in _variants().items()}
 
 
 @cache
 def all_back_ends() -> dict[str, Ops]:
     """Return the reference and all other variants."""
     return {"reference": ReferenceOps(), **fast_back_ends()}
+
+
+def back_end_params(back_ends: Mapping[str, Ops]) -> list[Any]:
+    """Return the names of back ends as parameters of a fixture; those on a GPU are marked ``gpu``."""
+    if not back_ends:
+        return [pytest.param("none", marks=pytest.mark.skip("no back end is built"))]
+    on_gpu = {name for name, (_, on_gpu) in _variants().items() if on_gpu}
+    return [pytest.param(name, marks=pytest.mark.gpu) if name in on_gpu else name for name in back_ends]

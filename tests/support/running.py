@@ -75,7 +75,7 @@ def step_logits(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext
     model: Any = pipeline.model
     inputs = model.prepare_initial_token_inputs([contexts], kv.inputs(contexts), counts)
     outputs = model.execute(inputs)
-    return list(outputs.logits.float().split(counts))
+    return list(outputs.logits.float().cpu().split(counts))
 
 
 def feed(pipeline: TextGenerationPipeline, context: TextContext, token: int) -> None:

@@ -32,6 +32,8 @@ from penstock.errors import UnknownArchitectureError, WeightsError
 from penstock.kernels import ENCODINGS, unpack_linear
 from penstock.weights import Weights
 
+pytestmark = pytest.mark.models
+
 # What the format has no key for, and takes for granted.
 IMPLIED: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4},

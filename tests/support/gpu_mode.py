@@ -1,0 +1,78 @@
+"""Tests on a GPU: with ``-m gpu``, the tests marked ``models`` open their pipelines on the GPU.
+
+With ``TRITON_INTERPRET=1`` and without a GPU they open them on the interpreted programs instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+
+def selects_gpu(config: pytest.Config) -> bool:
+    """Return whether ``-m`` selects the tests of GPUs only."""
+    return str(config.getoption("markexpr", "")).split(" and ")[0] == "gpu"
+
+
+def has_gpu() -> bool:
+    """Return whether torch finds a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def is_interpreted() -> bool:
+    """Return whether the programs of the back end `cuda` run in Triton's interpreter."""
+    from penstock.kernels.cuda.availability import is_interpreted
+
+    return is_interpreted()
+
+
+def mark_tests_of_gpus(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what ``-m gpu`` runs, and skip what needs a GPU that is missing."""
+    skip = pytest.mark.skip(reason="gpu: torch finds no NVIDIA GPU here")
+    selected = selects_gpu(config)
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            if not has_gpu():
+                item.add_marker(skip)
+        elif selected and item.get_closest_marker("models"):
+            item.add_marker("gpu")
+            if not has_gpu() and not is_interpreted():
+                item.add_marker(skip)
+
+
+def open_pipelines_on_gpu() -> None:
+    """Let configurations that name neither devices nor kernels use the GPU, in this process."""
+    from penstock.config import PipelineConfig
+
+    from_flat = PipelineConfig.from_flat.__func__  # type: ignore[attr-defined]
+    if has_gpu():
+        given = {"devices": "gpu"}
+    elif is_interpreted():
+        register_interpreted()
+        given = {"kernels": "interpreted"}
+    else:
+        return
+
+    def on_gpu(cls: Any, values: Mapping[str, object], *args: Any, **kwargs: Any) -> PipelineConfig:
+        named = values.get("devices") or values.get("kernels")
+        config: PipelineConfig = from_flat(cls, values if named else {**values, **given}, *args, **kwargs)
+        return config
+
+    PipelineConfig.from_flat = classmethod(on_gpu)  # type: ignore[assignment, method-assign]
+
+
+def register_interpreted() -> None:
+    """Register the back end ``interpreted``: the programs on the CPU, where the interpreter runs them."""
+    from penstock.kernels import BACKENDS, DefaultSizes
+    from penstock.kernels.cuda import BACKEND
+    from penstock.kernels.cuda.ops import CudaOps
+
+    sizes = {"cpu": DefaultSizes(max_batch_size=8, step_tokens=512)}
+    BACKENDS.register(
+        replace(BACKEND, name="interpreted", priority=-1, sizes=sizes, load=CudaOps, variants=list)
+    )
