@@ -1,9 +1,12 @@
-"""Measure a model on a GPU: decode, prefill, many requests, and the cold start. Random weights, no download.
+"""Measure a model on a GPU: decode, prefill, many and mixed requests, cold start. Random weights only.
 
     python benchmarks/gpu.py decode --shape 0.6b        # share of the bandwidth limit at batch 1
     python benchmarks/gpu.py prefill --shape 8b         # share of the measured bf16 product rate
     python benchmarks/gpu.py load --shape 0.6b          # 256 requests of 512 tokens in, 128 out
+    python benchmarks/gpu.py load --shape 0.6b --no-overlap    # the same without overlapped steps
     python benchmarks/gpu.py start --shape 0.6b         # seconds to the first token, graphs included
+    python benchmarks/gpu.py mixed --shape 0.6b --minutes 8    # growth of memory under mixed requests
+    python benchmarks/gpu.py transformers --shape 0.6b  # transformers' tokens/s at batch 1, for comparison
 
 A step of decoding must read the weights of all layers and of the head, and the cached keys and values. The
 bandwidth limit is that number of bytes divided by the copy bandwidth, which the script measures in the same
@@ -14,11 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -43,20 +48,45 @@ SHAPES: dict[str, dict[str, int]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("work", choices=sorted(WORK))
+    parser.add_argument("work", choices=[*sorted(WORK), "mixed", "transformers"])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")
     parser.add_argument("--devices", default="gpu")
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--minutes", type=float, default=8, help="duration of mixed requests")
+    parser.add_argument("--no-overlap", action="store_true", help="run each step after the step before")
+    parser.add_argument("--encoding", default="bfloat16")
     arguments = parser.parse_args()
     with TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), SHAPES[arguments.shape])
-        begin = time.perf_counter()
-        settings = {"devices": arguments.devices, "max_length": 2048, "quantization_encoding": "bfloat16"}
-        with LLM(folder, max_batch_size=arguments.requests, **settings) as llm:
-            report = WORK[arguments.work](llm, SHAPES[arguments.shape], arguments.requests, begin)
-            report |= {"kernels": llm.pipeline.session.kernels, "plan": llm.pipeline.session.plan_status}
+        report = (
+            transformers_decode(folder, arguments)
+            if arguments.work == "transformers"
+            else measured(folder, arguments)
+        )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     print(json.dumps({"device": device, "torch": torch.__version__, "shape": arguments.shape} | report))
+
+
+def measured(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Load the model and return the report of the work."""
+    begin = time.perf_counter()
+    with LLM(
+        folder,
+        max_batch_size=arguments.requests,
+        devices=arguments.devices,
+        max_length=2048,
+        quantization_encoding=arguments.encoding,
+        overlap_steps=not arguments.no_overlap,
+    ) as llm:
+        work = partial(mixed, arguments.minutes) if arguments.work == "mixed" else WORK[arguments.work]
+        report = work(llm, SHAPES[arguments.shape], arguments.requests, begin)
+        has_overlap = llm.pipeline.overlapped_steps is not None
+        return report | {
+            "kernels": llm.pipeline.session.kernels,
+            "plan": llm.pipeline.session.plan_status,
+            "overlap": has_overlap,
+            "memory_plan": dict(llm.pipeline.memory_plan.rows()),
+        }
 
 
 def decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
@@ -98,6 +128,71 @@ def start(llm: LLM, shape: dict[str, int], _requests: int, begin: float) -> dict
     first = time.perf_counter() - begin
     generate(llm, prompts(shape, 1, 64, 1), 8)
     return {"ready_s": ready, "first_token_s": first, "with_graph_s": time.perf_counter() - begin}
+
+
+def mixed(minutes: float, llm: LLM, shape: dict[str, int], requests: int, _begin: float) -> dict[str, Any]:
+    """Run rounds of mixed requests and return how much memory grew after the first quarter of the time.
+
+    A round has prompts of all lengths with and without a shared prefix, greedy and sampled, with penalties,
+    stop strings, log probabilities and several choices, and a stream that is closed early.
+    """
+    random, end = Random(0), time.perf_counter() + 60 * minutes
+    shared = prompts(shape, 1, 700)[0]
+    memory: list[tuple[int, int]] = []
+    num_tokens = 0
+    while time.perf_counter() < end or len(memory) < 4:
+        batch, params = [], []
+        for _ in range(min(requests, 96)):
+            own = [random.randrange(shape["vocab_size"]) for _ in range(random.choice([1, 7, 60, 400, 1200]))]
+            batch.append([*shared[: random.choice([0, 0, 33, 700])], *own])
+            params.append(
+                SamplingParams(
+                    max_new_tokens=random.choice([1, 5, 40, 128]),
+                    temperature=random.choice([0.0, 1.0]),
+                    top_k=random.choice([-1, 40]),
+                    seed=random.randrange(100),
+                    frequency_penalty=random.choice([0.0, 0.0, 0.7]),
+                    stop=random.choice([None, ["e"], ["the", " a"]]),
+                )
+            )
+        options = {"logprobs": 2} if len(memory) % 4 == 1 else {"n": 2} if len(memory) % 4 == 2 else {}
+        outputs = llm.generate(batch, params, use_tqdm=False, **options)
+        num_tokens += sum(output.num_generated_tokens for output in outputs)
+        stream = llm.stream(batch[0], SamplingParams(max_new_tokens=64, ignore_eos=True))
+        next(iter(stream), None)
+        stream.close()
+        assert llm.pipeline.kv.num_free_blocks == llm.pipeline.kv.num_blocks, "blocks were not released"
+        memory.append((host_bytes(), torch.cuda.memory_reserved() if torch.cuda.is_available() else 0))
+    early, last = memory[len(memory) // 4], memory[-1]
+    return {
+        "rounds": len(memory),
+        "tokens": num_tokens,
+        "host_growth_mib": (last[0] - early[0]) / 2**20,
+        "device_growth_mib": (last[1] - early[1]) / 2**20,
+    }
+
+
+def host_bytes() -> int:
+    """Return the resident bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def transformers_decode(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time decoding at batch 1 with transformers and return its milliseconds per token."""
+    import transformers
+
+    shape, device = SHAPES[arguments.shape], "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    prompt, count = torch.tensor(prompts(shape, 1, 128), device=device), 64
+
+    def run(new: int) -> None:
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, **options)
+
+    run(8)
+    short = min(timed(lambda: run(1)) for _ in range(3))
+    seconds = (min(timed(lambda: run(1 + count)) for _ in range(3)) - short) / count
+    return {"ms_per_token": 1e3 * seconds, "transformers": transformers.__version__}
 
 
 WORK: dict[str, Callable[[LLM, dict[str, int], int, float], dict[str, Any]]] = {

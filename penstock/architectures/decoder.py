@@ -108,6 +108,7 @@ class DecoderModel(NetworkModel[TextContext]):
             enable_prefix_caching=config.enable_prefix_caching
             and (spec.shares_prefixes or not self.network.length_dependent),
             adapter_digest=self.lora_manager.digest if self.lora_manager else None,
+            host_memory=config.offload_memory or 0,
         )
         if session.ranks is not None:
             manager.storage.on_copy = lambda *blocks: self.announce("copy_block", *blocks)

@@ -35,6 +35,7 @@ class PipelineOptions(TypedDict, total=False):
     device_memory_utilization: float | None
     kv_cache_dtype: str | None
     kv_cache_memory: int | str | None
+    kv_offload_memory: int | str | None
     use_generation_config: bool | None
     lora: str | tuple[str, ...] | list[str] | None
     enable_lora: bool | None

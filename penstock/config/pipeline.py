@@ -69,6 +69,12 @@ class KVCacheConfig:
         "Size of the KV cache in bytes; by default planned from the free memory.",
         flat="kv_cache_memory",
     )
+    offload_memory: int | None = setting(
+        None,
+        NUM_BYTES,
+        "Host memory for KV blocks that are evicted from a GPU, in bytes; by default they are lost.",
+        flat="kv_offload_memory",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -157,6 +163,12 @@ class PipelineConfig:
         check_fields(self)
         if self.model.quantization_encoding is not None:
             self.check_determinism()
+        if self.kv_cache.offload_memory and self.model.devices[0].is_host:
+            raise ConfigError(
+                "kv_offload_memory", "the KV cache of a CPU is in host memory: raise kv_cache_memory instead"
+            )
+        if self.kv_cache.offload_memory and self.parallel.tensor_parallel_size > 1:
+            raise ConfigError("kv_offload_memory", "is not available with tensor_parallel_size above 1")
 
     def check_determinism(self) -> None:
         """Check that the encoding supports ``deterministic``. Without a set encoding, read the checkpoint's.

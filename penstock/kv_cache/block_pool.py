@@ -41,6 +41,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.on_evict: Callable[[bytes], None] | None = None
         """Called with the digest of each block whose content is forgotten."""
+        self.on_reuse: Callable[[int, bytes], None] | None = None
+        """Called with each of these blocks and its digest, while the block still has the content."""
 
     @property
     def num_blocks(self) -> int:
@@ -160,4 +162,6 @@ class BlockPool:
         self._digests[block] = None
         if self.on_evict is not None:
             self.on_evict(digest)
+        if self.on_reuse is not None:
+            self.on_reuse(block, digest)
         return block

@@ -27,6 +27,7 @@ from penstock.errors import InputError, InsufficientBlocksError
 from penstock.kernels import KVCacheInputs, KVGroupInputs, upload
 from penstock.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from penstock.kv_cache.block_tables import BlockTables
+from penstock.kv_cache.host_blocks import HostBlocks
 from penstock.kv_cache.prefixes import PrefixCacheControls, PrefixIndex
 from penstock.kv_cache.spec import KVCacheSpec
 from penstock.kv_cache.storage import KVCacheStorage
@@ -57,8 +58,8 @@ class KVCacheManager(PrefixCacheControls):
         block_size: tokens per block, a power of two.
         device: the device of keys and values.
         enable_prefix_caching: whether contexts share the blocks of common prefixes.
-        adapter_digest: returns the digest of the content of a context's adapter. Without it, contexts with
-            an adapter share no blocks.
+        adapter_digest: returns the digest of a context's adapter; without it, such contexts share no blocks.
+        host_memory: bytes of host memory for shared blocks that are evicted from the device.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class KVCacheManager(PrefixCacheControls):
         device: torch.device = torch.device("cpu"),  # noqa: B008  # immutable
         enable_prefix_caching: bool = True,
         adapter_digest: Callable[[InputContext], bytes] | None = None,
+        host_memory: int = 0,
     ) -> None:
         assert len(num_blocks) == len(spec.groups), f"{len(num_blocks)} pools, {len(spec.groups)} groups"
         assert block_size.bit_count() == 1, f"the block size must be a power of two, was {block_size}"
@@ -83,6 +85,9 @@ class KVCacheManager(PrefixCacheControls):
         self._enable_prefix_caching = enable_prefix_caching
         self._pools = [BlockPool(count) for count in num_blocks]
         self._prefixes = PrefixIndex(spec, self._pools, block_size, adapter_digest)
+        self._prefixes.host = (
+            HostBlocks(spec, self._pools, self.storage, host_memory) if host_memory else None
+        )
         self._sequences: dict[int, _Sequence] = {}  # by slot
         self._free_slots: list[int] = []  # a heap: the lowest first
         self._tables = BlockTables(len(spec.groups))
@@ -316,11 +321,10 @@ class KVCacheManager(PrefixCacheControls):
         chain = self._prefixes.chain(context)
         if chain is None:
             return
-        hit = (
-            self._prefixes.usable_hit(context, chain, self._hit_limit(context))
-            if self._looks_up(context)
-            else 0
-        )
+        hit = 0
+        if self._looks_up(context):
+            self._prefixes.restore(chain, self._hit_limit(context))
+            hit = self._prefixes.usable_hit(context, chain, self._hit_limit(context))
         self._tables.grow(length=hit)
         for index, (group, pool) in enumerate(zip(self.spec.groups, self._pools, strict=True)):
             first = group.first_visible(hit * self.block_size) // self.block_size

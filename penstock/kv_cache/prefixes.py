@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.kv_cache.block_pool import BlockPool
 from penstock.kv_cache.events import CacheEventLog
 from penstock.kv_cache.hashing import chain_digests, context_root
+from penstock.kv_cache.host_blocks import HostBlocks
 from penstock.kv_cache.spec import KVCacheSpec
 from penstock.pipelines.core import InputContext
 from penstock.pipelines.core.cache_events import CacheEvent
@@ -46,6 +47,8 @@ class PrefixIndex:
         ]
         self._pools = pools
         self._events: CacheEventLog | None = None
+        self.host: HostBlocks | None = None
+        """Evicted blocks in host memory; None if they are not kept."""
         self._chains: dict[str, Chain] = {}
         self._in_flight: dict[bytes, int] = {}
 
@@ -104,8 +107,15 @@ class PrefixIndex:
         """Return the events since the last call."""
         return [] if self._events is None else self._events.take()
 
+    def restore(self, chain: Chain, limit: int) -> None:
+        """Copy evicted blocks of a chain, up to the first ``limit``, back to the device."""
+        if self.host is not None:
+            self.host.restore(chain.digests[:limit], self.hit(chain, limit))
+
     def forget_all(self) -> None:
         """Make no block findable any more."""
+        if self.host is not None:
+            self.host.clear()
         for pool in self._pools:
             pool.forget()
         self._chains.clear()

@@ -52,6 +52,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "device_memory_utilization": st.floats(0, 1, exclude_min=True),
     "kv_cache_dtype": st.sampled_from([None, "float32", "bfloat16", "float16", "int8"]),
     "kv_cache_memory": st.none() | st.integers(1, 2**40),
+    "kv_offload_memory": st.none(),  # needs a GPU
     "use_generation_config": st.booleans(),
     "lora": st.sampled_from([(), ("tone=/adapters/tone",), ("a=x", "b=y=z")]),
     "enable_lora": st.booleans(),
@@ -442,6 +443,7 @@ def test_sizes_have_units(text: str, size: int) -> None:
 def test_every_setting_in_bytes_takes_sizes() -> None:
     sizes = {
         "kv_cache_memory",
+        "kv_offload_memory",
         "grammar_cache_size",
         "encoder_cache_memory",
         "max_image_bytes",

@@ -28,7 +28,24 @@ def run_interpreted(*arguments: str, timeout: float) -> str:
 
 @pytest.mark.timeout(600)
 def test_programs_on_small_shapes() -> None:
-    assert " passed" in run_interpreted("tests/kernels/cuda/interpreted_checks.py", timeout=590)
+    files = [f"tests/kernels/cuda/interpreted_{name}.py" for name in ("checks", "attention")]
+    assert " passed" in run_interpreted(*files, timeout=590)
+
+
+@pytest.mark.random
+def test_programs_on_drawn_shapes() -> None:
+    files = [f"tests/kernels/cuda/interpreted_{name}.py" for name in ("attention", "draws")]
+    assert " passed" in run_interpreted(*files, "--random", "-m", "random", timeout=3500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_models() -> None:
+    """The tests of models that run on a GPU, here on the interpreted programs."""
+    chosen = "llama and best and (mixed_batch or chunks0)"
+    assert " passed" in run_interpreted(
+        "tests/architectures/test_parity.py", "--timeout=1800", "-m", "gpu", "-k", chosen, timeout=7000
+    )
 
 
 @pytest.mark.slow

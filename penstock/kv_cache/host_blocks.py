@@ -1,0 +1,113 @@
+"""`HostBlocks`: content of cached blocks that were evicted from the device, in host memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kv_cache.block_pool import BlockPool
+from penstock.kv_cache.spec import KVCacheSpec
+from penstock.kv_cache.storage import KVCacheStorage
+
+
+class HostBlocks:
+    """Keeps blocks when the pools evict them, and copies them back into free blocks of the device.
+
+    The least recently used block makes room for a new one. Copies run in the order of the device's work, from
+    and to pinned memory on a GPU: a block is read before its next owner writes to it.
+
+    Args:
+        spec: the groups of layers.
+        pools: the pools of the groups; an evicted block is passed to `HostBlocks`.
+        storage: the tensors of the cache.
+        num_bytes: host memory for blocks, divided evenly among the groups.
+    """
+
+    def __init__(
+        self, spec: KVCacheSpec, pools: Sequence[BlockPool], storage: KVCacheStorage, num_bytes: int
+    ) -> None:
+        self._pools = pools
+        self._device: list[list[Tensor]] = []  # for each group: tensors [2, N, ...]
+        self._host: list[list[Tensor]] = []  # for each group: tensors [2, C, ...]
+        self._slots: list[OrderedDict[bytes, int]] = []  # digest -> slot, least recently used first
+        self._free: list[list[int]] = []
+        self.num_saved = self.num_restored = 0
+        for index, (group, pool) in enumerate(zip(spec.groups, pools, strict=True)):
+            layers = [(storage.caches[layer], storage.scales[layer]) for layer in group.layers]
+            tensors = [one for pair in layers for one in pair if one is not None]
+            capacity = num_bytes // len(pools) // sum(one[:, 0].nbytes for one in tensors)
+            self._device.append(tensors)
+            self._host.append([_host_tensor(one, capacity) for one in tensors])
+            self._slots.append(OrderedDict())
+            self._free.append(list(range(capacity)))
+            pool.on_reuse = lambda block, digest, index=index: self._save(index, block, digest)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks that fit, in the group with the fewest."""
+        return min(len(slots) + len(free) for slots, free in zip(self._slots, self._free, strict=True))
+
+    def restore(self, digests: Sequence[bytes], hit: int) -> None:
+        """Copy the blocks after a hit back, in order, until one is missing or no device block is free.
+
+        They are cached blocks of the device then, found by their digests.
+
+        Args:
+            digests: the chain of a context, up to the last block that it may use.
+            hit: the number of leading blocks that the device holds.
+        """
+        if hit == len(digests) or not all(digests[hit] in slots for slots in self._slots):
+            return
+        held = [
+            [block for one in digests[:hit] if (block := pool.lookup(one)) is not None]
+            for pool in self._pools
+        ]
+        for pool, blocks in zip(self._pools, held, strict=True):
+            pool.retain(blocks)  # so that they are not evicted meanwhile
+        for digest in digests[hit:]:
+            missing = [index for index, pool in enumerate(self._pools) if pool.lookup(digest) is None]
+            if any(digest not in self._slots[i] or not self._pools[i].num_free for i in missing):
+                break
+            for index in missing:
+                held[index].append(self._load(index, digest))
+        for pool, blocks in zip(self._pools, held, strict=True):
+            pool.release(blocks)
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        for slots, free in zip(self._slots, self._free, strict=True):
+            free += slots.values()
+            slots.clear()
+
+    def _save(self, index: int, block: int, digest: bytes) -> None:
+        slots, free = self._slots[index], self._free[index]
+        if digest in slots:
+            slots.move_to_end(digest)
+            return
+        if not free:
+            if not slots:
+                return
+            free.append(slots.popitem(last=False)[1])
+        slots[digest] = slot = free.pop()
+        for source, target in zip(self._device[index], self._host[index], strict=True):
+            target[:, slot].copy_(source[:, block], non_blocking=True)
+        self.num_saved += 1
+
+    def _load(self, index: int, digest: bytes) -> int:
+        """Copy a block into a free block of the device, register it, and return it with one reference."""
+        slot = self._slots[index].pop(digest)  # first: the allocation may evict and save another block
+        (block,) = self._pools[index].allocate(1)
+        for target, source in zip(self._device[index], self._host[index], strict=True):
+            target[:, block].copy_(source[:, slot], non_blocking=True)
+        self._free[index].append(slot)
+        self._pools[index].register(block, digest)
+        self.num_restored += 1
+        return block
+
+
+def _host_tensor(tensor: Tensor, capacity: int) -> Tensor:
+    shape = (tensor.shape[0], capacity, *tensor.shape[2:])
+    return torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -1,0 +1,220 @@
+"""Attention in Triton's interpreter: head sizes, groups, windows, caches and spans, drawn and fixed.
+
+`test_interpreter.py` runs this file in a process of its own. ``--random -m random`` draws many more cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.random_draws import examples
+from torch import Tensor
+
+from penstock.kernels import LayerKV
+from penstock.kernels.cuda.ops import CudaOps
+from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.spans import ImageSpans
+
+REFERENCE = ReferenceOps()
+TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention over the paged cache."""
+
+    dim: int = 64
+    group: int = 1
+    kv_heads: int = 1
+    dtype: torch.dtype = torch.float32
+    cached: str = "same"
+    """``same``: the type of the queries; ``wide``: float32; ``int8``: with scales."""
+    sequences: tuple[tuple[int, int], ...] = ((1, 20), (7, 19))
+    """Rows of each sequence and its length. A sequence may have no rows."""
+    block: int = 16
+    window: int | None = None
+    is_chunked: bool = False
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    span: int = 0
+    """Rows at the end of each sequence that see each other; 0 for causal attention."""
+    is_deterministic: bool = False
+    seed: int = 0
+
+
+def inputs_of(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, Any]]:
+    """Return queries, cache, row offsets, lengths and options; what no query may read is NaN."""
+    torch.manual_seed(case.seed)
+    counts = [-(-length // case.block) for _, length in case.sequences]
+    cache = torch.full((2, sum(counts) + 1, case.kv_heads, case.block, case.dim), torch.nan)
+    ids = (torch.randperm(sum(counts)) + 1).int().split(counts)
+    tables = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
+    for b, (_, length) in enumerate(case.sequences):
+        tables[b, : counts[b]] = ids[b]
+        for column, block in enumerate(ids[b].tolist()):
+            held = min(case.block, length - case.block * column)
+            cache[:, block, :, :held] = torch.randn(2, case.kv_heads, held, case.dim)
+    kept = cache.to(torch.float32 if case.cached == "wide" else case.dtype)
+    scales = None
+    if case.cached == "int8":
+        scales = cache.abs().amax(-1) / 127
+        kept = (cache / scales[..., None]).nan_to_num(127).round().to(torch.int8)
+    kv = LayerKV(
+        kept,
+        tables,
+        torch.zeros(0, dtype=torch.int64),
+        window=case.window,
+        scales=scales,
+        is_chunked=case.is_chunked,
+    )
+    offsets = torch.tensor([0, *(rows for rows, _ in case.sequences)]).cumsum(0).int()
+    lengths = torch.tensor([length for _, length in case.sequences]).int()
+    heads = case.group * case.kv_heads
+    q = torch.randn(int(offsets[-1]), heads, case.dim + 3).to(case.dtype)[:, :, : case.dim]
+    options: dict[str, Any] = {"scale": case.dim**-0.5, "soft_cap": case.soft_cap}
+    if case.has_sinks:
+        options["sinks"] = torch.randn(heads)
+    if case.span:
+        bounds = []
+        for rows, length in case.sequences:
+            first = max(length - rows, length - case.span)
+            bounds += [(first, length) if p >= first else (p, p + 1) for p in range(length - rows, length)]
+        options["spans"] = ImageSpans(torch.tensor(bounds).view(-1, 2).int(), offsets, lengths)
+    return q, kv, offsets, lengths, options
+
+
+def check(case: Case) -> None:
+    """Compare one case with the reference."""
+    ops = CudaOps()
+    if case.is_deterministic:
+        ops.require_determinism()
+    q, kv, offsets, lengths, options = inputs_of(case)
+    got, expected = (o.attention(q, kv, offsets, lengths, **options) for o in (ops, REFERENCE))
+    assert got.dtype == expected.dtype
+    assert expected.isfinite().all(), "the case is not valid"
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+FIXED = {
+    **{f"head of {dim}": Case(dim=dim, group=2) for dim in (80, 96, 112, 192, 256)},
+    **{
+        f"bfloat16 head of {dim}": Case(dim=dim, group=3, dtype=torch.bfloat16, cached="int8")
+        for dim in (80, 112, 192)
+    },
+    **{f"group of {group}": Case(dim=16, group=group, kv_heads=2) for group in (3, 5, 7, 12)},
+    "window beyond the context": Case(window=500, sequences=((1, 20), (9, 33))),
+    "window of one key": Case(window=1, sequences=((1, 20), (9, 33))),
+    "chunks beyond the context": Case(window=64, is_chunked=True, sequences=((1, 20), (9, 33))),
+    "spans in a window": Case(window=4, span=6, sequences=((8, 30), (1, 9))),
+    "spans with int8": Case(span=5, cached="int8", sequences=((8, 30), (7, 7))),
+    "sinks, cap and int8": Case(soft_cap=3.0, has_sinks=True, cached="int8", group=5, dim=80),
+    "sinks and window": Case(has_sinks=True, window=3, group=2),
+    "sinks and splits": Case(has_sinks=True, soft_cap=4.0, sequences=((1, 600), (1, 30)), dim=16),
+    "window and splits": Case(window=530, sequences=((1, 1100), (1, 30)), dim=16),
+    "no rows at the start": Case(sequences=((0, 8), (3, 12), (1, 5))),
+    "no rows in the middle": Case(sequences=((3, 12), (0, 40), (0, 3), (1, 5)), group=3),
+    "no rows at the end": Case(sequences=((17, 17), (0, 40))),
+    "no rows at all": Case(sequences=((0, 8), (0, 12))),
+    "no rows beside splits": Case(sequences=((1, 600), (0, 520), (1, 9)), dim=16),
+    "float16 and a wide cache": Case(dtype=torch.float16, cached="wide", dim=96, group=2),
+    "blocks of 64": Case(block=64, sequences=((5, 130), (1, 64))),
+    "deterministic": Case(is_deterministic=True, dim=80, group=3, window=40, sequences=((20, 70), (1, 9))),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed(name: str) -> None:
+    check(FIXED[name])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draw a case; small, because the interpreter is slow."""
+
+    def sequence() -> tuple[int, int]:
+        length = draw(st.integers(1, 70))
+        return draw(st.sampled_from([0, 1, 1, min(length, 5), length])), length
+
+    sequences = tuple(sequence() for _ in range(draw(st.integers(1, 4))))
+    window = draw(st.sampled_from([None, None, 1, 7, 33, 64, 500]))
+    is_chunked = window is not None and draw(st.booleans())
+    return Case(
+        dim=draw(st.sampled_from([16, 24, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256])),
+        group=draw(st.sampled_from([1, 2, 3, 5, 6, 7, 8, 12, 16])),
+        kv_heads=draw(st.integers(1, 3)),
+        dtype=draw(st.sampled_from(list(TOLERANCE))),
+        cached=draw(st.sampled_from(["same", "wide", "int8"])),
+        sequences=sequences,
+        block=draw(st.sampled_from([16, 32, 64])),
+        window=window,
+        is_chunked=is_chunked,
+        soft_cap=draw(st.sampled_from([None, None, 2.0, 50.0])),
+        has_sinks=draw(st.booleans()),
+        span=0 if is_chunked else draw(st.sampled_from([0, 0, 4, 20])),
+        is_deterministic=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@pytest.mark.random
+@settings(max_examples=examples(8))
+@given(case=cases())
+def test_drawn(case: Case) -> None:
+    check(case)
+
+
+def test_the_comparison_can_fail() -> None:
+    """A case differs from the same case with another option."""
+    case = Case(has_sinks=True, window=3, soft_cap=2.0, span=4, sequences=((8, 30), (1, 9)))
+    q, kv, offsets, lengths, options = inputs_of(case)
+    whole = CudaOps().attention(q, kv, offsets, lengths, **options)
+    for name in ("soft_cap", "sinks", "spans"):
+        other = CudaOps().attention(q, kv, offsets, lengths, **(options | {name: None}))
+        assert not torch.allclose(whole, other, atol=1e-3), name
+    other = CudaOps().attention(q, replace(kv, window=None), offsets, lengths, **options)
+    assert not torch.allclose(whole, other, atol=1e-3)
+
+
+@pytest.mark.random
+@settings(max_examples=examples(6))
+@given(
+    dim=st.sampled_from([16, 40, 64, 80, 96, 112, 128, 192, 256]),
+    group=st.sampled_from([1, 2, 3, 5]),
+    kv_heads=st.integers(1, 2),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    rows=st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any),
+    window=st.sampled_from([None, 1, 5, 100]),
+    is_causal=st.booleans(),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_encoders_drawn(
+    dim: int,
+    group: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    rows: list[int],
+    window: int | None,
+    is_causal: bool,
+    has_bias: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    offsets = torch.tensor([0, *rows]).cumsum(0).int()
+    heads = group * kv_heads
+    q, k, v = (
+        torch.randn(sum(rows), heads + 2 * kv_heads, dim).to(dtype).split([heads, kv_heads, kv_heads], 1)
+    )
+    bias = torch.randn(heads, 2 * 40 + 1) if has_bias else None
+    got, expected = (
+        o.encoder_attention(q, k, v, offsets, scale=dim**-0.5, window=window, is_causal=is_causal, bias=bias)
+        for o in (CudaOps(), REFERENCE)
+    )
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)

@@ -1,0 +1,140 @@
+"""Evicted blocks of the prefix cache in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_pipeline import FakePipeline, alone
+from support.paged import advance, compute, kv_manager, text_context
+from support.random_draws import examples
+
+from penstock.config import KVCacheConfig, ModelConfig, PipelineConfig, parse_devices
+from penstock.errors import ConfigError
+from penstock.kv_cache import KVCacheManager
+from penstock.kv_cache.host_blocks import HostBlocks
+from penstock.pipelines.core import TextContext, TextGenerationResponse
+from penstock.scheduler import Scheduler
+
+BLOCK = 2 * 4 * 4
+"""Bytes of a block of `kv_manager`: keys and values of 4 tokens in float32."""
+
+
+def host_of(manager: KVCacheManager) -> HostBlocks:
+    host = manager._prefixes.host
+    assert host is not None
+    return host
+
+
+def run(manager: KVCacheManager, tokens: list[int], **fields: Any) -> int:
+    """Compute a prompt, release it, and return how many of its tokens were cached."""
+    context = text_context(tokens, **fields)
+    advance(manager, context)
+    manager.release(context)
+    manager.check_integrity()
+    return context.num_cached_tokens
+
+
+def test_an_evicted_prefix_returns() -> None:
+    first, second = list(range(17)), list(range(100, 117))
+    lost = kv_manager(5)
+    assert [run(lost, tokens) for tokens in (first, second, first)] == [0, 0, 0]
+    manager = kv_manager(5, host_memory=8 * BLOCK)
+    assert host_of(manager).num_blocks == 8
+    assert [run(manager, tokens) for tokens in (first, second, first, second, first)] == [0, 0, 16, 16, 16]
+    assert host_of(manager).num_restored >= 4
+
+
+def test_a_part_of_a_prefix_returns() -> None:
+    """Two blocks of host memory: the chain is restored up to the first block that is lost."""
+    first, second = list(range(17)), list(range(100, 117))
+    manager = kv_manager(5, host_memory=2 * BLOCK)
+    run(manager, first)
+    run(manager, second)
+    assert run(manager, first) in (0, 4, 8)
+    assert host_of(manager).num_blocks == 2
+
+
+def test_the_content_is_that_of_the_block() -> None:
+    """Keys in restored blocks are checked by `compute`; a wrong copy is found."""
+    first, second = list(range(17)), list(range(100, 117))
+    manager = kv_manager(5, host_memory=8 * BLOCK)
+    run(manager, first)
+    run(manager, second)
+    for tensors in host_of(manager)._host:
+        for tensor in tensors:
+            tensor.add_(1)
+    context = text_context(first)
+    manager.claim(context)
+    manager.reserve(context)
+    assert context.num_cached_tokens == 16
+    with pytest.raises(AssertionError):
+        compute(manager, [context])
+
+
+def test_forgotten_prefixes_do_not_return() -> None:
+    first, second = list(range(17)), list(range(100, 117))
+    manager = kv_manager(5, host_memory=8 * BLOCK)
+    run(manager, first)
+    run(manager, second)
+    manager.forget_prefixes()
+    assert run(manager, first) == 0
+
+
+def test_salts_and_echo() -> None:
+    """Blocks of another salt are other blocks, and an echo of the prompt reads no cached block."""
+    first, second = list(range(17)), list(range(100, 117))
+    manager = kv_manager(5, host_memory=8 * BLOCK)
+    run(manager, first, cache_salt="a")
+    run(manager, second)
+    assert run(manager, first, cache_salt="b") == 0
+    assert run(manager, first, cache_salt="a") == 16
+    run(manager, second)
+    assert run(manager, first, cache_salt="a", log_probabilities=1, log_probabilities_echo=True) == 0
+
+
+@settings(max_examples=examples(25))
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 8)), min_size=2, max_size=12
+    ),
+    capacity=st.integers(1, 20),
+    blocks=st.integers(11, 14),
+    windows=st.sampled_from([(None,), (None, 6), (8,)]),
+    together=st.integers(1, 4),
+)
+def test_any_schedule(
+    prompts: list[tuple[int, int, int]],
+    capacity: int,
+    blocks: int,
+    windows: tuple[int | None, ...],
+    together: int,
+) -> None:
+    """Prompts of four families of prefixes give the outputs of single requests; each step checks its keys."""
+    memory = capacity * BLOCK * len(windows)
+    kv = kv_manager(*[blocks] * len(windows), windows=windows, host_memory=memory)
+    scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(
+        FakePipeline(kv), max_batch_size=together, max_batch_input_tokens=16, min_chunk_size=4
+    )
+    contexts = [
+        text_context([family] * length, max_length=length + new, request_id=str(number))
+        for number, (family, length, new) in enumerate(prompts)
+    ]
+    expected = {context.request_id: alone(context) for context in contexts}
+    found: dict[str, list[int]] = {name: [] for name in expected}
+    for context in contexts:
+        scheduler.submit(context)
+    while scheduler.has_work:
+        for name, output in scheduler.step().items():
+            found[name] += [int(token.next_token) for token in output.tokens]
+        kv.check_integrity()
+    assert found == expected
+
+
+def test_it_needs_a_gpu() -> None:
+    cache = KVCacheConfig(offload_memory=1 << 20)
+    with pytest.raises(ConfigError, match="kv_offload_memory: the KV cache of a CPU is in host memory"):
+        PipelineConfig(kv_cache=cache)
+    PipelineConfig(kv_cache=cache, model=ModelConfig(devices=parse_devices("gpu")))
