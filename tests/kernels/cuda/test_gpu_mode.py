@@ -1,0 +1,61 @@
+"""The selection of tests for a GPU by ``-m gpu``, with a GPU that is only claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import gpu_mode
+
+from penstock.config import PipelineConfig
+
+
+@pytest.fixture(params=[True, False], ids=["GPU", "no GPU"])
+def is_there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(gpu_mode, "has_gpu", lambda: request.param)
+    monkeypatch.setattr(gpu_mode, "is_interpreted", lambda: False)
+    return bool(request.param)
+
+
+@pytest.fixture
+def _from_flat() -> Iterator[None]:
+    before = PipelineConfig.__dict__["from_flat"]
+    yield
+    PipelineConfig.from_flat = before  # type: ignore[method-assign]
+
+
+@pytest.mark.usefixtures("_from_flat")
+def test_pipelines_open_on_the_gpu(is_there: bool) -> None:
+    gpu_mode.open_pipelines_on_gpu()
+    config = PipelineConfig.from_flat({"max_batch_size": 2})
+    assert str(config.model.devices[0]) == ("gpu:0" if is_there else "cpu")
+    assert config.max_batch_size == 2
+    named = PipelineConfig.from_flat({"kernels": "reference"})
+    assert str(named.model.devices[0]) == "cpu", "tests that name kernels keep them"
+
+
+class Item:
+    """A test with markers."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = list(names)
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.names else None
+
+    def add_marker(self, marker: Any) -> None:
+        self.names.append(marker if isinstance(marker, str) else marker.name)
+
+
+@pytest.mark.parametrize("expression", ["gpu", "gpu and not slow", "", "not gpu"])
+def test_which_tests_run(is_there: bool, expression: str) -> None:
+    config: Any = SimpleNamespace(getoption=lambda name, default: expression)
+    items: Any = [Item("gpu"), Item("models"), Item()]
+    gpu_mode.mark_tests_of_gpus(config, items)
+    kernel, model, other = items
+    assert ("skip" in kernel.names) == (not is_there)
+    assert ("gpu" in model.names) == expression.startswith("gpu")
+    assert ("skip" in model.names) == (expression.startswith("gpu") and not is_there)
+    assert other.names == []
