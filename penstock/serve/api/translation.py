@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from penstock.serve.api.conversation import Conversation
 from penstock.serve.http.problems import RequestProblem
@@ -19,7 +18,7 @@ _INDEXED = re.compile(r"(messages|tools)\[(\d+)\](.*)", re.DOTALL)
 class Translation:
     """A chat request made from the request of another API."""
 
-    chat: dict[str, Any]
+    chat: Mapping[str, object]
     """The decoded body of the chat request."""
     message_places: Sequence[str]
     """For each message, the field of the client's request that it comes from."""

@@ -74,7 +74,7 @@ class BackgroundRun:
         self.builder = ResponseBuilder(services, prepared, self._run)
         self.keeps_events = bool(prepared.body.stream)
         self.is_done = False
-        self.builder.object("queued")
+        self.builder.with_status("queued")
         self._services = services
         self._state = state
         self._items = prepared.items
@@ -86,7 +86,9 @@ class BackgroundRun:
 
     async def put(self) -> None:
         """Store the current state."""
-        result = {**self.builder.result, "output": [*self.builder.result["output"]]}
+        output = self.builder.result["output"]
+        assert isinstance(output, list)
+        result = {**self.builder.result, "output": [*output]}
         await self._state.store.put(self.owner, result, self._items, is_done=self.is_done)
 
     async def cancel(self) -> dict[str, object]:
@@ -115,7 +117,7 @@ class BackgroundRun:
         with services.gate.track():
             try:
                 await self._run.admitted()
-                builder.object("in_progress")
+                builder.with_status("in_progress")
                 async with aclosing(response_events(self._run, builder, services.turns)) as events:
                     async for piece in events:
                         if self._is_cancelled:

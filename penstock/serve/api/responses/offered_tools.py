@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -98,7 +98,7 @@ class OfferedTool:
     place: str
     """The field of the request that offers it."""
 
-    def function(self, name: str) -> dict[str, Any]:
+    def function(self, name: str) -> dict[str, object]:
         """Return the tool of a chat request."""
         about = {"name": name, "description": self.tool.description, "parameters": self.tool.input_schema}
         return {"type": "function", "function": about}
@@ -146,7 +146,7 @@ def tool_servers(services: Services) -> ToolServers:
     )
 
 
-async def offered_tools(services: Services, raw: Any) -> OfferedTools:
+async def offered_tools(services: Services, raw: object) -> OfferedTools:
     """Return the tools that a request offers: those of the servers that it names, or of all servers.
 
     A request with ``tool_choice: "none"`` offers none. A server that cannot list its tools offers none, and
@@ -195,7 +195,7 @@ async def offered_tools(services: Services, raw: Any) -> OfferedTools:
     return OfferedTools(functions, listings, implied)
 
 
-def _entry(services: Services, raw: Mapping[str, Any], place: str) -> McpTool:
+def _entry(services: Services, raw: Mapping[str, object], place: str) -> McpTool:
     """Validate a tool of the type ``mcp``."""
     try:
         entry = validated(McpTool, raw)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -51,10 +50,10 @@ class ResponseBuilder:
             self._scores = ChatScores(services.fragments_for(conversation.body), body.top_logprobs or 0)
         self._sequence = 0
         self._plain = _members(prepared)
-        self.result: dict[str, Any] = self.object("in_progress")
+        self.result: dict[str, object] = self.with_status("in_progress")
         """The newest state of the response."""
 
-    def object(self, status: str, **more: Any) -> dict[str, Any]:
+    def with_status(self, status: str, **more: object) -> dict[str, object]:
         """Return the response with a status."""
         self.result = {**self._plain, "status": status, "output": self._output.items, **more}
         return self.result
@@ -80,7 +79,7 @@ class ResponseBuilder:
     def end(self, usage: Usage) -> bytes:
         """Return the events after the last delta."""
         said = self._finish(usage)
-        return self._events([*said, {"type": _FINAL[self.result["status"]], "response": self.result}])
+        return self._events([*said, {"type": _FINAL[str(self.result["status"])], "response": self.result}])
 
     def ping(self) -> bytes:
         """Return what keeps a silent stream open."""
@@ -90,31 +89,31 @@ class ResponseBuilder:
         """Return the event of an error that ends the stream."""
         return self._events([{"type": "response.failed", "response": self.failed(problem)}])
 
-    def failed(self, problem: Problem) -> dict[str, Any]:
+    def failed(self, problem: Problem) -> dict[str, object]:
         """End the response with an error, and return it."""
         self._abandon()
         error = {"code": problem.code or "server_error", "message": problem.message, "param": problem.param}
-        return self.object("failed", error=error)
+        return self.with_status("failed", error=error)
 
-    def cancelled(self) -> dict[str, Any]:
+    def cancelled(self) -> dict[str, object]:
         """End the response because the client has cancelled it, and return it."""
         self._abandon()
-        return self.object("cancelled")
+        return self.with_status("cancelled")
 
     def _abandon(self) -> None:
         self._output.close(is_complete=False)
         self._output.end_calls()
 
-    def _add(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
+    def _add(self, piece: ChoiceDelta) -> list[dict[str, object]]:
         if isinstance(piece, ToolDelta):
             return self._output.add_mcp(piece.mcp_events)
         return self._output.add(piece.events, self._logprobs(piece.scores) if piece.content else ())
 
-    def _finish(self, usage: Usage) -> list[dict[str, Any]]:
+    def _finish(self, usage: Usage) -> list[dict[str, object]]:
         is_complete = self._run.finish_reason != "length"
         said = self._output.finish(is_complete=is_complete)
         details = None if is_complete else {"reason": "max_output_tokens"}
-        self.object(
+        self.with_status(
             "completed" if is_complete else "incomplete",
             usage=_usage(usage),
             incomplete_details=details,
@@ -122,7 +121,7 @@ class ResponseBuilder:
         )
         return said
 
-    def _events(self, said: Iterable[dict[str, Any]]) -> bytes:
+    def _events(self, said: Iterable[dict[str, object]]) -> bytes:
         encoded = []
         for event in said:
             encoded.append(named_event({**event, "sequence_number": self._sequence}))
@@ -135,7 +134,7 @@ class ResponseBuilder:
         return msgspec.json.decode(b"".join(self._scores.parts(scores)), type=_Scores).content
 
 
-def _members(prepared: PreparedResponse) -> dict[str, Any]:
+def _members(prepared: PreparedResponse) -> dict[str, object]:
     """Return the members that do not change, with the values that apply."""
     body, conversation = prepared.body, prepared.conversation
     params = conversation.context.sampling_params
@@ -168,7 +167,8 @@ def _members(prepared: PreparedResponse) -> dict[str, Any]:
         },
         "tool_choice": _plain(body.tool_choice) or "auto",
         "tools": [
-            {**_plain(tool), **({"strict": bool(tool.strict)} if tool.type == "function" else {})}
+            tool.model_dump(by_alias=True, exclude_none=True)
+            | ({"strict": bool(tool.strict)} if tool.type == "function" else {})
             for tool in body.tools or ()
             if not tool.is_hosted or tool.type == MCP
         ]
@@ -181,11 +181,11 @@ def _members(prepared: PreparedResponse) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value.model_dump(by_alias=True, exclude_none=True) if hasattr(value, "model_dump") else value
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage) -> dict[str, object]:
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},

@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Required, TypedDict
 
 from penstock.serve.api.responses.offered_tools import OfferedTools
 from penstock.serve.api.responses.response_schema import (
@@ -90,6 +90,16 @@ def encoded_reasoning(text: str) -> str:
     return base64.urlsafe_b64encode(_REASONING_PREFIX + text.encode()).decode()
 
 
+class AssembledMessage(TypedDict, total=False):
+    """A message of the chat request; items of the model's output are added to it one by one."""
+
+    role: Required[str]
+    content: Required[str | list[dict[str, object]]]
+    tool_calls: list[dict[str, object]]
+    tool_call_id: str
+    reasoning_content: str
+
+
 class Messages:
     """Builds the messages of a chat from items.
 
@@ -100,11 +110,11 @@ class Messages:
     def __init__(self, offered: OfferedTools) -> None:
         self._offered = offered
         self._approval_requests: dict[str | None, InputItem] = {}
-        self.chat: list[dict[str, Any]] = []
+        self.chat: list[AssembledMessage] = []
         self.places: list[str] = []
         """For each message, the field of its first item."""
 
-    def add(self, message: dict[str, Any], place: str) -> None:
+    def add(self, message: AssembledMessage, place: str) -> None:
         """Add a message."""
         self.chat.append(message)
         self.places.append(place)
@@ -156,11 +166,10 @@ class Messages:
         roles = ("system",) if knows_developer else ("system", "developer")
         while len(self.chat) > 1 and all(message["role"] in roles for message in self.chat[:2]):
             first, second = (_parts(message["content"]) for message in self.chat[:2])
-            separator = [{"type": "text", "text": "\n\n"}]
-            joined = [*first, *separator, *second]
-            texts = [part["text"] for part in joined if part["type"] == "text"]
-            content = "".join(texts) if len(texts) == len(joined) else joined
-            self.chat[:2] = [{"role": "system", "content": content}]
+            joined: list[dict[str, object]] = [*first, {"type": "text", "text": "\n\n"}, *second]
+            texts = [str(part["text"]) for part in joined if part["type"] == "text"]
+            is_text = len(texts) == len(joined)
+            self.chat[:2] = [{"role": "system", "content": "".join(texts) if is_text else joined}]
             del self.places[1]
 
     def _add_message(self, item: InputItem, place: str) -> None:
@@ -180,8 +189,9 @@ class Messages:
         message["content"] = content
 
     def _add_call(self, call_id: str, name: str, arguments: str, place: str) -> None:
-        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self._assistant(place).setdefault("tool_calls", []).append(call)
+        function = {"name": name, "arguments": arguments}
+        calls = self._assistant(place).setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
 
     def _add_mcp_call(self, item: InputItem, output: str, place: str) -> None:
         """Add a call of a tool server and its output, which are one item."""
@@ -213,7 +223,7 @@ class Messages:
             message = self._assistant(place)
             message["reasoning_content"] = message.get("reasoning_content", "") + text
 
-    def _assistant(self, place: str) -> dict[str, Any]:
+    def _assistant(self, place: str) -> AssembledMessage:
         """Return the assistant message that the next item of the model's output belongs to."""
         if not self.chat or self.chat[-1]["role"] != "assistant":
             self.add({"role": "assistant", "content": ""}, place)
@@ -250,15 +260,14 @@ def _mcp_output(item: InputItem) -> str:
     return item.output if isinstance(item.output, str) else "Error: the call was not made"
 
 
-def _content(parts: Sequence[InputPart], place: str) -> Any:
+def _content(parts: Sequence[InputPart], place: str) -> str | list[dict[str, object]]:
     """Return the content of a message; one text part becomes plain text."""
     chat = [_part(part, f"{place}[{index}]") for index, part in enumerate(parts)]
-    if len(chat) == 1 and chat[0]["type"] == "text":
-        return chat[0]["text"]
-    return chat
+    text = chat[0].get("text") if len(chat) == 1 else None
+    return text if isinstance(text, str) else chat
 
 
-def _part(part: InputPart, place: str) -> dict[str, Any]:
+def _part(part: InputPart, place: str) -> dict[str, object]:
     match part.type:
         case "input_text" | "output_text" | "text":
             if part.text is None:
@@ -279,11 +288,11 @@ def _part(part: InputPart, place: str) -> dict[str, Any]:
     )
 
 
-def _parts(content: Any) -> list[dict[str, Any]]:
+def _parts(content: str | list[dict[str, object]]) -> list[dict[str, object]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _format(body: ResponsesBody) -> dict[str, Any]:
+def _format(body: ResponsesBody) -> dict[str, object]:
     form = body.text.format if body.text is not None else None
     if form is None or form.type == "text":
         return {}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from penstock.serve.api.chat_prompt import reads_effort
+from penstock.serve.api.chat_prompt import messages_of, reads_effort
 from penstock.serve.api.conversation import Conversation
 from penstock.serve.api.responses.mcp_events import ApprovedCall
 from penstock.serve.api.responses.offered_tools import OfferedTools, ToolListing
@@ -27,7 +26,7 @@ class PreparedResponse:
 
     body: ResponsesBody
     conversation: Conversation
-    items: list[dict[str, Any]]
+    items: list[dict[str, object]]
     """All input items, with those of the previous responses."""
     warnings: Sequence[str]
     """What the request asks for and does not get; for the log."""
@@ -41,7 +40,7 @@ class PreparedResponse:
 
     @classmethod
     def of(
-        cls, services: Services, raw: Any, previous: StoredResponse | None, offered: OfferedTools
+        cls, services: Services, raw: object, previous: StoredResponse | None, offered: OfferedTools
     ) -> PreparedResponse:
         """Validate a request, and render and encode its prompt. Slow: call it in the pool.
 
@@ -67,6 +66,7 @@ class PreparedResponse:
             f"the hosted tool {name}, which the server does not have" for name in hosted_tools_of(body)
         ]
         conversation = _conversation(services, body, translation, new_id("resp"))
+        assert isinstance(raw, dict)
         items = [*history, *_input_items(raw["input"])]
         given = [*earlier, *(body.input if isinstance(body.input, list) else ())]
         listed = {item.server_label for item in given if item.type == "mcp_list_tools"}
@@ -77,7 +77,7 @@ class PreparedResponse:
     def next_turn(
         self,
         services: Services,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[dict[str, object]],
         request_id: str,
         *,
         has_tools: bool,
@@ -97,7 +97,7 @@ class PreparedResponse:
         Raises:
             RequestProblem: 400; the prompt has become too long.
         """
-        chat = {**self.translation.chat, "messages": [*self.translation.chat["messages"], *messages]}
+        chat = {**self.translation.chat, "messages": [*messages_of(self.translation.chat), *messages]}
         places = [*self.translation.message_places, *["the output of tool servers"] * len(messages)]
         choice = chat.get("tool_choice")
         if not has_tools:
@@ -172,7 +172,7 @@ def _truncated(
     Raises:
         RequestProblem: 400; the last turn alone is too long, or the request is invalid.
     """
-    messages = translation.chat["messages"]
+    messages = messages_of(translation.chat)
     num_fixed = next((at for at, one in enumerate(messages) if one["role"] not in ("system", "developer")), 0)
     starts = [at for at, one in enumerate(messages) if one["role"] == "user" and at > num_fixed]
     limit = services.worker.info.max_length
@@ -205,21 +205,21 @@ def _truncated(
     return fitting
 
 
-def _input_items(given: Any) -> list[dict[str, Any]]:
+def _input_items(given: object) -> list[dict[str, object]]:
     """Return the items of a request in the form in which they are listed."""
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    return [_listed(item) for item in given]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    assert isinstance(items, list)
+    return [_listed(item) for item in items]
 
 
-def _listed(item: Mapping[str, Any]) -> dict[str, Any]:
-    kind = item.get("type") or "message"
+def _listed(item: Mapping[str, object]) -> dict[str, object]:
+    kind = str(item.get("type") or "message")
     prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(kind, "item")
     listed = {**item, "type": kind, "id": item.get("id") or new_id(prefix)}
     content = item.get("content")
     if kind == "message" and isinstance(content, str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"
-        more: dict[str, Any] = {"annotations": []} if part == "output_text" else {}
+        more: dict[str, object] = {"annotations": []} if part == "output_text" else {}
         listed["content"] = [{"type": part, "text": content, **more}]
     if kind == "message":
         listed.setdefault("status", "completed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -20,7 +20,7 @@ from penstock.serve.api.responses.response_schema import ResponsesBody
 from penstock.serve.api.responses.response_store import StoredResponse
 from penstock.serve.api.text_generation import answer_request, note, note_error
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import body_of, generated, responses
+from penstock.serve.http.openapi import responses, route_options
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.http.sse import EventStream
 from penstock.serve.observability.request_record import RequestRecord
@@ -29,12 +29,7 @@ from penstock.serve.services import Services
 router = APIRouter(route_class=JsonRoute, tags=["responses"])
 
 
-@router.post(
-    "/v1/responses",
-    response_class=Response,
-    openapi_extra=body_of(ResponsesBody),
-    responses=generated("The response; with `stream`, its events."),
-)
+@router.post("/v1/responses", **route_options(ResponsesBody, "The response; with `stream`, its events."))
 async def create_response(request: Request) -> Response:
     """Generate a response to a list of items."""
     services, record = Services.of(request), RequestRecord.of(request)
@@ -64,10 +59,7 @@ async def create_response(request: Request) -> Response:
 
 
 @router.post(
-    "/v1/responses/input_tokens",
-    response_class=Response,
-    openapi_extra=body_of(ResponsesBody),
-    responses=generated("The number of tokens.", streams=False),
+    "/v1/responses/input_tokens", **route_options(ResponsesBody, "The number of tokens.", streams=False)
 )
 async def count_input_tokens(request: Request) -> Response:
     """Return the number of input tokens of a response, without generating it."""
@@ -198,7 +190,7 @@ async def _previous(state: ResponseState, owner: str, name: str) -> StoredRespon
     return stored
 
 
-async def _with_references(state: ResponseState, owner: str, given: list[Any]) -> list[Any]:
+async def _with_references(state: ResponseState, owner: str, given: list[object]) -> list[object]:
     items = []
     for index, item in enumerate(given):
         if isinstance(item, dict) and item.get("type") == "item_reference":

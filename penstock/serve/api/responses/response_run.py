@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.conversation import Conversation
@@ -45,7 +45,7 @@ class _Call:
     arguments: str = ""
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, object]:
         """The call as part of a message of a chat."""
         return {
             "id": self.id,
@@ -76,10 +76,10 @@ class _Turn:
                     self.calls[-1].arguments += event.text
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, object]:
         """The turn as a message of a chat."""
         calls = [call.message for call in self.calls]
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.text), "tool_calls": calls}
+        message: dict[str, object] = {"role": "assistant", "content": "".join(self.text), "tool_calls": calls}
         if self.reasoning:
             message["reasoning_content"] = "".join(self.reasoning)
         return message
@@ -109,7 +109,7 @@ class ResponseRun:
         self._pool = pool
         self._limits = TimeLimits(services.config, record)
         self._runs: list[GenerationRun] = []
-        self._messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, object]] = []
         """The messages of the turns so far."""
         self._num_calls = 0
         self._sessions: dict[str, ToolSession] = {}

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -97,7 +97,9 @@ class ResponseStore:
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    def _put(self, owner: str, response: dict[str, Any], items: list[dict[str, Any]], is_done: bool) -> None:
+    def _put(
+        self, owner: str, response: dict[str, object], items: list[dict[str, object]], is_done: bool
+    ) -> None:
         encode = msgspec.json.encode
         body, given = encode(response), encode(items)
         name, size = response["id"], len(body) + len(given)
@@ -106,7 +108,9 @@ class ResponseStore:
             (last,) = database.execute("SELECT coalesce(max(number), 0) FROM responses").fetchone()
             row = (name, owner, body, given, size, last + 1, is_done)
             database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-            rows = [(item["id"], name, encode(item)) for item in response["output"]]
+            output = response["output"]
+            assert isinstance(output, list)
+            rows = [(item["id"], name, encode(item)) for item in output]
             database.executemany("INSERT OR REPLACE INTO items VALUES (?, ?, ?)", rows)
             (total,) = database.execute("SELECT sum(size) FROM responses").fetchone()
             oldest = database.execute("SELECT id, size FROM responses ORDER BY number").fetchall()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.serve.api.responses.offered_tools import MCP, OfferedTools
 from penstock.serve.api.responses.response_schema import ResponsesBody, ResponseTool, ToolSelection
 from penstock.serve.http.problems import RequestProblem
@@ -14,7 +12,7 @@ CUSTOM_ARGUMENT = "input"
 
 def chat_tools(
     body: ResponsesBody, offered: OfferedTools, hosted_tools: str
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[list[dict[str, object]], list[str]]:
     """Return the tools of the chat request, and for each the field that it comes from.
 
     Args:
@@ -25,7 +23,7 @@ def chat_tools(
     Raises:
         RequestProblem: 400 that names the tool.
     """
-    tools: list[dict[str, Any]] = []
+    tools: list[dict[str, object]] = []
     places: list[str] = []
     for index, tool in enumerate(body.tools or ()):
         place = f"tools[{index}]"
@@ -51,8 +49,8 @@ def chat_tools(
     return tools, places
 
 
-def _function(tool: ResponseTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+def _function(tool: ResponseTool) -> dict[str, object]:
+    function: dict[str, object] = {"name": tool.name, "description": tool.description}
     if tool.type == "function":
         return function | {"parameters": tool.parameters, "strict": tool.strict}
     # A chat template has only functions, so a custom tool is a function with one text.
@@ -79,7 +77,7 @@ def custom_tools_of(body: ResponsesBody) -> frozenset[str]:
     return frozenset(tool.name or "" for tool in body.tools or () if tool.type == "custom")
 
 
-def tool_choice(body: ResponsesBody, offered: OfferedTools) -> dict[str, Any]:
+def tool_choice(body: ResponsesBody, offered: OfferedTools) -> dict[str, object]:
     """Return ``tool_choice`` of the chat request, if the request has one.
 
     Raises:
@@ -104,7 +102,7 @@ def tool_choice(body: ResponsesBody, offered: OfferedTools) -> dict[str, Any]:
     raise _hosted_choice("tool_choice.type", choice.type)
 
 
-def _names_of_server(offered: OfferedTools, label: Any, tool: Any, place: str) -> list[str]:
+def _names_of_server(offered: OfferedTools, label: object, tool: object, place: str) -> list[str]:
     """Return the functions that the choice of a tool server allows."""
     if not isinstance(label, str):
         raise missing_field(f"{place}.server_label")
@@ -118,11 +116,11 @@ def _names_of_server(offered: OfferedTools, label: Any, tool: Any, place: str) -
     return names
 
 
-def _named(name: str) -> dict[str, Any]:
+def _named(name: str) -> dict[str, object]:
     return {"type": "function", "function": {"name": name}}
 
 
-def _allowed(choice: ToolSelection, offered: OfferedTools) -> dict[str, Any]:
+def _allowed(choice: ToolSelection, offered: OfferedTools) -> dict[str, object]:
     if choice.mode is None:
         raise missing_field("tool_choice.mode")
     if choice.tools is None:
@@ -143,7 +141,7 @@ def _allowed(choice: ToolSelection, offered: OfferedTools) -> dict[str, Any]:
     return {"mode": choice.mode, "tools": allowed}
 
 
-def _hosted_choice(place: str, kind: Any) -> RequestProblem:
+def _hosted_choice(place: str, kind: object) -> RequestProblem:
     return RequestProblem(
         400,
         f"{place} is {str(kind)[:100]!r}, a hosted tool, and this server has none: choose a function",
