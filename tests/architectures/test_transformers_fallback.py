@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from support.checkpoints import oracle, oracle_greedy, oracle_logits, write_checkpoint
+from support.documents import running_server
 from support.running import context_of, feed, generate, random_tokens, step_logits
 from support.tiny_llm import VOCABULARY, write_tiny_llm
 
@@ -203,6 +205,25 @@ def test_structured_output(tmp_path: Path) -> None:
         grammar = Grammar("regex", "(yes|no), [0-9]{3}")
         (output,) = llm.generate("a", SamplingParams(max_new_tokens=30), grammar=grammar)
     assert re.fullmatch("(yes|no), [0-9]{3}", output.text)
+
+
+def test_over_http(tmp_path: Path) -> None:
+    folder = write_tiny_llm(tmp_path)
+    prompts = ["Hello", "The quick brown fox"]
+    with LLM(str(folder)) as llm:
+        expected = [one.text for one in llm.generate(prompts, SamplingParams(max_new_tokens=12))]
+    body = {"prompt": prompts, "max_tokens": 12, "temperature": 0, "stream": True}
+    pieces = ["", ""]
+    with (
+        running_server(folder, "--model", str(folder), "--model-impl", "transformers") as url,
+        httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream,
+    ):
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    pieces[choice["index"]] += choice["text"]
+    assert pieces == expected
+    assert all(expected)
 
 
 # ---- refusals ----
