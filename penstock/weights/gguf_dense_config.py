@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from penstock.weights.gguf_decoder import decoder_config, layer_types
 from penstock.weights.gguf_keys import GGUFKeys
+
+_XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+"""The numbers of Apertus' activation."""
 
 
 def _gemma(keys: GGUFKeys) -> dict[str, object]:
@@ -108,6 +112,29 @@ def _olmo(keys: GGUFKeys) -> dict[str, object]:
     return decoder_config(keys, eps="layer_norm_eps") | {"model_type": "olmo", "clip_qkv": limit}
 
 
+def _ministral3(keys: GGUFKeys) -> dict[str, object]:
+    config = decoder_config(keys) | {"model_type": "ministral3", "sliding_window": keys.window()}
+    scaling = cast("dict[str, object]", config.pop("rope_scaling", {"rope_type": "default"}))
+    if scaling["rope_type"] == "yarn" and keys.get("rope.scaling.yarn_log_multiplier"):
+        multiplier = keys.number("rope.scaling.yarn_log_multiplier")
+        scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    if keys.get("attention.temperature_scale"):
+        scaling["llama_4_scaling_beta"] = keys.number("attention.temperature_scale")
+    return config | {"rope_parameters": {"rope_theta": config["rope_theta"]} | scaling}
+
+
+def _apertus(keys: GGUFKeys) -> dict[str, object]:
+    config = decoder_config(keys)
+    if "rope_scaling" not in config:
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    layers = keys.count("block_count")
+    return config | {
+        "model_type": "apertus",
+        "hidden_act": "xielu",
+        "xielu": {name: keys.file_numbers(f"xielu.{name}", layers) for name in _XIELU},
+    }
+
+
 DENSE_CONFIGS: Mapping[str, Callable[[GGUFKeys], dict[str, object]]] = {
     "gemma": _gemma,
     "glm4": _glm("glm4"),
@@ -125,5 +152,7 @@ DENSE_CONFIGS: Mapping[str, Callable[[GGUFKeys], dict[str, object]]] = {
     "gptneox": _gpt_neox,
     "nemotron": _nemotron,
     "olmo": _olmo,
+    "mistral3": _ministral3,
+    "apertus": _apertus,
 }
 """``general.architecture`` -> function that returns the configuration."""

@@ -26,6 +26,10 @@ _HUNYUAN = {
     "blk.N.attn_q_norm": "model.layers.N.self_attn.query_layernorm",
     "blk.N.attn_k_norm": "model.layers.N.self_attn.key_layernorm",
 }
+_APERTUS = {
+    "blk.N.attn_norm": "model.layers.N.attention_layernorm",
+    "blk.N.ffn_norm": "model.layers.N.feedforward_layernorm",
+}
 _STABLELM = {
     "blk.N.attn_q_norm": "model.layers.N.self_attn.q_layernorm.norms.X",
     "blk.N.attn_k_norm": "model.layers.N.self_attn.k_layernorm.norms.X",
@@ -59,5 +63,7 @@ DENSE_FAMILIES: Mapping[str, GGUFFamily] = {
     "gptneox": GGUFFamily(_GPT_NEOX, has_fused_heads=True),
     "nemotron": GGUFFamily(LLAMA, norm_excess=1.0),
     "olmo": GGUFFamily(LLAMA, is_interleaved=True),
+    "mistral3": GGUFFamily(LLAMA, is_interleaved=True),
+    "apertus": GGUFFamily(LLAMA | _APERTUS),
 }
 """``general.architecture`` -> names."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from penstock.errors import WeightsError
 from penstock.weights.gguf import GGUFFile
 
@@ -55,6 +57,15 @@ class GGUFKeys:
         """Return the elements of an array."""
         self._read.add(key)
         return self.file.array(self._prefix + key)
+
+    def file_numbers(self, key: str, count: int) -> list[float]:
+        """Return the ``count`` numbers of a key that has no prefix."""
+        values = self.file.array(key)
+        if len(values) != count or not all(type(value) in (int, float) for value in values):
+            raise WeightsError(
+                self.file.path, f"{key} must be an array of {count} numbers, was {values!r:.100}"
+            )
+        return [float(cast("float", value)) for value in values]
 
     def missing(self, key: str) -> WeightsError:
         """Return the error for a missing key."""

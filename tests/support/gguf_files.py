@@ -50,11 +50,15 @@ ARCHITECTURES = {
     "gpt_neox": "gptneox",
     "nemotron": "nemotron",
     "olmo": "olmo",
+    "ministral3": "mistral3",
+    "apertus": "apertus",
 }
 """``model_type`` -> the format's name of the family."""
 
 _PARTS = {
     "input_layernorm": "attn_norm",
+    "attention_layernorm": "attn_norm",
+    "feedforward_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -107,7 +111,7 @@ _PARTS_OF = {
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
 }
 _EPS = ("layer_norm_eps", "norm_epsilon", "norm_eps")
-_PAIRED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "olmo")
+_PAIRED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "olmo", "ministral3")
 _WHOLE = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -141,6 +145,10 @@ def write_gguf(
     add_config(writer, config)
     add_metadata(writer, more or {})
     tensors = load_file(checkpoint / "model.safetensors")
+    if config["model_type"] == "apertus":
+        _add_activation(writer, tensors, config["num_hidden_layers"])
+    if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _divisors(config))
     for name, tensor in converted(tensors, config).items():
         wanted = GGMLQuantizationType.F32 if tensor.dim() == 1 else kind
         if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0]:
@@ -148,6 +156,25 @@ def write_gguf(
         writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), wanted), raw_dtype=wanted)
     finish(writer)
     return file
+
+
+def _add_activation(writer: GGUFWriter, tensors: Mapping[str, Tensor], num_layers: int) -> None:
+    """Add the numbers of Apertus' activation in each layer."""
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        stem = f"mlp.act_fn.{name}"
+        values = [float(tensors[f"model.layers.{layer}.{stem}"]) for layer in range(num_layers)]
+        getattr(writer, f"add_xielu_{name}")(values)
+
+
+def _divisors(config: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:  # [D / 2]
+    """Return the divisors of the rotary frequencies of Llama 3.1, which the format keeps in a tensor."""
+    rope = config["rope_parameters"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+    turns = rope["original_max_position_embeddings"] / wavelengths
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return np.asarray(1 / ((1 - share) / rope["factor"] + share), dtype=np.float32)
 
 
 def finish(writer: GGUFWriter) -> None:
@@ -219,6 +246,9 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_factor(full["factor"])
     if full.get("rope_type") == "yarn":
         writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    if config["model_type"] == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"])
+        writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
 
 
 def _add_variants(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -269,6 +299,8 @@ def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[
         match = re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.*)", stem)
         assert match, name
         layer, part = match[1], match[2]
+        if ".act_fn" in part:
+            continue  # metadata
         if ".experts." in part:
             _, number, matrix = part.rsplit(".", 2)
             experts.setdefault(f"blk.{layer}.{_EXPERTS[matrix]}.weight", {})[int(number)] = tensor

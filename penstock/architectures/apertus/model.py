@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -37,10 +39,21 @@ class XIELUMLP:
     activation: XIELU
 
     @classmethod
-    def load(cls, load: Loader, blueprint: Blueprint, name: str) -> XIELUMLP:
-        """Read the layer with this full name."""
+    def load(
+        cls, load: Loader, blueprint: Blueprint, name: str, numbers: Mapping[str, float] | None
+    ) -> XIELUMLP:
+        """Read the layer with this full name.
+
+        Args:
+            load: the loader.
+            blueprint: the sizes of the network.
+            name: the full name of the layer.
+            numbers: the numbers of the layer's activation; None if they are tensors of the checkpoint.
+        """
 
         def number(part: str, *shape: int) -> Tensor:
+            if numbers is not None:
+                return torch.full(shape, numbers[part])
             return load.source.tensor(f"{name}.act_fn.{part}", shape).float()
 
         positive, negative = softplus(number("alpha_p", 1)), softplus(number("alpha_n", 1))
@@ -95,4 +108,10 @@ class ApertusModel(TransformerModel):
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        return lambda name, layer: XIELUMLP.load(load, blueprint, name)
+        def load_layer(name: str, layer: int) -> XIELUMLP:
+            # A GGUF file has the numbers of all layers in its metadata.
+            stored = huggingface_config.section("xielu")
+            numbers = {part: values[layer] for part, values in stored.items()} if stored else None
+            return XIELUMLP.load(load, blueprint, name, numbers)
+
+        return load_layer
