@@ -444,6 +444,8 @@ GGUF_OF: Mapping[str, tuple[str, ...]] = {
     "phi": ("phi2",),
     "stablelm": ("stablelm",),
     "starcoder2": ("starcoder2",),
+    "apertus": ("apertus",),
+    "ministral3": ("mistral3",),
 }
 """``model_type`` -> the GGUF architectures that are loaded as this type."""
 
