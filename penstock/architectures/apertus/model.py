@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ class ApertusModel(TransformerModel):
     ) -> LoadFeedForward:
         def load_layer(name: str, layer: int) -> XIELUMLP:
             # A GGUF file has the numbers of all layers in its metadata.
-            stored = huggingface_config.section("xielu")
+            stored = cast("Mapping[str, list[float]]", huggingface_config.section("xielu"))
             numbers = {part: values[layer] for part, values in stored.items()} if stored else None
             return XIELUMLP.load(load, blueprint, name, numbers)
 
