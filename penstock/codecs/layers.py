@@ -113,6 +113,10 @@ class CodecLoader:
                 return self.tensor(f"{layer}.{scale}", *norm) * v / length
         return self.tensor(f"{layer}.weight", *shape)
 
+    def norm(self, layer: str, size: int) -> tuple[Tensor, Tensor]:
+        """Return weight and bias of a layer norm."""
+        return self.tensor(f"{layer}.weight", size), self.tensor(f"{layer}.bias", size)
+
     def linear(
         self, layer: str, in_features: int, out_features: int, *, has_bias: bool = True
     ) -> PackedLinear:

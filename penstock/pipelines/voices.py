@@ -88,6 +88,10 @@ def _encoded(path: Path, codec: AudioCodec, folder: Path) -> list[int]:
     samples = resample(samples, rate, codec.encoder_sample_rate)
     with torch.inference_mode():
         encoded: Any = codec.encode(torch.from_numpy(samples)).reshape(-1).to(torch.int32).numpy()
+    if not len(encoded):
+        raise ValueError(
+            f"{path} has {len(samples)} samples, which are less than a frame: use a longer recording"
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     written = file.with_suffix(f".{os.getpid()}.tmp.npy")
     np.save(written, encoded)

@@ -12,8 +12,55 @@ from penstock.errors import CheckpointError, UnsupportedFeatureError
 
 
 @dataclass(frozen=True, slots=True)
+class SemanticConfig:
+    """The sizes of the semantic encoder, a W2v-BERT model."""
+
+    features: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kernel_size: int
+    left_positions: int
+    """Farthest distance before a query that has an embedding of its own."""
+    right_positions: int
+    norm_eps: float
+
+    @classmethod
+    def read(cls, values: HuggingFaceConfig) -> SemanticConfig:
+        """Read the ``semantic_model_config`` of a ``config.json``. Values that it lacks are W2v-BERT's.
+
+        Raises:
+            CheckpointError: a value is of another type.
+            UnsupportedFeatureError: the encoder has another activation, other positions, or an adapter.
+        """
+        positions = values.text("position_embeddings_type", "relative_key")
+        for name, found, known in (
+            ("model_type", values.text("model_type", "wav2vec2-bert"), "wav2vec2-bert"),
+            ("hidden_act", values.text("hidden_act", "swish"), "swish"),
+            ("position_embeddings_type", positions, "relative_key"),
+            ("add_adapter", values.flag("add_adapter"), False),
+        ):
+            if found != known:
+                raise UnsupportedFeatureError(
+                    f"NeuCodec's semantic encoder with {name} {found}", f"only {known} is implemented"
+                )
+        return cls(
+            features=values.integer("feature_projection_input_dim", 160),
+            hidden_size=values.integer("hidden_size", 1024),
+            intermediate_size=values.integer("intermediate_size", 4096),
+            layers=values.integer("num_hidden_layers", 16),
+            heads=values.integer("num_attention_heads", 16),
+            kernel_size=values.integer("conv_depthwise_kernel_size", 31),
+            left_positions=values.integer("left_max_position_embeddings", 64),
+            right_positions=values.integer("right_max_position_embeddings", 8),
+            norm_eps=values.number("layer_norm_eps", 1e-5),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class NeuCodecConfig:
-    """The sizes of the decoder of a NeuCodec checkpoint."""
+    """The sizes of a NeuCodec checkpoint. Those of the semantic encoder are read when it is needed."""
 
     sample_rate: int
     encoder_sample_rate: int
@@ -28,6 +75,21 @@ class NeuCodecConfig:
     levels: tuple[int, ...]
     """Levels of each digit of a code, the lowest digit first."""
     rms_norm_eps: float
+    encoder_hidden_size: int
+    """Channels of the first convolution of the acoustic encoder."""
+    ratios: tuple[int, ...]
+    """Strides of the acoustic encoder."""
+    semantic_values: HuggingFaceConfig
+    """``semantic_model_config``."""
+
+    @property
+    def encoder_hop(self) -> int:
+        """Encoded samples of a frame."""
+        return prod(self.ratios)
+
+    def semantic(self) -> SemanticConfig:
+        """Return the sizes of the semantic encoder; see `SemanticConfig.read`."""
+        return SemanticConfig.read(self.semantic_values)
 
     @classmethod
     def read(cls, config: Mapping[str, object], folder: Path) -> NeuCodecConfig:
@@ -49,7 +111,8 @@ class NeuCodecConfig:
                     f"NeuCodec with {name} {found}", f"only {known} is implemented: use another checkpoint"
                 )
         rates = values.integer("output_sampling_rate"), values.integer("input_sampling_rate")
-        samples = rates[0] * prod(values.integers("downsampling_ratios") or (0,))
+        ratios = values.integers("downsampling_ratios") or (0,)
+        samples = rates[0] * prod(ratios)
         if not samples or samples % rates[1]:
             raise CheckpointError(folder, "downsampling_ratios must give whole numbers of samples per frame")
         hidden_size = values.integer("hidden_size")
@@ -65,4 +128,7 @@ class NeuCodecConfig:
             quantization_dim=values.integer("quantization_dim"),
             levels=values.integers("quantization_levels") or (4,) * 8,
             rms_norm_eps=values.number("rms_norm_eps", 1e-6),
+            encoder_hidden_size=values.integer("encoder_hidden_size", 48),
+            ratios=ratios,
+            semantic_values=values.section("semantic_model_config"),
         )

@@ -5,14 +5,14 @@ A stream that is still growing cannot be decoded this way. `NeuCodec.decode_chun
 at fixed positions (`codecs.neucodec.windows`). Its results do not depend on the sizes of the chunks. They
 differ from those of `decode`, also for a whole stream.
 
-The encoder (a wav2vec2-bert model of 600 million parameters and a convolutional one) is not implemented.
-Voices are given as codes.
+The encoder (`codecs.neucodec.encoder`) has several hundred million parameters that decoding does not need.
+It is read from the checkpoint for each call of `NeuCodec.encode` and released after it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +23,17 @@ from penstock.codecs.codec import AudioCodec, CodecChunk
 from penstock.codecs.layers import CodecLoader, RaggedRows
 from penstock.codecs.neucodec.config import NeuCodecConfig
 from penstock.codecs.neucodec.decoder import NeuCodecDecoder, read_decoder
+from penstock.codecs.neucodec.encoder import NeuCodecEncoder, read_encoder
 from penstock.codecs.neucodec.windows import BLOCK, LEFT, RIGHT, FrameBlock, block, block_at
 from penstock.codecs.weights import open_weights
 from penstock.engine import InferenceSession
-from penstock.errors import UnsupportedFeatureError
+from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.kernels import Ops
 
 MAX_CACHED_WINDOWS = 128
 """Number of decoded windows to keep, for the next block and for chunks that are shorter than a block."""
+_ENCODER_START = "semantic_encoder.feature_projection.projection.weight"
+"""A checkpoint with this tensor has an encoder."""
 _ENCODER = ("semantic_encoder.*", "semantic_adapter.*", "acoustic_encoder.*", "fc_encoder.*")
 _UNUSED = ("quantizer.project_in.*", "*.inv_freq", "*.original_inv_freq", "*.window", "quantizer.quantizer.*")
 
@@ -50,7 +53,14 @@ class _Window:
 
 
 class NeuCodec(AudioCodec):
-    """Decoder of a NeuCodec checkpoint."""
+    """Decoder of a NeuCodec checkpoint, and its encoder if there is one.
+
+    Args:
+        config: sizes.
+        ops: the operations.
+        decoder: codes to samples.
+        open_encoder: reads the encoder; None if the checkpoint has none.
+    """
 
     name = "neucodec"
     codes_per_frame = 1
@@ -58,8 +68,15 @@ class NeuCodec(AudioCodec):
     left_context = LEFT + BLOCK + BLOCK - 1
     right_context = BLOCK - 1 + RIGHT
 
-    def __init__(self, config: NeuCodecConfig, ops: Ops, decoder: NeuCodecDecoder) -> None:
+    def __init__(
+        self,
+        config: NeuCodecConfig,
+        ops: Ops,
+        decoder: NeuCodecDecoder,
+        open_encoder: Callable[[], NeuCodecEncoder] | None = None,
+    ) -> None:
         self._ops = ops
+        self._open_encoder = open_encoder
         self._decoder = decoder
         self._cache: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()
         self.sample_rate, self.encoder_sample_rate = config.sample_rate, config.encoder_sample_rate
@@ -79,8 +96,20 @@ class NeuCodec(AudioCodec):
         """
         sizes, weights = NeuCodecConfig.read(config, folder), open_weights(folder)
         decoder = read_decoder(CodecLoader(weights, session.ops), sizes, encoding)
+        has_encoder = _ENCODER_START in weights
         weights.finish(ignore=(*_ENCODER, *_UNUSED))
-        return cls(sizes, session.ops, decoder)
+
+        def open_encoder() -> NeuCodecEncoder:
+            tensors = open_weights(folder)
+            encoder = read_encoder(CodecLoader(tensors, session.ops), sizes)
+            tensors.finish(ignore=("*",))  # those of the decoder; reports missing ones
+            return encoder
+
+        return cls(sizes, session.ops, decoder, open_encoder if has_encoder else None)
+
+    @property
+    def can_encode(self) -> bool:
+        return self._open_encoder is not None
 
     def ready_frames(self, num_frames: int, *, ended: bool) -> int:
         if ended or not num_frames:
@@ -116,11 +145,19 @@ class NeuCodec(AudioCodec):
             self._cache.popitem(last=False)
         return results
 
+    @torch.no_grad()
     def encode(self, samples: Tensor) -> Tensor:
-        raise UnsupportedFeatureError(
-            "encoding audio with NeuCodec",
-            "its encoder is not implemented: encode the reference elsewhere and give its codes",
-        )
+        if self._open_encoder is None:
+            raise UnsupportedFeatureError(
+                "encoding audio with this NeuCodec checkpoint",
+                "it has no encoder: use the whole checkpoint, or give the codes of the reference",
+            )
+        if samples.dim() != 1 or samples.dtype != torch.float32:
+            raise InputError(
+                f"{self.name}: samples must be float32 of shape [S], were {samples.dtype} of shape "
+                f"{list(samples.shape)}: mix the channels and convert the samples"
+            )
+        return self._open_encoder()(samples, self._ops)[:, None]
 
     def _decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
         """Return the samples of sequences of codes, each decoded as a whole."""

@@ -1,0 +1,167 @@
+"""The acoustic encoder of NeuCodec: strided convolutions and alias-free activations (Xin et al. 2024,
+arXiv:2409.05377; Lee et al. 2022, arXiv:2206.04658)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import pi
+
+import torch
+from torch import Tensor
+
+from penstock.codecs.layers import SNAKE_EPS, CodecLoader, Conv1d, RaggedRows, Snake
+from penstock.kernels import Ops
+
+_DILATIONS = (1, 3, 9)
+_KERNEL = 7
+_FILTER = 12
+"""Taps of the low-pass filter."""
+_HALF = _FILTER // 2
+
+
+@dataclass(frozen=True, slots=True)
+class AliasFreeSnake:
+    """A snake activation at twice the sampling rate, between two low-pass filters.
+
+    The filter that doubles the rate has two phases, of the even and the odd samples.
+    """
+
+    even: Conv1d
+    odd: Conv1d
+    snake: Snake
+    down: Conv1d
+
+    def __call__(self, x: RaggedRows, ops: Ops) -> RaggedRows:
+        """``x [T, C] -> [T, C]``, one sequence."""
+        rows, count = x.rows, len(x.rows)
+        padded = _padded(rows, _HALF - 1, _HALF - 1)
+        phases = [
+            conv(_one(padded[start : start + count + _HALF - 1]), ops).rows
+            for conv, start in ((self.even, 2), (self.odd, 3))
+        ]
+        doubled = ops.snake(torch.stack(phases, 1).view(2 * count, -1), self.snake.alpha, self.snake.beta)
+        return self.down(_one(_padded(doubled, _HALF - 1, _HALF)), ops)
+
+
+@dataclass(frozen=True, slots=True)
+class AliasFreeUnit:
+    """Two convolutions after activations, added to the input."""
+
+    first: AliasFreeSnake
+    dilated: Conv1d
+    second: AliasFreeSnake
+    pointwise: Conv1d
+
+    def __call__(self, x: RaggedRows, ops: Ops) -> RaggedRows:
+        inner = self.dilated(self.first(x, ops), ops)
+        inner = self.pointwise(self.second(inner, ops), ops)
+        return RaggedRows(ops.add(x.rows, inner.rows), x.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class DownsamplingBlock:
+    """Three residual units and a strided convolution."""
+
+    units: tuple[AliasFreeUnit, ...]
+    snake: AliasFreeSnake
+    downsample: Conv1d
+
+    def __call__(self, x: RaggedRows, ops: Ops) -> RaggedRows:
+        for unit in self.units:
+            x = unit(x, ops)
+        return self.downsample(self.snake(x, ops), ops)
+
+
+@dataclass(frozen=True, slots=True)
+class AcousticEncoder:
+    """Samples to rows."""
+
+    first: Conv1d
+    blocks: tuple[DownsamplingBlock, ...]
+    snake: AliasFreeSnake
+    last: Conv1d
+
+    def __call__(self, samples: Tensor, ops: Ops) -> Tensor:
+        """``samples [S] -> [S / hop, E]``; S is a multiple of hop."""
+        x = self.first(_one(samples[:, None]), ops)
+        for block in self.blocks:
+            x = block(x, ops)
+        return self.last(self.snake(x, ops), ops).rows
+
+
+def read_acoustic_encoder(
+    loader: CodecLoader, channels: int, ratios: tuple[int, ...], hidden_size: int
+) -> AcousticEncoder:
+    """Read the tensors ``acoustic_encoder.*``.
+
+    Args:
+        loader: reads and packs layers.
+        channels: of the first convolution; each block doubles them.
+        ratios: the stride of each block.
+        hidden_size: E.
+    """
+    name = "acoustic_encoder"
+    first = loader.conv1d(f"{name}.conv1", 1, channels, _KERNEL, padding=_KERNEL // 2)
+    blocks = []
+    for index, stride in enumerate(ratios):
+        block = f"{name}.block.{index}"
+        units = tuple(
+            _read_unit(loader, f"{block}.res_unit{number}", channels, dilation)
+            for number, dilation in enumerate(_DILATIONS, 1)
+        )
+        snake = _read_snake(loader, f"{block}.snake1", channels)
+        downsample = loader.conv1d(
+            f"{block}.conv1", channels, 2 * channels, 2 * stride, stride=stride, padding=-(-stride // 2)
+        )
+        blocks.append(DownsamplingBlock(units, snake, downsample))
+        channels *= 2
+    return AcousticEncoder(
+        first,
+        tuple(blocks),
+        _read_snake(loader, f"{name}.snake1", channels),
+        loader.conv1d(f"{name}.conv2", channels, hidden_size, 3, padding=1),
+    )
+
+
+def _read_unit(loader: CodecLoader, name: str, channels: int, dilation: int) -> AliasFreeUnit:
+    dilated = loader.conv1d(
+        f"{name}.conv1", channels, channels, _KERNEL, padding=_KERNEL // 2 * dilation, dilation=dilation
+    )
+    return AliasFreeUnit(
+        _read_snake(loader, f"{name}.snake1", channels),
+        dilated,
+        _read_snake(loader, f"{name}.snake2", channels),
+        loader.conv1d(f"{name}.conv2", channels, channels, 1),
+    )
+
+
+def _read_snake(loader: CodecLoader, name: str, channels: int) -> AliasFreeSnake:
+    taps = low_pass_filter()
+
+    def depthwise(own: Tensor, stride: int = 1) -> Conv1d:
+        weight = own.expand(channels, 1, -1)
+        return Conv1d(loader.ops.pack_conv1d(weight, "float32", stride=stride, groups=channels))
+
+    alpha = loader.tensor(f"{name}.act.alpha", channels).exp()
+    beta = 1 / (loader.tensor(f"{name}.act.beta", channels).exp() + SNAKE_EPS)
+    phases = (2 * taps.flip(0)).view(_HALF, 2).T.contiguous()  # of the even and of the odd samples
+    return AliasFreeSnake(depthwise(phases[0]), depthwise(phases[1]), Snake(alpha, beta), depthwise(taps, 2))
+
+
+def low_pass_filter() -> Tensor:
+    """Return the taps ``[12]`` of a sinc with a Kaiser window that halves the band."""
+    cutoff, width = 0.25, 0.3
+    attenuation = 2.285 * (_HALF - 1) * pi * 4 * width + 7.95
+    window = torch.kaiser_window(_FILTER, periodic=False, beta=0.1102 * (attenuation - 8.7))
+    times = torch.arange(_FILTER) - _HALF + 0.5
+    taps = window * torch.sinc(2 * cutoff * times)
+    return taps / taps.sum()
+
+
+def _one(rows: Tensor) -> RaggedRows:
+    return RaggedRows(rows, [len(rows)])
+
+
+def _padded(rows: Tensor, before: int, after: int) -> Tensor:
+    """Return the rows with copies of the first row before and of the last row after them."""
+    return torch.cat([rows[:1].expand(before, -1), rows, rows[-1:].expand(after, -1)])

@@ -1,0 +1,76 @@
+"""The encoder of NeuCodec: samples to codes, by a semantic and an acoustic encoder side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.codecs.layers import CodecLoader
+from penstock.codecs.neucodec.acoustic import AcousticEncoder, read_acoustic_encoder
+from penstock.codecs.neucodec.config import NeuCodecConfig
+from penstock.codecs.neucodec.features import mel_rows
+from penstock.codecs.neucodec.semantic import SemanticEncoder, read_semantic_encoder
+from penstock.kernels import Ops, PackedLinear
+
+_MARGIN = 1e-3
+"""The outer levels lie this share outside the range of the hyperbolic tangent (arXiv:2309.15505)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeuCodecEncoder:
+    """Samples to codes."""
+
+    semantic: SemanticEncoder
+    acoustic: AcousticEncoder
+    project: PackedLinear
+    digits: PackedLinear
+    levels: Tensor  # [N] int64: levels of each digit of a code, the lowest digit first
+    hop: int  # samples of a frame
+
+    def __call__(self, samples: Tensor, ops: Ops) -> Tensor:
+        """``samples [S]`` float32 at 16 kHz -> codes ``[S // hop]`` int64."""
+        padded = F.pad(samples, (0, self.hop - len(samples) % self.hop))
+        features = mel_rows(padded)
+        if not len(features):
+            return torch.zeros(0, dtype=torch.int64)
+        semantic, acoustic = self.semantic(features, ops), self.acoustic(padded, ops)
+        count = min(len(semantic), len(acoustic))
+        rows = ops.linear(torch.cat([semantic[:count], acoustic[:count]], 1), self.project)
+        return self._codes(ops.linear(rows, self.digits))
+
+    def _codes(self, x: Tensor) -> Tensor:
+        """Round ``x [T, N]`` to the levels; return the codes ``[T]``.
+
+        The range is bounded twice: the model was trained with the first stage of a residual quantizer, which
+        bounds its input before the stage does.
+        """
+        digits = self._bounded(self._bounded(x)).round().long() + self.levels // 2
+        return (digits * torch.cat([torch.ones(1, dtype=torch.int64), self.levels[:-1].cumprod(0)])).sum(1)
+
+    def _bounded(self, x: Tensor) -> Tensor:
+        """Return ``x [T, N]`` within the range of the levels of each digit."""
+        half = (self.levels - 1) * (1 + _MARGIN) / 2
+        offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)
+        return (x + (offset / half).atanh()).tanh() * half - offset
+
+
+def read_encoder(loader: CodecLoader, config: NeuCodecConfig) -> NeuCodecEncoder:
+    """Read the encoders and the input projection of the quantizer.
+
+    Raises:
+        CheckpointError: a value of ``config.json`` is missing, or a tensor does not fit.
+        UnsupportedFeatureError: the semantic encoder has parts that are not implemented.
+    """
+    semantic, size = config.semantic(), config.quantization_dim
+    width = semantic.hidden_size + config.hidden_size
+    return NeuCodecEncoder(
+        read_semantic_encoder(loader, semantic),
+        read_acoustic_encoder(loader, config.encoder_hidden_size, config.ratios, config.hidden_size),
+        loader.linear("fc_encoder", width, size),
+        loader.linear("quantizer.project_in", size, len(config.levels)),
+        torch.tensor(config.levels),
+        config.encoder_hop,
+    )

@@ -1,0 +1,57 @@
+"""Features of the semantic encoder: log mel spectrograms as Kaldi computes them, two frames in a row.
+
+Povey et al. 2011, "The Kaldi speech recognition toolkit"; the parameters are those of Seamless M4T
+(arXiv:2312.05187, section 3.2.1), whose encoder NeuCodec uses.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MEL_BINS = 80
+FRAMES_PER_ROW = 2
+SAMPLE_RATE = 16000
+_WINDOW, _SHIFT, _FFT = 400, 160, 512  # samples
+_LOWEST = 20.0  # Hz
+_PREEMPHASIS = 0.97
+_FULL_SCALE = 2.0**15
+_FLOOR = 2.0**-23
+
+
+def mel_rows(samples: Tensor) -> Tensor:
+    """Return the features ``[T, 160]`` float32 of samples ``[S]`` at 16 kHz; T is about ``S / 320``.
+
+    Each of 80 bins has mean 0 and variance 1 over the time. Input of fewer than 560 samples has no features.
+    """
+    if len(samples) < _WINDOW + _SHIFT:
+        return torch.zeros(0, FRAMES_PER_ROW * MEL_BINS)
+    frames = samples.double().mul(_FULL_SCALE).unfold(0, _WINDOW, _SHIFT)  # [F, 400]
+    frames = frames - frames.mean(1, keepdim=True)
+    before = torch.cat([frames[:, :1], frames[:, :-1]], 1)
+    frames = (frames - _PREEMPHASIS * before) * _povey_window()
+    power = torch.fft.rfft(frames, _FFT).abs().square()  # [F, 257]
+    bins = (power @ mel_filters()).clamp(min=_FLOOR).log()  # [F, 80]
+    bins = (bins - bins.mean(0)) / (bins.var(0) + 1e-7).sqrt()
+    count = len(bins) // FRAMES_PER_ROW
+    return bins[: count * FRAMES_PER_ROW].reshape(count, FRAMES_PER_ROW * MEL_BINS).float()
+
+
+def _povey_window() -> Tensor:
+    """Return Kaldi's window ``[400]``: a Hann window to the power of 0.85."""
+    return torch.hann_window(_WINDOW, periodic=False, dtype=torch.float64) ** 0.85
+
+
+def mel_filters() -> Tensor:
+    """Return triangular filters ``[257, 80]``, evenly spaced and linear in mel."""
+    frequencies = torch.arange(_FFT // 2 + 1, dtype=torch.float64) * SAMPLE_RATE / _FFT
+    bounds = _mel(torch.tensor([_LOWEST, SAMPLE_RATE / 2], dtype=torch.float64))
+    edges = torch.linspace(float(bounds[0]), float(bounds[1]), MEL_BINS + 2, dtype=torch.float64)
+    left, center, right = edges[:-2], edges[1:-1], edges[2:]
+    mels = _mel(frequencies)[:, None]
+    return torch.minimum((mels - left) / (center - left), (right - mels) / (right - center)).clamp(min=0)
+
+
+def _mel(frequencies: Tensor) -> Tensor:
+    mels: Tensor = 1127.0 * torch.log1p(frequencies / 700.0)
+    return mels

@@ -1,0 +1,186 @@
+"""The semantic encoder of NeuCodec: a W2v-BERT conformer and convolutions (Gulati et al. 2020,
+arXiv:2005.08100; Chung et al. 2021, arXiv:2108.06209).
+
+Attention adds a term for the clipped distance of key and query (Shaw et al. 2018, arXiv:1803.02155), which no
+operation of the kernels has: it is computed with torch, one head at a time. A reference is encoded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.codecs.layers import CodecLoader, Conv1d, RaggedRows
+from penstock.codecs.neucodec.config import SemanticConfig
+from penstock.kernels import Ops, PackedLinear
+
+NormWeights = tuple[Tensor, Tensor]
+"""Weight and bias ``[E]`` of a layer norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class HalfFeedForward:
+    """Half of a feed-forward layer, after its norm."""
+
+    norm: NormWeights
+    up: PackedLinear
+    down: PackedLinear  # multiplied by 0.5
+
+    def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
+        inner = ops.activation(ops.linear(ops.layer_norm(x, *self.norm, eps), self.up), "silu")
+        return ops.linear(inner, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeAttention:
+    """Attention with an embedding for each distance of a key from its query."""
+
+    norm: NormWeights
+    qkv: PackedLinear
+    output: PackedLinear
+    distances: Tensor  # [left + 1 + right, D]
+    heads: int
+    left: int
+    """Keys that are farther before their query count as ``left`` before it."""
+
+    def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
+        qkv = ops.linear(ops.layer_norm(x, *self.norm, eps), self.qkv)
+        q, k, v = qkv.view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)  # [H, T, D]
+        positions = torch.arange(len(x))
+        last = len(self.distances) - 1 - self.left
+        columns = (positions - positions[:, None]).clamp(-self.left, last) + self.left  # [T, T]
+        rows = [
+            torch.softmax(
+                (one @ keys.T + (one @ self.distances.T).gather(1, columns)) * one.shape[1] ** -0.5, -1
+            )
+            @ values
+            for one, keys, values in zip(q, k, v, strict=True)
+        ]
+        return ops.linear(torch.cat(rows, 1), self.output)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionModule:
+    """A gated pointwise layer, a causal depthwise convolution, and a pointwise layer."""
+
+    norm: NormWeights
+    gated: PackedLinear  # [E] -> [2 E]
+    depthwise: Conv1d
+    depthwise_norm: NormWeights
+    output: PackedLinear
+
+    def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
+        values, gates = ops.linear(ops.layer_norm(x, *self.norm, eps), self.gated).chunk(2, 1)
+        inner = values * torch.sigmoid(gates)
+        before = inner.new_zeros(self.depthwise.packed.kernel_size - 1, inner.shape[1])
+        padded = RaggedRows(torch.cat([before, inner]), [len(before) + len(inner)])
+        inner = ops.layer_norm(self.depthwise(padded, ops).rows, *self.depthwise_norm, eps)
+        return ops.linear(ops.activation(inner, "silu"), self.output)
+
+
+@dataclass(frozen=True, slots=True)
+class ConformerLayer:
+    """Two half feed-forward layers around attention and convolution, and a norm."""
+
+    first: HalfFeedForward
+    attention: RelativeAttention
+    convolution: ConvolutionModule
+    second: HalfFeedForward
+    norm: NormWeights
+
+    def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
+        for part in (self.first, self.attention, self.convolution, self.second):
+            x = ops.add(x, part(x, eps, ops))
+        return ops.layer_norm(x, *self.norm, eps)
+
+
+@dataclass(frozen=True, slots=True)
+class SemanticEncoder:
+    """Features to semantic rows."""
+
+    config: SemanticConfig
+    norm: NormWeights
+    project: PackedLinear
+    layers: tuple[ConformerLayer, ...]
+    adapter: tuple[Conv1d, Conv1d, Conv1d, Conv1d]
+
+    def __call__(self, features: Tensor, ops: Ops) -> Tensor:
+        """``features [T, N] -> [T, E]``."""
+        eps = self.config.norm_eps
+        x = ops.linear(ops.layer_norm(features, *self.norm, eps), self.project)
+        for layer in self.layers:
+            x = layer(x, eps, ops)
+        first, second, third, last = self.adapter
+        lengths = [len(x)]
+        rows = ops.activation(first(RaggedRows(x, lengths), ops).rows, "relu")
+        inner = ops.activation(second(RaggedRows(rows, lengths), ops).rows, "relu")
+        inner = third(RaggedRows(inner, lengths), ops).rows
+        return last(RaggedRows(ops.add(inner, rows), lengths), ops).rows
+
+
+def read_semantic_encoder(loader: CodecLoader, config: SemanticConfig) -> SemanticEncoder:
+    """Read the tensors ``semantic_encoder.*`` and ``semantic_adapter.*``."""
+    size, name = config.hidden_size, "semantic_encoder.feature_projection"
+
+    def adapter(index: int) -> Conv1d:
+        has_bias = index in (2, 3)
+        return loader.conv1d(f"semantic_adapter.conv{index}", size, size, 3, padding=1, has_bias=has_bias)
+
+    return SemanticEncoder(
+        config,
+        loader.norm(f"{name}.layer_norm", config.features),
+        loader.linear(f"{name}.projection", config.features, size),
+        tuple(
+            _read_layer(loader, f"semantic_encoder.encoder.layers.{i}", config) for i in range(config.layers)
+        ),
+        (adapter(1), adapter(2), adapter(3), adapter(4)),
+    )
+
+
+def _read_layer(loader: CodecLoader, name: str, config: SemanticConfig) -> ConformerLayer:
+    size, inner, ops = config.hidden_size, config.intermediate_size, loader.ops
+
+    def feed_forward(which: str) -> HalfFeedForward:
+        weight = loader.tensor(f"{name}.{which}.output_dense.weight", size, inner)
+        bias = loader.tensor(f"{name}.{which}.output_dense.bias", size)
+        return HalfFeedForward(
+            loader.norm(f"{name}.{which}_layer_norm", size),
+            loader.linear(f"{name}.{which}.intermediate_dense", size, inner),
+            ops.pack_linear(weight / 2, "float32", bias=bias / 2),
+        )
+
+    def pointwise(which: str, outputs: int) -> PackedLinear:
+        weight = loader.tensor(f"{name}.conv_module.{which}.weight", outputs, size, 1)
+        return ops.pack_linear(weight[..., 0], "float32")
+
+    parts = [f"{name}.self_attn.linear_{one}" for one in "qkv"]
+    weights = [loader.tensor(f"{one}.weight", size, size) for one in parts]
+    count = config.left_positions + 1 + config.right_positions
+    attention = RelativeAttention(
+        loader.norm(f"{name}.self_attn_layer_norm", size),
+        ops.pack_linear(
+            weights, "float32", bias=torch.cat([loader.tensor(f"{one}.bias", size) for one in parts])
+        ),
+        loader.linear(f"{name}.self_attn.linear_out", size, size),
+        loader.tensor(f"{name}.self_attn.distance_embedding.weight", count, size // config.heads),
+        config.heads,
+        config.left_positions,
+    )
+    convolution = ConvolutionModule(
+        loader.norm(f"{name}.conv_module.layer_norm", size),
+        pointwise("pointwise_conv1", 2 * size),
+        loader.conv1d(
+            f"{name}.conv_module.depthwise_conv", size, size, config.kernel_size, groups=size, has_bias=False
+        ),
+        loader.norm(f"{name}.conv_module.depthwise_layer_norm", size),
+        pointwise("pointwise_conv2", size),
+    )
+    return ConformerLayer(
+        feed_forward("ffn1"),
+        attention,
+        convolution,
+        feed_forward("ffn2"),
+        loader.norm(f"{name}.final_layer_norm", size),
+    )
