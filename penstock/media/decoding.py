@@ -42,7 +42,9 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
                 if frames > 1 and image.format != "MPO":  # cameras add previews to JPEG: the first one counts
                     raise InputError(f"the image is animated or has several pages ({frames}): send one frame")
                 image.load()
-                return _as_rgb(pil.ImageOps.exif_transpose(image))
+                has_16_bits = image.format == "PPM" and image.mode == "I"
+                rotated = pil.ImageOps.exif_transpose(image)
+                return _as_rgb(rotated.convert("I;16") if has_16_bits else rotated)
     except InputError:
         raise
     except pil.Image.DecompressionBombError as error:

@@ -69,6 +69,18 @@ def test_compressed_formats(name: str, tmp_path: Path) -> None:
     assert 0.3 < np.abs(samples[4000:8000]).max() < 0.6
 
 
+@pytest.mark.parametrize("size", [1, 1700, 4096, 4608, RATE])
+def test_flac_in_pieces_has_all_samples(size: int) -> None:
+    """Readers need the length in the header, so that the bytes arrive at the end."""
+    soundfile = pytest.importorskip("soundfile")
+    tone = TONE[: 5000 if size == 1 else RATE]
+    encoder = AudioEncoder("flac", RATE)
+    parts = [encoder.add(tone[start : start + size]) for start in range(0, len(tone), size)]
+    samples, rate = soundfile.read(io.BytesIO(b"".join([*parts, encoder.finish()])), dtype="float32")
+    assert (len(samples), rate) == (len(tone), RATE)
+    assert np.abs(samples - tone).max() < 1e-4
+
+
 def test_a_compressed_stream_arrives_as_it_is_made() -> None:
     pytest.importorskip("soundfile")
     encoder = AudioEncoder("mp3", RATE)

@@ -44,6 +44,14 @@ def test_16_bits_are_scaled() -> None:
     assert np.array_equal(decoded[..., 0], grey >> 8)
 
 
+def test_16_bits_of_a_pgm_are_scaled() -> None:
+    grey = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
+    data = b"P5 64 64 65535\n" + grey.astype(">u2").tobytes()
+    assert np.array_equal(np.asarray(decode_image(data, LIMIT))[..., 1], grey >> 8)
+    plain = b"P2 2 1 1023\n0 1023\n"  # Pillow scales the values to 16 bits
+    assert np.asarray(decode_image(plain, LIMIT))[0, :, 0].tolist() == [0, 255]
+
+
 def test_exif_rotation() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
