@@ -117,7 +117,7 @@ def write_random_checkpoint(folder: Path, config: Mapping[str, object], *, seed:
         raise InputError(f"random weights are {', '.join(_DTYPES)}, not {values['dtype']!r}")
     shapes = tensor_shapes(values)
     (folder / "config.json").write_text(json.dumps(values))
-    _write_tensors(folder / SINGLE_FILE, shapes, values["dtype"], seed)
+    write_random_tensors(folder / SINGLE_FILE, shapes, values["dtype"], seed=seed)
     _write_tokenizer(folder, int(cast(int, values["vocab_size"])))
     return folder
 
@@ -179,7 +179,17 @@ class _ShapeRecorder:
         """Do nothing: the tensors use no memory."""
 
 
-def _write_tensors(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, seed: int) -> None:
+def write_random_tensors(
+    file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, *, seed: int = 0
+) -> None:
+    """Write a safetensors file. Vectors are ones; matrices are small random numbers.
+
+    Args:
+        file: the file.
+        shapes: name -> shape of each tensor.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        seed: the seed of the random numbers.
+    """
     size, start, header = DType(dtype).size_in_bytes, 0, {}
     for name, shape in shapes.items():
         end = start + prod(shape) * size

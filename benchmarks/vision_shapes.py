@@ -1,0 +1,182 @@
+"""Shapes of vision models, checkpoints with random weights of these shapes, and requests with an image."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.bench.random_weights import write_random_tensors
+
+IMAGE = 300
+"""Placeholder of an image. The byte-level vocabulary of the tokenizer ends before it."""
+_SMOLVLM: dict[str, Any] = {
+    "model_type": "smolvlm",
+    "architectures": ["SmolVLMForConditionalGeneration"],
+    "image_token_id": IMAGE,
+    "scale_factor": 4,
+    "text_config": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49280,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "pad_token_id": 0,
+    },
+    "vision_config": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "image_size": 512,
+        "patch_size": 16,
+    },
+}
+_QWEN3_VL: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": IMAGE,
+    "video_token_id": IMAGE + 1,
+    "vision_start_token_id": IMAGE + 2,
+    "vision_end_token_id": IMAGE + 3,
+    "tie_word_embeddings": True,
+    "text_config": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        "tie_word_embeddings": True,
+    },
+    "vision_config": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "patch_size": 16,
+        "out_hidden_size": 2048,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+}
+
+
+def _small(config: Mapping[str, Any], text: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **config,
+        "text_config": {**config["text_config"], **text},
+        "vision_config": {**config["vision_config"], **vision},
+    }
+
+
+SHAPES: Mapping[str, dict[str, Any]] = {
+    "smolvlm-256m": _SMOLVLM,
+    "qwen3-vl-2b": _QWEN3_VL,
+    "tiny-smolvlm": _small(
+        _SMOLVLM,
+        {"hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 1024},
+        {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2},
+    ),
+    "tiny-qwen3-vl": _small(
+        _QWEN3_VL,
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 128,
+            "vocab_size": 1024,
+        },
+        {
+            "depth": 3,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    ),
+}
+"""Configurations of published models, and tiny ones that only check that the benchmark runs."""
+SIDE = 32
+"""Patches in each direction of a tile, or of the image of a model without tiles."""
+WORDS = 20
+"""Tokens of text before the image, and after it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt with one image."""
+
+    tokens: list[int]
+    pixels: npt.NDArray[np.float32]
+    """As the image processor returns them."""
+
+    def with_other_words(self, seed: int) -> Request:
+        """Return a request with the same image and another question after it."""
+        words = np.random.default_rng(seed).integers(1, 256, WORDS).tolist()
+        return Request([*self.tokens[:-WORDS], *words], self.pixels)
+
+
+def is_qwen(config: Mapping[str, Any]) -> bool:
+    """Return whether images have a grid instead of tiles."""
+    return str(config["model_type"]) == "qwen3_vl"
+
+
+def request_of(config: Mapping[str, Any], tiles: int, seed: int) -> Request:
+    """Return a request with random words and pixels.
+
+    Args:
+        config: the shape.
+        tiles: the number of tiles of the image; a Qwen model has none.
+        seed: of the random numbers.
+    """
+    rng = np.random.default_rng(seed)
+    if is_qwen(config):
+        pixels = rng.normal(size=(SIDE * SIDE, 6 * 16 * 16)).astype(np.float32)
+        count = SIDE * SIDE // 4
+        before, after = [IMAGE + 2], [IMAGE + 3]
+    else:
+        size = config["vision_config"]["image_size"]
+        pixels = rng.normal(size=(tiles, 3, size, size)).astype(np.float32)
+        count = tiles * (SIDE // config["scale_factor"]) ** 2
+        before, after = [], []
+    words = rng.integers(1, 256, 2 * WORDS).tolist()
+    return Request([*words[:WORDS], *before, *[IMAGE] * count, *after, *words[WORDS:]], pixels)
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write a checkpoint of this shape with random bfloat16 weights, if the folder has none.
+
+    The names are those of transformers, which reads it too.
+    """
+    if (folder / "complete").exists():
+        return
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    settings = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(settings, dtype=torch.bfloat16)
+    tied = set(getattr(model, "all_tied_weights_keys", {}))
+    shapes = {name: tuple(one.shape) for name, one in model.state_dict().items() if name not in tied}
+    folder.mkdir(parents=True, exist_ok=True)
+    settings.dtype = torch.bfloat16
+    settings.save_pretrained(folder)
+    write_random_tensors(folder / "model.safetensors", shapes, "bfloat16")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": None, "pad_token_id": 0}))
+    (folder / "complete").touch()
