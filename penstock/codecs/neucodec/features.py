@@ -30,8 +30,8 @@ def mel_rows(samples: Tensor) -> Tensor:
     frames = frames - frames.mean(1, keepdim=True)
     before = torch.cat([frames[:, :1], frames[:, :-1]], 1)
     frames = (frames - _PREEMPHASIS * before) * _povey_window()
-    power = torch.fft.rfft(frames, _FFT).abs().square()  # [F, 257]
-    bins = (power @ mel_filters()).clamp(min=_FLOOR).log()  # [F, 80]
+    power: Tensor = torch.fft.rfft(frames, _FFT).abs().square()  # [F, 257]
+    bins: Tensor = (power @ mel_filters()).clamp(min=_FLOOR).log()  # [F, 80]
     bins = (bins - bins.mean(0)) / (bins.var(0) + 1e-7).sqrt()
     count = len(bins) // FRAMES_PER_ROW
     return bins[: count * FRAMES_PER_ROW].reshape(count, FRAMES_PER_ROW * MEL_BINS).float()
