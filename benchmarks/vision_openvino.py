@@ -5,6 +5,8 @@
 Exports the checkpoint by ``optimum-cli`` if needed. Reads requests from standard input, one JSON object a
 line, and writes the times of each to standard output. The pipeline of optimum-intel takes the same pixels and
 tokens as the other engines. (`openvino_genai.VLMPipeline` takes text and images only.)
+
+optimum-intel 2.2 exports SmolVLM with transformers up to 4.57.6.
 """
 
 from __future__ import annotations
@@ -23,12 +25,30 @@ import torch
 FORMATS = {"bfloat16": "fp16", "float32": "fp32", "int8": "int8", "int4": "int4"}
 
 
+def with_older_keys(folder: Path) -> Path:
+    """Return a folder with the same weights and the rotary parameters under the names of transformers 4."""
+    target = folder / "transformers-4"
+    target.mkdir(exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    rope = text.get("rope_parameters", {})
+    text["rope_theta"] = rope.get("rope_theta", 10000.0)
+    if "mrope_section" in rope:
+        text["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    (target / "config.json").write_text(json.dumps(config))
+    weights = target / "model.safetensors"
+    if not weights.exists():
+        weights.symlink_to(folder / "model.safetensors")
+    return target
+
+
 def exported(folder: Path, encoding: str) -> Path:
     """Return the folder of the exported model. Exports it if it does not exist."""
     target = folder / f"openvino-{encoding}"
     if not target.exists():
         part = folder / f"openvino-{encoding}.part"
-        command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", folder]
+        source = with_older_keys(folder)
+        command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", source]
         command += ["--task", "image-text-to-text", "--weight-format", FORMATS[encoding], part]
         subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
         part.rename(target)
