@@ -7,8 +7,8 @@ from a checkpoint (`build`).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from penstock.architectures.model import ModelInputs, ModelOutputs
 from penstock.architectures.network_model import NetworkModel
 from penstock.config import upper_bounded_default
 from penstock.errors import UnsupportedFeatureError
-from penstock.kernels import KVCacheInputs, StepInputs
+from penstock.kernels import KVCacheInputs, Ops, StepInputs
 from penstock.nn import Loader
 from penstock.pipelines.core import EmbeddingsContext, PoolingType
 
@@ -75,6 +75,16 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
         """How a sequence classifier pools the hidden states."""
         return "cls"
 
+    @property
+    def reads_token_types(self) -> bool:
+        """Whether the second text of a pair has a token type of its own."""
+        return True
+
+    @property
+    def token_weights(self) -> Callable[[Tensor, StepInputs], Tensor] | None:
+        """The head that weighs each token for sparse embeddings, ``[T, E] -> [T, 1]``; None without one."""
+        return None
+
     @classmethod
     @abstractmethod
     def max_positions(cls, huggingface_config: HuggingFaceConfig) -> int:
@@ -118,7 +128,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
         positions = np.arange(ends[-1]) - (ends - counts).repeat(counts)
         types = [context.token_type_ids for context in contexts]
         token_types = None
-        if any(one is not None for one in types):
+        if self.reads_token_types and any(one is not None for one in types):
             zeros = [np.zeros(count) for count in counts]
             token_types = np.concatenate(
                 [z if one is None else one for z, one in zip(zeros, types, strict=True)]
@@ -148,7 +158,52 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
             step: its `step_inputs`, which the heads use too.
         """
         self.begin_step()
-        return self.network(model_inputs.tokens, step, model_inputs.token_types)
+        states = self._run_compiled(model_inputs, step)
+        return self.network(model_inputs.tokens, step, model_inputs.token_types) if states is None else states
+
+    def _run_compiled(self, model_inputs: EncoderInputs, step: StepInputs) -> Tensor | None:
+        """Return the hidden states from a compiled step; None if the step must run eagerly.
+
+        Only steps of one input are compiled: there are as many shapes as lengths. Batches have many more.
+        """
+        plans = self.session.plans
+        if plans is None:
+            return None
+        blocks = step.blocks
+        if blocks is None or step.lora is not None or len(step.row_offsets) > 2:
+            plans.skip("adapters" if step.lora is not None else "several inputs")
+            return None
+        if len(model_inputs.tokens) > plans.max_rows:
+            plans.skip(f"more than {plans.max_rows} rows")
+            return None
+        tensors = {
+            "tokens": model_inputs.tokens,
+            "positions": step.positions,
+            "row_offsets": step.row_offsets,
+            "tables": blocks.tables,
+            "slots": blocks.slots,
+            "lengths": blocks.lengths,
+        }
+        if step.text_lengths is not None:
+            tensors["text_lengths"] = step.text_lengths
+        types = model_inputs.token_types
+        tensors["token_types"] = torch.zeros_like(model_inputs.tokens) if types is None else types
+
+        def run(ops: Ops, given: Mapping[str, Tensor]) -> tuple[Tensor]:
+            own = replace(
+                step,
+                ops=ops,
+                positions=given["positions"],
+                row_offsets=given["row_offsets"],
+                text_lengths=given.get("text_lengths"),
+                blocks=replace(
+                    blocks, tables=given["tables"], slots=given["slots"], lengths=given["lengths"]
+                ),
+            )
+            return (self.network(given["tokens"], own, given["token_types"]),)
+
+        results = plans.run((id(self.network), len(model_inputs.tokens)), tensors, run)
+        return None if results is None else results[0]
 
     def step_inputs(self, model_inputs: EncoderInputs) -> StepInputs:
         """Return what the layers and heads share in the step of these inputs."""

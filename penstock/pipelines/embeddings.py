@@ -26,6 +26,7 @@ from penstock.pipelines.core import (
 )
 from penstock.pipelines.pooling import load_dense, pool
 from penstock.pipelines.task_pipeline import TaskPipeline
+from penstock.pipelines.token_heads import TokenHeads, load_token_heads
 from penstock.text.sentence_transformers import SentenceTransformersLayout
 
 if TYPE_CHECKING:
@@ -46,7 +47,13 @@ def create_embeddings(required: PipelineRequirements) -> EmbeddingsPipeline:
     """
     config = required.config
     model = required.architecture.load_pipeline_model()(config, required.open_session())
-    return EmbeddingsPipeline(model, config.model.embedding_layout, config.model.trained_dimensions)
+    size = hidden_size(model.huggingface_config)
+    return EmbeddingsPipeline(
+        model,
+        config.model.embedding_layout,
+        config.model.trained_dimensions,
+        load_token_heads(config.model.checkpoint, model, size),
+    )
 
 
 class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
@@ -56,6 +63,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         model: an encoder.
         layout: how its hidden states become embeddings.
         trained_dimensions: lengths that a dense embedding may be cut to; None allows each.
+        heads: the heads on the hidden state of each token.
     """
 
     task = PipelineTask.EMBEDDINGS_GENERATION
@@ -67,11 +75,13 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         model: EncoderModel,
         layout: SentenceTransformersLayout,
         trained_dimensions: Sequence[int] | None = (),
+        heads: TokenHeads | None = None,
     ) -> None:
         super().__init__(model.session, model.memory_plan)
         self.model = model
         self.layout = layout
         self.trained_dimensions = trained_dimensions
+        self.heads = heads or TokenHeads()
         ops, device = self.session.ops, model.torch_device
         self._dense = [load_dense(module, ops, device) for module in layout.dense]
         self._poolings = layout.poolings or (model.default_pooling,)
@@ -88,6 +98,8 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
             names.reverse()
         if network.vocabulary is not None:
             names.insert(1 if self.layout.poolings else 0, "sparse")
+        elif self.heads.weights is not None:
+            names.insert(1, "sparse")
         return tuple(names)
 
     @property
@@ -145,9 +157,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         """Return the length of a dense embedding."""
         if self.layout.dense:
             return self.layout.dense[-1].out_features
-        config = self.model.huggingface_config
-        name = next((one for one in _HIDDEN_SIZES if one in config), _HIDDEN_SIZES[0])
-        return config.integer(name) * num_poolings
+        return hidden_size(self.model.huggingface_config) * num_poolings
 
     def _responses(
         self, contexts: Sequence[EmbeddingsContext], hidden: Tensor, step: StepInputs
@@ -162,7 +172,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
             EmbeddingsResponse(
                 dense.get(i, np.zeros(0, np.float32)),
                 scores=scores.get(i),
-                sparse=self._sparse(rows[i], step) if "sparse" in wanted[i] else None,
+                sparse=self._sparse(contexts[i], rows[i], step) if "sparse" in wanted[i] else None,
                 multi_vector=self._multi_vector(contexts[i], rows[i])
                 if "multi_vector" in wanted[i]
                 else None,
@@ -215,11 +225,14 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
             for i, row in zip(chosen, logits, strict=True)
         }
 
-    def _sparse(self, hidden: Tensor, step: StepInputs) -> SparseEmbedding:
+    def _sparse(self, context: EmbeddingsContext, hidden: Tensor, step: StepInputs) -> SparseEmbedding:
         """Return the weight of each token id, by default the largest ``log(1 + relu(logit))``.
 
-        SPLADE (arXiv:2109.10086); the logarithm is applied twice for ``log1p_relu`` (arXiv:2504.14839).
+        SPLADE (arXiv:2109.10086); the logarithm is applied twice for ``log1p_relu`` (arXiv:2504.14839). A
+        model with a head that weighs tokens has weights for the tokens of the input only, see `TokenHeads`.
         """
+        if self.heads.weights is not None:
+            return self.heads.sparse(context.next_tokens, hidden, step)
         vocabulary = self.model.network.vocabulary
         assert vocabulary is not None
         weights = torch.log1p(vocabulary(hidden, step).float().relu())  # [n, V]
@@ -231,10 +244,18 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
 
     def _multi_vector(self, context: EmbeddingsContext, hidden: Tensor) -> npt.NDArray[np.floating]:
         """Return one vector of length 1 for each counted token, ``[n, E]``."""
-        vectors = hidden[context.num_unpooled_tokens :].float()
-        for layer in self._dense:
+        first, layers = context.num_unpooled_tokens, self._dense
+        if self.heads.vectors is not None:
+            first, layers = max(first, 1), [self.heads.vectors]
+        vectors = hidden[first:].float()
+        for layer in layers:
             vectors = layer(vectors, self.session.ops)
         return F.normalize(vectors[:, : context.dimensions], dim=-1).numpy(force=True)
+
+
+def hidden_size(config: HuggingFaceConfig) -> int:
+    """Return the size of the hidden states of a model."""
+    return config.integer(next((one for one in _HIDDEN_SIZES if one in config), _HIDDEN_SIZES[0]))
 
 
 def scores_activation(config: HuggingFaceConfig) -> Callable[[Tensor], Tensor]:

@@ -14,7 +14,7 @@ from penstock.errors import CheckpointError
 from penstock.kernels import Ops, PackedLinear
 from penstock.pipelines.core import PoolingType
 from penstock.text.sentence_transformers import DenseModule
-from penstock.weights import Weights
+from penstock.weights.pickled import open_weights
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Identity": lambda x: x,
@@ -76,7 +76,7 @@ def load_dense(module: DenseModule, ops: Ops, device: torch.device) -> Dense:
         raise CheckpointError(
             module.path, f"activation {module.activation!r} is not supported: use one of {known}"
         )
-    weights = Weights.open(module.path)
+    weights = open_weights(module.path)
     weight = weights.tensor("linear.weight", (module.out_features, module.in_features)).float().to(device)
     bias = None
     if module.bias:

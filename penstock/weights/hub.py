@@ -20,12 +20,25 @@ DEMO_VISION = "demo-vision"
 """The name of the embedded model that reads images."""
 
 PICKLED_FILE = "pytorch_model.bin"
-"""The weights of codecs that are not published as safetensors files."""
+"""The weights of codecs and dense modules that are not published as safetensors files."""
+TOKEN_WEIGHTS_FILE = "sparse_linear.pt"
+"""The head of BGE-M3 that weighs each token, for sparse embeddings."""
+TOKEN_VECTORS_FILE = "colbert_linear.pt"
+"""The head of BGE-M3 that computes the vector of each token, for multi-vector output."""
 
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo"
 _EMBEDDED = {DEMO: _DEMO_FOLDER, DEMO_VOICE: _DEMO_FOLDER / "voice", DEMO_VISION: _DEMO_FOLDER / "vision"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_DOWNLOADED_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
+_DOWNLOADED_FILES = (
+    "*.json",
+    "*.jinja",
+    "*.safetensors",
+    "*.model",
+    "*.txt",
+    TOKEN_WEIGHTS_FILE,
+    TOKEN_VECTORS_FILE,
+    f"*_Dense/{PICKLED_FILE}",
+)
 _CONVERT = "convert the model with transformers, from_pretrained(...).save_pretrained(folder)"
 _ONLINE = "run once online; files that are already there are kept"
 _IGNORED_FILES = ("original/*", "consolidated*", "onnx/*", "openvino/*", "runs/*")

@@ -46,6 +46,16 @@ def dense(folder: Path, activation: str = "Tanh", bias: bool = True, out_feature
     )
 
 
+def test_a_dense_module_saved_by_torch(tmp_path: Path) -> None:
+    linear = torch.nn.Linear(2, 3)
+    torch.save(
+        {f"linear.{name}": one for name, one in linear.state_dict().items()}, tmp_path / "pytorch_model.bin"
+    )
+    ops = ReferenceOps()
+    expected = linear(HIDDEN).tanh().detach()
+    np.testing.assert_allclose(load_dense(dense(tmp_path), ops, CPU)(HIDDEN, ops), expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"])
 def test_a_dense_module(tmp_path: Path, activation: str, bias: bool) -> None:

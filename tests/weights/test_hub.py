@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,17 @@ class TestHubGGUF:
 
 
 class TestHub:
+    def test_modules_and_heads_are_downloaded_with_the_model(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        small = {"config.json", "modules.json", "1_Pooling/config.json", "2_Dense/pytorch_model.bin"}
+        heads = {"sparse_linear.pt", "colbert_linear.pt"}
+        others = {"pytorch_model.bin", "optimizer.pt", "onnx/model.onnx"}
+        wanted = small | heads | {"model.safetensors"}
+        hub = FakeHub(monkeypatch, tmp_path / "m", *wanted, *others)
+        assert resolve_checkpoint("a/b", "v1") == tmp_path / "m"
+        assert hub.downloaded == wanted
+
     def test_a_model_is_downloaded_in_its_revision(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -266,7 +278,7 @@ class TestHub:
         def download(model_id: str, **options: Any) -> str:
             asked.append((model_id, options["revision"]))
             assert "*.safetensors" in options["allow_patterns"]
-            assert not any(pattern.endswith(".bin") for pattern in options["allow_patterns"])
+            assert not any(fnmatch("pytorch_model.bin", pattern) for pattern in options["allow_patterns"])
             return str(touch(tmp_path / "snapshot", "config.json", "model.safetensors"))
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

@@ -1,0 +1,100 @@
+"""Heads on the hidden state of each token: weights for sparse embeddings, vectors for multi-vector output.
+
+BGE-M3 (Chen et al. 2024, arXiv:2402.03216) publishes them as files of torch beside the model. In other
+families, such as GTE, the head of the weights is part of the checkpoint of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.architectures.encoder import EncoderModel
+from penstock.dtype import DType
+from penstock.kernels import Ops, StepInputs
+from penstock.pipelines.core import SparseEmbedding
+from penstock.pipelines.pooling import Dense
+from penstock.text.tokenizer_files import read_tokenizer_files
+from penstock.weights.hub import TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE
+from penstock.weights.pickled import PickledWeights
+
+_UNWEIGHTED = ("cls_token", "eos_token", "pad_token", "unk_token")
+"""The special tokens that sparse embeddings leave out, by their names in the tokenizer's files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenHeads:
+    """The heads of a model; None for those that it lacks."""
+
+    weights: Callable[[Tensor, StepInputs], Tensor] | None = None
+    """``[n, E] -> [n, 1]``: the weight of each token; weights below 0 count as 0."""
+    unweighted: frozenset[int] = frozenset()
+    """Token ids that get no weight."""
+    vectors: Dense | None = None
+    """``[n, E] -> [n, out]``: the vector of each token. The first token of an input has none."""
+
+    def sparse(
+        self,
+        tokens: npt.NDArray[np.integer],  # [n]
+        hidden: Tensor,  # [n, E]
+        step: StepInputs,
+    ) -> SparseEmbedding:
+        """Return the largest weight of each token id of an input, ids ascending, without weights of 0."""
+        assert self.weights is not None, "the model has no head that weighs tokens"
+        found = self.weights(hidden, step)[:, 0].float().numpy(force=True)  # [n]
+        counted = (found > 0) & ~np.isin(tokens, list(self.unweighted))
+        ids, places = np.unique(tokens[counted], return_inverse=True)
+        weights = np.zeros(len(ids), np.float32)
+        np.maximum.at(weights, places, found[counted])
+        return SparseEmbedding(ids.astype(np.int32), weights)
+
+
+def load_token_heads(checkpoint: Path, model: EncoderModel, hidden_size: int) -> TokenHeads:
+    """Read the heads of a checkpoint.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        model: the model; it may have a head of its own that weighs tokens.
+        hidden_size: E, the size of the hidden states.
+
+    Raises:
+        CheckpointError: a file cannot be read or has another shape.
+    """
+    ops, device = model.session.ops, model.torch_device
+    weights, vectors = model.token_weights, None
+    if (checkpoint / TOKEN_WEIGHTS_FILE).is_file():
+        head = _read_linear(checkpoint / TOKEN_WEIGHTS_FILE, 1, hidden_size, ops, device)
+
+        def weights(hidden: Tensor, step: StepInputs) -> Tensor:
+            return head(hidden.float(), step.ops)
+
+    if (checkpoint / TOKEN_VECTORS_FILE).is_file():
+        vectors = _read_linear(checkpoint / TOKEN_VECTORS_FILE, None, hidden_size, ops, device)
+    unweighted = frozenset[int]() if weights is None else _unweighted_tokens(checkpoint)
+    return TokenHeads(weights=weights, unweighted=unweighted, vectors=vectors)
+
+
+def _read_linear(
+    file: Path, out_features: int | None, in_features: int, ops: Ops, device: torch.device
+) -> Dense:
+    """Read the linear layer that is the content of a file, in float32; None accepts any number of outputs."""
+    weights = PickledWeights(file)
+    size = weights.shape("weight")[0] if out_features is None else out_features
+    weight = weights.tensor("weight", (size, in_features)).float().to(device)
+    bias = weights.tensor("bias", (size,)).float().to(device)
+    weights.finish()
+    return Dense(ops.pack_linear(weight, DType.float32.value, bias=bias), lambda x: x)
+
+
+def _unweighted_tokens(checkpoint: Path) -> frozenset[int]:
+    """Return the ids of the special tokens that have no weight."""
+    files = read_tokenizer_files(checkpoint)
+    texts = (files.special_tokens.get(name) for name in _UNWEIGHTED)
+    ids = (files.tokenizer.token_to_id(text) for text in texts if text is not None)
+    return frozenset(one for one in ids if one is not None)

@@ -1,0 +1,95 @@
+"""The tensors of files that torch wrote (``pytorch_model.bin``, ``*.pt``), read without running code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from pickle import UnpicklingError
+from zipfile import is_zipfile
+
+import torch
+from torch import Tensor
+
+from penstock.errors import WeightsError
+from penstock.weights.hub import PICKLED_FILE
+from penstock.weights.tensors import Weights
+
+
+class PickledWeights:
+    """The tensors of a file that torch wrote. Only tensors are unpickled, so that no code of the file runs.
+
+    It has some methods of `penstock.weights.Weights`.
+
+    Raises:
+        WeightsError: the file cannot be read, or holds objects other than tensors.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._read: set[str] = set()
+        self._faults: list[str] = []
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as problem:
+            first_line = str(problem).strip().partition("\n")[0]
+            raise WeightsError(file, f"cannot be read as tensors: {first_line}") from problem
+        if not isinstance(content, dict) or not all(isinstance(one, Tensor) for one in content.values()):
+            raise WeightsError(file, "must hold a dictionary of tensors: save the state dict of the model")
+        self._tensors: dict[str, Tensor] = content
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor.
+
+        Raises:
+            WeightsError: there is no tensor of this name.
+        """
+        if name not in self._tensors:
+            raise WeightsError(self._file, f"has no tensor {name}")
+        return tuple(self._tensors[name].shape)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor; if it is missing or has another shape, record the fault and return zeros."""
+        tensor = self._tensors.get(name)
+        self._read.add(name)
+        if tensor is None:
+            self._faults.append(f"{name} is missing")
+        elif tuple(tensor.shape) != shape:
+            self._faults.append(f"{name} is {list(tensor.shape)} where the model needs {list(shape)}")
+        else:
+            return tensor
+        return torch.zeros(shape)
+
+    def finish(self, ignore: Iterable[str] = ()) -> None:
+        """Check at the end of a load that every tensor was read without a fault.
+
+        Args:
+            ignore: shell patterns of names that may stay unread.
+
+        Raises:
+            WeightsError: lists missing, misshapen and unexpected tensors.
+        """
+        patterns = tuple(ignore)
+        unread = sorted(self._tensors.keys() - self._read)
+        unexpected = [name for name in unread if not any(fnmatchcase(name, one) for one in patterns)]
+        faults = self._faults + [f"{name} is unexpected" for name in unexpected]
+        if faults:
+            more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+            raise WeightsError(self._file, "; ".join(faults[:8]) + more)
+
+
+FolderWeights = Weights | PickledWeights
+
+
+def open_weights(folder: Path) -> FolderWeights:
+    """Open the weights of a codec or of a module in a folder; safetensors files are preferred.
+
+    Raises:
+        WeightsError: there are no weights, or a file is damaged.
+    """
+    if not any(folder.glob("*.safetensors")) and (folder / PICKLED_FILE).is_file():
+        return PickledWeights(folder / PICKLED_FILE)
+    return Weights.open(folder)

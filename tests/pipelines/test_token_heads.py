@@ -1,0 +1,130 @@
+"""The heads of BGE-M3: sparse weights and multi-vector output beside the dense embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.embedding_server import embedding_server
+from support.encoders import open_encoder
+from support.token_heads import BgeM3, write_bge_m3
+
+from penstock import LLM
+from penstock.errors import PenstockError
+from penstock.pipelines.core import EmbeddingsResponse
+
+TEXTS = [
+    "the sky is blue the sky",
+    "grass",
+    "how many unheard colours has the green grass and the red sky",
+    "</s> it <s> it",
+]
+ALL = ("dense", "sparse", "multi_vector")
+
+
+@pytest.fixture(scope="module")
+def bge(tmp_path_factory: pytest.TempPathFactory) -> BgeM3:
+    return write_bge_m3(tmp_path_factory.mktemp("bge-m3"), out_features=20)
+
+
+@pytest.fixture(scope="module")
+def llm(bge: BgeM3) -> Iterator[LLM]:
+    with LLM(str(bge.folder), quantization_encoding="float32") as llm:
+        yield llm
+
+
+def weights_of(response: EmbeddingsResponse) -> dict[int, float]:
+    assert response.sparse is not None
+    return dict(zip(response.sparse.token_ids.tolist(), response.sparse.weights.tolist(), strict=True))
+
+
+def test_all_outputs_of_a_batch(bge: BgeM3, llm: LLM) -> None:
+    assert llm.pipeline.outputs == ALL
+    for text, response in zip(TEXTS, llm.encode(TEXTS, outputs=ALL, use_tqdm=False), strict=True):
+        tokens = llm.tokenizer.backend.encode(text).ids
+        np.testing.assert_allclose(response.embeddings, bge.dense(tokens), atol=1e-5)
+        expected = bge.lexical(tokens)
+        found = weights_of(response)
+        assert list(found) == sorted(expected), "the ids ascend, and special tokens have no weight"
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert response.multi_vector is not None
+        assert response.multi_vector.shape == (len(tokens) - 1, 20)
+        np.testing.assert_allclose(response.multi_vector, bge.vectors(tokens), atol=1e-5)
+
+
+def test_repeated_tokens_have_their_largest_weight(bge: BgeM3, llm: LLM) -> None:
+    num_checked = 0
+    for word in range(4, 19):
+        tokens = [0, word, word, 3, word, 2]
+        with torch.inference_mode():
+            weights = bge.sparse(bge.hidden(tokens)).relu()[[1, 2, 4], 0]
+        if len(weights.unique()) == 3:
+            [response] = llm.encode(tokens, outputs=("sparse",))
+            assert weights_of(response) == pytest.approx({word: float(weights.max())}, abs=1e-5)
+            num_checked += 1
+    assert num_checked, "the test needs a word with different weights"
+
+
+def test_one_output_computes_the_same_numbers(llm: LLM) -> None:
+    [whole] = llm.encode(TEXTS[:1], outputs=ALL)
+    [sparse] = llm.encode(TEXTS[:1], outputs=("sparse",))
+    assert weights_of(sparse) == weights_of(whole)
+    assert sparse.multi_vector is None
+    assert not sparse.embeddings.size
+    assert np.array_equal(llm.embed(TEXTS[0]), whole.embeddings)
+
+
+def test_scores_are_similarities_of_dense_embeddings(llm: LLM) -> None:
+    vectors = llm.embed(TEXTS)
+    np.testing.assert_allclose(llm.score(TEXTS[0], TEXTS), vectors @ vectors[0], atol=1e-5)
+
+
+def test_a_checkpoint_with_one_head(tmp_path: Path) -> None:
+    bge = write_bge_m3(tmp_path)
+    (tmp_path / "sparse_linear.pt").unlink()
+    pipeline = open_encoder(tmp_path)
+    assert pipeline.outputs == ("dense", "multi_vector")
+    assert pipeline.heads.vectors is not None
+    (tmp_path / "colbert_linear.pt").unlink()
+    assert open_encoder(tmp_path).heads.vectors is None
+    assert bge.folder == tmp_path
+
+
+class Code:
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("the file runs code",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"weight": torch.zeros(1, 7), "bias": torch.zeros(1)}, r"weight is \[1, 7\] .* needs \[1, 48\]"),
+        ({"weight": torch.zeros(2, 48), "bias": torch.zeros(1)}, r"weight is \[2, 48\] .* needs \[1, 48\]"),
+        ({"weight": torch.zeros(1, 48)}, "bias is missing"),
+        ({"weight": torch.zeros(1, 48), "bias": torch.zeros(1), "x": torch.zeros(1)}, "x is unexpected"),
+        ([torch.zeros(1)], "must hold a dictionary of tensors"),
+        ({"weight": Code()}, "cannot be read as tensors"),
+    ],
+)
+def test_a_damaged_head_is_refused(
+    tmp_path: Path, content: object, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_bge_m3(tmp_path)
+    torch.save(content, tmp_path / "sparse_linear.pt")
+    with pytest.raises(PenstockError, match=f"sparse_linear.pt.*{message}"):
+        open_encoder(tmp_path)
+    assert "the file runs code" not in capsys.readouterr().out
+
+
+async def test_the_pooling_route_returns_all_outputs(bge: BgeM3, llm: LLM) -> None:
+    async with embedding_server(bge.folder) as server:
+        answer = await server.http.post("/pooling", json={"input": TEXTS, "outputs": list(ALL)})
+        for text, one in zip(TEXTS, answer.json()["data"], strict=True):
+            [response] = llm.encode(text, outputs=ALL)
+            np.testing.assert_allclose(one["dense"], response.embeddings, atol=1e-6)
+            found = dict(zip(one["sparse"]["token_ids"], one["sparse"]["weights"], strict=True))
+            assert found == pytest.approx(weights_of(response), abs=1e-6)
+            np.testing.assert_allclose(one["multi_vector"], response.multi_vector, atol=1e-6)

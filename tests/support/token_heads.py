@@ -1,0 +1,100 @@
+"""A small checkpoint in the layout of BGE-M3, and its outputs computed by transformers and torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from support.encoders import ENCODERS, save_encoder
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor, nn
+
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+WORDS = "a the sky is blue green grass red query passage how many colours has it".split()
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of words with the special tokens of XLM-RoBERTa."""
+    vocabulary = {word: i for i, word in enumerate(SPECIAL + WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos": 0, "cls": 0, "eos": 2, "sep": 2, "pad": 1, "unk": 3}
+    named: dict[str, object] = {f"{name}_token": SPECIAL[i] for name, i in names.items()}
+    write_json(folder / "tokenizer_config.json", named | {"tokenizer_class": "XLMRobertaTokenizer"})
+
+
+def write_layout(folder: Path, pooling: str = "cls") -> None:
+    """Write the sentence-transformers layout: pooling, then normalisation."""
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    rows = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(kinds.items())
+    ]
+    write_json(folder / "modules.json", rows)
+    flag = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}[pooling]
+    write_json(folder / "1_Pooling" / "config.json", {flag: True})
+
+
+@dataclass(frozen=True)
+class BgeM3:
+    """A saved model with its two heads."""
+
+    folder: Path
+    model: Any
+    sparse: nn.Linear
+    colbert: nn.Linear
+
+    def hidden(self, tokens: list[int]) -> Tensor:  # [n, E]
+        """Return the hidden states of one input by transformers."""
+        with torch.inference_mode():
+            states: Tensor = self.model(torch.tensor([tokens])).last_hidden_state[0]
+        return states
+
+    def dense(self, tokens: list[int]) -> Tensor:  # [E]
+        """Return the hidden state of the first token, of length 1."""
+        return F.normalize(self.hidden(tokens)[0], dim=-1)
+
+    def lexical(self, tokens: list[int]) -> dict[int, float]:
+        """Return the largest weight above 0 of each token id that is not special."""
+        weights: dict[int, float] = {}
+        with torch.inference_mode():
+            of_tokens = self.sparse(self.hidden(tokens)).relu()[:, 0].tolist()
+        for token, weight in zip(tokens, of_tokens, strict=True):
+            if token >= len(SPECIAL) and weight > weights.get(token, 0):
+                weights[token] = weight
+        return weights
+
+    def vectors(self, tokens: list[int]) -> Tensor:  # [n - 1, out]
+        """Return the vectors of length 1 of all tokens but the first."""
+        with torch.inference_mode():
+            return F.normalize(self.colbert(self.hidden(tokens)[1:]), dim=-1)
+
+
+def write_bge_m3(folder: Path, *, out_features: int = 48) -> BgeM3:
+    """Write a random model in the layout of BGE-M3; its heads are stored in float16, as published."""
+    (architecture,) = (one for one in ENCODERS if one.name == "xlm-roberta")
+    model = save_encoder(architecture, folder, "")
+    hidden = model.config.hidden_size
+    torch.manual_seed(1)
+    heads = nn.Linear(hidden, 1).half(), nn.Linear(hidden, out_features).half()
+    for head, name in zip(heads, ("sparse_linear.pt", "colbert_linear.pt"), strict=True):
+        torch.save(head.state_dict(), folder / name)
+    write_tokenizer(folder)
+    write_layout(folder)
+    sparse, colbert = (head.float() for head in heads)
+    return BgeM3(folder, model, sparse, colbert)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file and its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
