@@ -164,13 +164,13 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def _run_compiled(self, model_inputs: EncoderInputs, step: StepInputs) -> Tensor | None:
         """Return the hidden states from a compiled step; None if the step must run eagerly.
 
-        Only steps of one input are compiled: there are as many shapes as lengths. Batches have many more.
+        Only steps of one input are compiled: there are as many shapes as lengths, and the blocks of a step follow
+        from its length. Batches have many more shapes.
         """
         plans = self.session.plans
         if plans is None:
             return None
-        blocks = step.blocks
-        if blocks is None or step.lora is not None or len(step.row_offsets) > 2:
+        if step.blocks is None or step.lora is not None or len(step.row_offsets) > 2:
             plans.skip("adapters" if step.lora is not None else "several inputs")
             return None
         if len(model_inputs.tokens) > plans.max_rows:
@@ -180,9 +180,6 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
             "tokens": model_inputs.tokens,
             "positions": step.positions,
             "row_offsets": step.row_offsets,
-            "tables": blocks.tables,
-            "slots": blocks.slots,
-            "lengths": blocks.lengths,
         }
         if step.text_lengths is not None:
             tensors["text_lengths"] = step.text_lengths
@@ -196,9 +193,6 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
                 positions=given["positions"],
                 row_offsets=given["row_offsets"],
                 text_lengths=given.get("text_lengths"),
-                blocks=replace(
-                    blocks, tables=given["tables"], slots=given["slots"], lengths=given["lengths"]
-                ),
             )
             return (self.network(given["tokens"], own, given["token_types"]),)
 

@@ -1,0 +1,82 @@
+"""A short single input runs as a compiled step, with the bits of the eager one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.encoders import ENCODERS, encode_all, open_encoder, save_encoder
+
+from penstock.architectures.registry import SupportedArchitecture
+from penstock.pipelines.embeddings import EmbeddingsPipeline
+
+RELATIVE_POSITIONS = ("mpnet",)
+"""Families whose attention bias is not the result of an operation: their steps run eagerly."""
+
+
+def inputs_of(length: int, count: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(length)
+    return [rng.integers(3, 130, length) for _ in range(count)]
+
+
+def vectors_of(pipeline: EmbeddingsPipeline, inputs: list[np.ndarray], **fields: Any) -> list[np.ndarray]:
+    """Return the vectors of all tokens of inputs that are computed one by one."""
+    found = []
+    for one in inputs:
+        [response] = encode_all(pipeline, [one], outputs=("multi_vector",), **fields)
+        assert response.multi_vector is not None
+        found.append(response.multi_vector)
+    return found
+
+
+@pytest.mark.matrix(strength=1)
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("architecture", ENCODERS, ids=lambda one: one.name)
+def test_compiled_steps_have_the_bits_of_eager_ones(
+    architecture: SupportedArchitecture, encoding: str, tmp_path: Path
+) -> None:
+    save_encoder(architecture, tmp_path, "")
+    pipeline = open_encoder(tmp_path, quantization_encoding=encoding)
+    session = pipeline.session
+    for length in (1, 7, 64):
+        inputs = inputs_of(length, 3)
+        session.use_plans = False
+        eager = vectors_of(pipeline, inputs)
+        session.use_plans = True
+        vectors_of(pipeline, inputs)  # once eagerly, once recorded
+        compiled = vectors_of(pipeline, inputs)
+        assert session.plan_status.startswith(
+            "eager" if architecture.name in RELATIVE_POSITIONS else "planned"
+        )
+        for one, other in zip(eager, compiled, strict=True):
+            assert np.array_equal(one, other)
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> EmbeddingsPipeline:
+    (architecture,) = (one for one in ENCODERS if one.name == "bert")
+    save_encoder(architecture, tmp_path, "")
+    return open_encoder(tmp_path)
+
+
+def test_token_types_are_inputs_of_a_compiled_step(bert: EmbeddingsPipeline) -> None:
+    [tokens] = inputs_of(12, 1)
+    types = [None, np.arange(12) % 2, np.zeros(12, np.int64), np.arange(12) // 6]
+    bert.session.use_plans = False
+    eager = [vectors_of(bert, [tokens], token_type_ids=one)[0] for one in types]
+    bert.session.use_plans = True
+    for _ in range(3):
+        compiled = [vectors_of(bert, [tokens], token_type_ids=one)[0] for one in types]
+        assert all(map(np.array_equal, eager, compiled))
+    assert bert.session.plan_status.startswith("planned")
+    assert np.array_equal(compiled[0], compiled[2])
+    assert not np.allclose(compiled[1], compiled[3])
+
+
+def test_long_inputs_and_batches_run_eagerly(bert: EmbeddingsPipeline) -> None:
+    for inputs, reason in ((inputs_of(65, 1), "more than 64 rows"), (inputs_of(5, 2), "several inputs")):
+        for _ in range(3):
+            encode_all(bert, inputs)
+            assert bert.session.plan_status == f"eager: {reason}"
