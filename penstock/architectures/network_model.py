@@ -23,7 +23,7 @@ from penstock.errors import ConfigError
 from penstock.host.heartbeat import beat
 from penstock.host.progress import LoadingProgress
 from penstock.kernels import LazyWeight, Ops, PackedLinear, encoding_named, upload
-from penstock.lora import LoRAManager
+from penstock.lora import Adapter, LoRAManager
 from penstock.memory import estimate_activation_memory
 from penstock.nn import Loader
 from penstock.weights import Weights
@@ -174,11 +174,12 @@ class NetworkModel(PipelineModel[BaseContextType]):
             ranks.send(pickle.dumps((method, arguments), protocol=pickle.HIGHEST_PROTOCOL))
 
     def _load_adapters(self, loader: Loader) -> LoRAManager | None:
-        config = self.pipeline_config
-        if not config.lora.is_enabled:
+        config, tasks = self.pipeline_config, self.task_adapters(loader)
+        if not config.lora.is_enabled and not tasks:
             return None
+        ranks = (len(down) for one in tasks.values() for down, _ in one.matrices.values())
         adapters = LoRAManager(
-            config.lora,
+            config.lora.with_room_for(len(tasks), max(ranks, default=0)),
             self.adapted_layers(loader),
             self.weights,
             [config.model.model_path, config.model.name],
@@ -186,6 +187,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
             device=self.torch_device,
             rename=self.adapter_name,
             parts=loader.parts,
+            task_adapters=tasks,
             is_leader=self.session.shard.rank == 0,
         )
         if self.session.ranks is not None:
@@ -195,6 +197,10 @@ class NetworkModel(PipelineModel[BaseContextType]):
     def adapted_layers(self, loader: Loader) -> Mapping[str, PackedLinear]:
         """Return the linear layers that LoRA adapters may change, by name."""
         return loader.linears
+
+    def task_adapters(self, loader: Loader) -> Mapping[str, Adapter]:
+        """Return the adapters that the checkpoint itself has for several tasks, by the names of the tasks."""
+        return {}
 
     @property
     def adapter_name(self) -> Callable[[str], str | None] | None:

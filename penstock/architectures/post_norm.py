@@ -42,19 +42,27 @@ class PostNormModel(EncoderModel):
     """An encoder with post-norm blocks."""
 
     names: ClassVar[EncoderNames]
+    position_types: ClassVar[tuple[str, ...]] = ("absolute",)
+    """The values of ``position_embedding_type`` that the family has."""
     classifier_names: ClassVar[ClassifierNames] = ClassifierNames()
     vocabulary_names: ClassVar[VocabularyNames] = VocabularyNames()
 
     @classmethod
     def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
-        tables = (cls.names.positions, cls.names.token_types)
+        names = cls.encoder_names(huggingface_config)
+        tables = (names.positions, names.token_types)
         return TensorNames(
             prefix="",
-            embedding=cls.names.tokens,
+            embedding=names.tokens,
             head=cls.vocabulary_names.decoder,
-            block=cls.names.block,
+            block=names.block,
             other_tables=tuple(f"{name}.weight" for name in tables if name is not None),
         )
+
+    @classmethod
+    def encoder_names(cls, config: HuggingFaceConfig) -> EncoderNames:
+        """Return the names of the tensors of a checkpoint; by default those of the family."""
+        return cls.names
 
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
@@ -67,9 +75,10 @@ class PostNormModel(EncoderModel):
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         if hidden % heads:
             raise ConfigError("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}")
-        kind = config.text("position_embedding_type", "absolute")
-        if kind != "absolute":
-            raise ConfigError("position_embedding_type", f"{kind!r} is not supported, only 'absolute'")
+        kind = config.text("position_embedding_type", cls.position_types[0])
+        if kind not in cls.position_types:
+            known = " and ".join(map(repr, cls.position_types))
+            raise ConfigError("position_embedding_type", f"{kind!r} is not supported, only {known}")
         return PostNormSizes(
             vocabulary=config.integer("vocab_size"),
             positions=config.integer("max_position_embeddings", 512),
@@ -81,6 +90,12 @@ class PostNormModel(EncoderModel):
             norm_eps=config.number("layer_norm_eps", 1e-12),
             activation=activation_named(config.get("hidden_act") or "gelu", "hidden_act"),
         )
+
+    @property
+    def reads_token_types(self) -> bool:
+        network = self.network
+        assert isinstance(network, PostNormEncoder)
+        return network.token_types is not None and len(network.token_types) > 1
 
     @classmethod
     def max_positions(cls, huggingface_config: HuggingFaceConfig) -> int:
@@ -110,7 +125,7 @@ class PostNormModel(EncoderModel):
         return PostNormEncoder.load(
             load,
             sizes,
-            cls.names,
+            cls.encoder_names(huggingface_config),
             max_length=max_length,
             classifier=classifier,
             vocabulary=vocabulary,

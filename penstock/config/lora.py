@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.config.settings import COUNT, FLAG, TEXT, Rule, check_fields, setting
 
@@ -64,6 +64,24 @@ class LoRAConfig:
     def is_enabled(self) -> bool:
         """Whether adapters are enabled."""
         return self.enable_lora or bool(self.lora)
+
+    def with_room_for(self, count: int, rank: int) -> LoRAConfig:
+        """Return the limits for ``count`` adapters of the checkpoint beside those of the user.
+
+        Args:
+            count: the adapters of the checkpoint. All of them can run at once.
+            rank: their largest rank.
+        """
+        if not count:
+            return self
+        own = self if self.is_enabled else LoRAConfig(max_loras=1, max_loaded_loras=1, max_lora_rank=1)
+        beside = count if self.is_enabled else count - 1
+        return replace(
+            self,
+            max_loras=own.max_loras + beside,
+            max_loaded_loras=own.max_loaded_loras + beside,
+            max_lora_rank=max(own.max_lora_rank, rank),
+        )
 
     @property
     def adapters(self) -> tuple[tuple[str, str], ...]:

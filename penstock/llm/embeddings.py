@@ -101,6 +101,7 @@ class EmbeddingsMethods:
         normalize: bool | None = None,
         truncate: bool = False,
         adapter: str | Sequence[str | None] | None = None,
+        task: str | None = None,
     ) -> npt.NDArray[np.floating]:
         """Return the dense embeddings of texts.
 
@@ -114,6 +115,7 @@ class EmbeddingsMethods:
             normalize: scale the vectors to length 1; None follows the checkpoint.
             truncate: cut inputs that exceed the maximum length; otherwise they are refused.
             adapter: the LoRA adapter, for all inputs or one for each.
+            task: the task of a checkpoint with task adapters; it also selects the prompt of that name.
 
         Returns:
             ``[n, E]`` float32, in the order of the inputs; ``[E]`` for a single input.
@@ -132,6 +134,7 @@ class EmbeddingsMethods:
             normalize=normalize,
             truncate=truncate,
             adapter=adapter,
+            task=task,
         )
         if not responses:
             return np.zeros((0, dimensions or self.pipeline.embedding_size), np.float32)

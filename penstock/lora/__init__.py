@@ -1,12 +1,13 @@
 """LoRA adapters (Hu et al. 2021, arXiv:2106.09685), read from PEFT directories. A batch can mix adapters.
 
-`adapter_config` and `adapter` read adapters, `slots` holds the running ones on the device, and `manager`
-decides which adapters run.
+`adapter_config` and `adapter` read adapters, `task_adapters` those that a checkpoint has itself. `slots`
+holds the running ones on the device, and `manager` decides which adapters run.
 """
 
 from __future__ import annotations
 
 from penstock.lora.adapter import Adapter, read_adapter
 from penstock.lora.manager import LoRAManager
+from penstock.lora.task_adapters import read_task_adapters
 
-__all__ = ["Adapter", "LoRAManager", "read_adapter"]
+__all__ = ["Adapter", "LoRAManager", "read_adapter", "read_task_adapters"]

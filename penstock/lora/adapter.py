@@ -50,7 +50,9 @@ class Adapter:
     digest: bytes
     """Hash of everything that affects results. Adapters with equal digests give equal results."""
     matrices: Mapping[str, tuple[Tensor, Tensor]]
-    """Layer -> A ``[r, in]``, and B ``[out, r]`` multiplied by the scale, in the type of the activations."""
+    """Layer -> A ``[r, in]``, and B ``[out, r]`` multiplied by the scale, in the type of the activations.
+
+    Of an embedding table ``[V, E]``, A is ``[r, V]`` and B is ``[E, r]``."""
 
 
 def read_adapter(
@@ -105,7 +107,7 @@ def read_adapter(
         matrices[layer] = (down.to(dtype, copy=True), scaled.to(dtype))  # copies: files may change
     weights.finish()
     _check_finite(folder, matrices)
-    return Adapter(path, _digest(matrices), matrices)
+    return Adapter(path, content_digest(matrices), matrices)
 
 
 def warn_base_model_mismatch(path: str, model: str) -> None:
@@ -299,7 +301,8 @@ def _check_finite(folder: Path, matrices: Mapping[str, tuple[Tensor, Tensor]]) -
                 raise WeightsError(folder, f"lora_{half} of {layer} holds NaN or infinite numbers")
 
 
-def _digest(matrices: Mapping[str, tuple[Tensor, Tensor]]) -> bytes:
+def content_digest(matrices: Mapping[str, tuple[Tensor, Tensor]]) -> bytes:
+    """Return the hash of the matrices of an adapter, see `Adapter.digest`."""
     content = blake2b(digest_size=32)
     for layer, pair in matrices.items():
         for matrix in pair:

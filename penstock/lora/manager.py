@@ -52,6 +52,7 @@ class LoRAManager:
         device: where the matrices of running adapters are stored.
         rename: see `read_adapter`.
         parts: the layers that this process shares with other ranks, if several processes divide the model.
+        task_adapters: the adapters of the checkpoint, by name. They are always loaded.
         is_leader: whether this process loads adapters and assigns slots. The other processes take the slots
             that it assigns.
 
@@ -70,13 +71,15 @@ class LoRAManager:
         device: torch.device,
         rename: Rename | None = None,
         parts: Parts = MappingProxyType({}),
+        task_adapters: Mapping[str, Adapter] = MappingProxyType({}),
         is_leader: bool = True,
     ) -> None:
         self._parts = parts
         self._config, self._layers, self._base, self._rename = config, layers, base, rename
         self._model_names = tuple(model_names)
         self._dtype, self._device = dtype, device
-        self._loaded: dict[str, Adapter] = {}
+        self._tasks = task_adapters
+        self._loaded: dict[str, Adapter] = dict(task_adapters)
         self._slots = AdapterSlots(config.max_loras, config.max_lora_rank, layers, dtype, device, parts)
         self._uses: dict[str, _Use] = {}  # by request id
         self._running: Counter[bytes] = Counter()  # digest -> admitted requests that use it
@@ -110,7 +113,10 @@ class LoRAManager:
 
         Raises:
             UnknownModelError: no adapter of this name is loaded.
+            InputError: it is an adapter of the checkpoint.
         """
+        if name in self._tasks:
+            raise InputError(f"{name!r} is a task adapter of the checkpoint: it cannot be unloaded")
         if self._loaded.pop(name, None) is None:
             raise UnknownModelError(name, list(self._loaded))
 
@@ -227,3 +233,5 @@ class LoRAManager:
             raise InputError(f"an adapter cannot be named {name!r}: use up to 256 printable characters")
         if name in self._model_names:
             raise InputError(f"an adapter cannot be named {name!r}: that is the base model")
+        if name in self._tasks:
+            raise InputError(f"an adapter cannot be named {name!r}: that is a task adapter of the checkpoint")

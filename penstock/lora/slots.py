@@ -98,7 +98,8 @@ class AdapterSlots:
             ranks[slot] = 0
         new = [layer for layer in matrices if layer not in self.matrices]
         if new:
-            self.matrices = {**self.matrices, **{layer: self._allocate(layer) for layer in new}}
+            own = {layer: self._allocate(layer, matrices[layer]) for layer in new}
+            self.matrices = {**self.matrices, **own}
             no_ranks = {layer: host_zeros(len(self._held), torch.int64, self._device) for layer in new}
             self.ranks = {**self.ranks, **no_ranks}
         for layer, (down, up) in matrices.items():
@@ -112,10 +113,15 @@ class AdapterSlots:
             all_up[slot, :, :rank].copy_(up)
             self.ranks[layer][slot] = rank
 
-    def _allocate(self, layer: str) -> tuple[Tensor, Tensor]:
+    def _allocate(self, layer: str, matrices: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the memory for a layer, or for an embedding table, whose matrices all have one rank."""
         num_slots, rank = len(self._held), self._max_rank
-        out_features, in_features = layer_shape(self._layers, layer)
         options = {"dtype": self._dtype, "device": self._device}
+        if layer not in self._layers:
+            (rank, tokens), size = matrices[0].shape, len(matrices[1])
+            rows = torch.zeros(num_slots, tokens, rank, **options)  # type: ignore[call-overload]
+            return rows.mT, torch.zeros(num_slots, size, rank, **options)  # type: ignore[call-overload]
+        out_features, in_features = layer_shape(self._layers, layer)
         down = torch.zeros(num_slots, rank, in_features, **options)  # type: ignore[call-overload]
         up = torch.zeros(num_slots, rank, out_features, **options)  # type: ignore[call-overload]
         return down, up.transpose(1, 2)

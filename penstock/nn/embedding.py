@@ -34,3 +34,32 @@ class Embedding:
         if self.scale != 1:
             x = step.ops.scale(x, self.scale)
         return x if given is None else step.ops.put_rows(x, *given)
+
+
+def adapted_rows(
+    ids: Tensor,  # [T]
+    table: Tensor,  # [V, E]
+    name: str | None,
+    step: StepInputs,
+) -> Tensor:  # [T, E]
+    """Return rows of a table, plus ``A[:, id] @ B.T`` of each row's adapter on the table.
+
+    Args:
+        ids: the rows.
+        table: the table.
+        name: its name in the checkpoint, by which adapters find it.
+        step: has the adapters of the step.
+    """
+    x = step.ops.embedding(ids, table)
+    matrices = None if step.lora is None or name is None else step.lora.matrices.get(name)
+    if step.lora is None or name is None or matrices is None:
+        return x
+    down, up = matrices  # [n, R, V], [n, E, R]
+    ranks = step.lora.ranks.get(name)
+    for adapter, rows in step.lora.groups:
+        rank = down.shape[1] if ranks is None else int(ranks[adapter])
+        if rank:
+            weights = down[adapter].mT[ids[rows], :rank]  # [P, R]
+            delta = weights.float() @ up[adapter, :, :rank].mT.float()
+            x[rows] = (x[rows].float() + delta).to(x.dtype)
+    return x

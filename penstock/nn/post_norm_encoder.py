@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.host.heartbeat import beat
 from penstock.kernels import Activation, StepInputs
+from penstock.nn.embedding import adapted_rows
 from penstock.nn.encoder import EncoderAttention, PostNormBlock
 from penstock.nn.encoder_heads import ClassificationHead, VocabularyHead
 from penstock.nn.linear import Linear
@@ -80,10 +81,14 @@ class PostNormEncoder:
     token_types: Tensor | None  # [types, E]
     norm: LayerNorm
     blocks: tuple[PostNormBlock, ...]
+    names: EncoderNames
+    """The names of the tables, by which adapters find them."""
     classifier: ClassificationHead | None = None
     vocabulary: VocabularyHead | None = None
     attention_bias: Callable[[int], Tensor] | None = None
     """Returns the bias ``[H, 2P - 1]`` of all blocks for sequences of up to P tokens."""
+    token_weights: ClassificationHead | None = None
+    """The head that weighs each token for sparse embeddings, ``[T, E] -> [T, 1]``."""
 
     @classmethod
     def load(
@@ -123,6 +128,7 @@ class PostNormEncoder:
             types,
             load.layer_norm(names.norm, hidden, sizes.norm_eps),
             tuple(_load_block(load, sizes, names, layer) for layer in range(sizes.layers)),
+            names,
             classifier,
             None if vocabulary is None else vocabulary(tokens),
             attention_bias,
@@ -136,14 +142,13 @@ class PostNormEncoder:
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
         """``tokens [T]`` -> hidden states ``[T, E]``; ``token_types [T]`` are 0 by default."""
         ops = step.ops
-        x = ops.embedding(tokens, self.tokens)
+        x = adapted_rows(tokens, self.tokens, self.names.tokens, step)
         if self.positions is not None:
             x = ops.add(x, ops.embedding(step.positions, self.positions))
         if self.token_types is not None:
-            # A table of one row applies it to all tokens, also to those of the second text of a pair.
-            if token_types is None or len(self.token_types) == 1:
+            if token_types is None:
                 token_types = tokens.new_zeros(tokens.shape)
-            x = ops.add(x, ops.embedding(token_types, self.token_types))
+            x = ops.add(x, adapted_rows(token_types, self.token_types, self.names.token_types, step))
         x = self.norm(x, step)
         bias = None
         if self.attention_bias is not None:

@@ -64,7 +64,7 @@ class EmbeddingsTokenizer(TextTokenizer):
 
         Raises:
             PromptTooLongError: the input exceeds the maximum length and the request does not ask to truncate.
-            InputError: the input is empty, the prompt name is unknown, or a parameter is invalid.
+            InputError: the input is empty, the prompt name or the task is unknown, or a parameter is invalid.
             UnsupportedFeatureError: the request has an instruction, and the model has no template for it.
         """
         template = None if request.text_pair is None else self.pair_template
@@ -73,7 +73,8 @@ class EmbeddingsTokenizer(TextTokenizer):
                 "instruction",
                 "this model has no template for it: give the text as prompt",
             )
-        prompt = self._prompt_text(request)
+        task = self._task(request)
+        prompt = self._prompt_text(request, task)
         limit = self._limit(request)
         types = None
         if isinstance(request.input, str):
@@ -100,7 +101,7 @@ class EmbeddingsTokenizer(TextTokenizer):
             tokens=tokens,
             request_id=request.id,
             model_name=request.model_name,
-            adapter=request.adapter,
+            adapter=request.adapter or task,
             priority=request.priority,
             outputs=request.outputs or (),
             token_type_ids=types,
@@ -120,13 +121,23 @@ class EmbeddingsTokenizer(TextTokenizer):
         _, end = encoding.offsets[max_tokens - 1]
         return text[:end]
 
-    def _prompt_text(self, request: EmbeddingsGenerationRequest) -> str:
+    def _task(self, request: EmbeddingsGenerationRequest) -> str | None:
+        """Return the task whose adapter computes the input."""
+        tasks = self.layout.tasks
+        if request.task is None:
+            return request.prompt_name if request.prompt_name in tasks and not request.adapter else None
+        if request.task not in tasks:
+            known = ", ".join(tasks) or "none"
+            raise InputError(f"task {request.task!r} is unknown: the checkpoint has {known}")
+        return request.task
+
+    def _prompt_text(self, request: EmbeddingsGenerationRequest, task: str | None) -> str:
         """Return the text to place before the input."""
         if request.prompt is not None:
             return request.prompt
         name = request.prompt_name
         if name is None:
-            name = self.layout.default_prompt_name
+            name = task or self.layout.default_prompt_name
             return self.layout.prompts.get(name, "") if name and isinstance(request.input, str) else ""
         if name not in self.layout.prompts:
             known = ", ".join(self.layout.prompts) or "none"

@@ -67,6 +67,9 @@ class SentenceTransformersLayout:
     """The function of a logit; the weight is ``log(1 + f(logit))``."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
+    tasks: tuple[str, ...] = ()
+    """The tasks for which the checkpoint has an adapter each, in their order in its tensors. A task can have
+    a prompt of its name."""
     max_seq_length: int | None = None
     lower_case: bool = False
     similarity: Similarity = "cosine"
@@ -76,9 +79,10 @@ class SentenceTransformersLayout:
     def prompt_for(self, role: Literal["query", "document"]) -> str | None:
         """Return the name of the prompt for queries or documents; None if the checkpoint has none.
 
-        Documents can have a prompt called document, passage or corpus.
+        Documents can have a prompt called document, passage or corpus, or that of a task.
         """
         names = ("query",) if role == "query" else ("document", "passage", "corpus")
+        names += ("retrieval.query",) if role == "query" else ("retrieval.passage",)
         return next((name for name in names if name in self.prompts), None)
 
 
@@ -119,11 +123,13 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
     limits = _object(limits_file)
     for file, values in ((settings_file, settings), (limits_file, limits)):
         _check_multi_vector_options(file, values)
-    prompts = _prompts(settings_file, settings)
+    tasks, instructions = _tasks(checkpoint / "config.json")
+    prompts = {**instructions, **_prompts(settings_file, settings)}
     return replace(
         found,
         dense=tuple(dense),
         prompts=prompts,
+        tasks=tasks,
         default_prompt_name=_default_prompt(settings_file, settings, prompts),
         max_seq_length=_max_seq_length(limits_file, limits),
         lower_case=bool(limits.get("do_lower_case")),
@@ -203,6 +209,17 @@ def _dense(path: Path) -> DenseModule:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(path / "config.json", f"needs in_features and out_features: {error}") from error
+
+
+def _tasks(file: Path) -> tuple[tuple[str, ...], Mapping[str, str]]:
+    """Return the tasks of a checkpoint with task adapters, and their prompts (Jina Embeddings v3)."""
+    config = _object(file)
+    tasks, prompts = config.get("lora_adaptations") or [], config.get("task_instructions") or {}
+    if not isinstance(tasks, list) or not all(isinstance(one, str) for one in tasks):
+        raise CheckpointError(file, "lora_adaptations must be a list of names")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise CheckpointError(file, "task_instructions must map names to texts")
+    return tuple(tasks), {name: prompts[name] for name in tasks if name in prompts}
 
 
 def _prompts(file: Path, settings: Mapping[str, object]) -> Mapping[str, str]:

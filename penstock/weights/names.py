@@ -8,6 +8,7 @@ from collections.abc import Iterable
 _WRAPPERS = re.compile(r"(?:_orig_mod|module)\.")  # added by torch.compile and by data parallelism
 _OUTER = re.compile(r"(?:transformer|language_model)\.(?=model\.|layers\.|embed_tokens\.|norm\.|lm_head\.)")
 _INNER = re.compile(r"model\.language_model\.(?:model\.)?")
+_PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\.original$")  # of torch.nn.utils.parametrize
 _BODY = re.compile(r"(?:layers\.\d+|embed_tokens|norm)\.")
 
 
@@ -19,6 +20,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     - Prefixes of a model inside another (``language_model.model.``, ``model.language_model.``,
       ``transformer.model.``) become ``model.``.
     - Tensors of a body that was saved without a head get the prefix ``model.``.
+    - The original of a parametrized tensor (``parametrizations.weight.original``) is called ``weight``.
 
     >>> plain_names(["_orig_mod.embed_tokens.weight", "_orig_mod.layers.0.mlp.up_proj.weight"]).values()
     dict_values(['model.embed_tokens.weight', 'model.layers.0.mlp.up_proj.weight'])
@@ -34,4 +36,4 @@ def _unwrapped(name: str) -> str:
         if match.start() and name[match.start() - 1] != ".":
             break
         name = name[: match.start()] + name[match.end() :]
-    return name
+    return _PARAMETRIZED.sub(r".\1", name)

@@ -79,6 +79,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("modernbert", {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_attention_heads": 4}),
     ("nomic_bert", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "hidden_act": "gelu"}),
     ("gte", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "type_vocab_size": 2}),
+    ("new", {"rope_scaling": None, "type_vocab_size": 0, "rope_theta": 77.0}),
+    ("new", {"rope_scaling": {"factor": 2.0, "type": "ntk"}, "rope_theta": 500000, "num_attention_heads": 4}),
     ("jina_embeddings_v3", {"num_attention_heads": 4, "type_vocab_size": 2, "hidden_act": "relu"}),
     ("eurobert", {"num_key_value_heads": 3, "tie_word_embeddings": True, "hidden_act": "gelu"}),
     ("mpnet", {"max_position_embeddings": 400, "num_attention_heads": 4, "hidden_act": "gelu_new"}),

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from support.published import publish, transformers_values
 
 from penstock.architectures.registry import PIPELINE_REGISTRY, SupportedArchitecture
 from penstock.assembly import load_pipeline
@@ -32,7 +33,7 @@ def save_encoder(architecture: SupportedArchitecture, folder: Path, head: str, *
     assert architecture.tiny_config is not None
     values = architecture.tiny_config() | changes
     values.pop("architectures", None)
-    config = transformers.AutoConfig.for_model(**values)
+    config = transformers.AutoConfig.for_model(**transformers_values(values))
     torch.manual_seed(0)
     auto = getattr(transformers, f"AutoModel{head}")
     model = auto.from_config(config, attn_implementation="eager").eval()
@@ -40,7 +41,9 @@ def save_encoder(architecture: SupportedArchitecture, folder: Path, head: str, *
         for parameter in model.parameters():  # biases and norms of a new model are 0 and 1
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(folder)
-    return auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    loaded = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    publish(folder, values, head)
+    return loaded
 
 
 def open_encoder(folder: Path, **config: Any) -> EmbeddingsPipeline:

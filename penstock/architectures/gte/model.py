@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.architectures.post_norm import PostNormModel, without_prefix
-from penstock.nn import ClassifierNames, EncoderNames, PostNormSizes, RotaryConfig, VocabularyNames
+from torch import Tensor
+
+from penstock.architectures.post_norm import PostNormModel
+from penstock.kernels import StepInputs
+from penstock.nn import (
+    ClassifierNames,
+    EncoderNames,
+    Loader,
+    PostNormEncoder,
+    PostNormSizes,
+    RotaryConfig,
+    VocabularyNames,
+    load_classifier,
+)
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
+_TOKEN_WEIGHTS = ClassifierNames(dense=None, activation=None, output="classifier")
+
+
+def without_family(name: str) -> str:
+    """Return the name of a tensor without ``gte.`` or ``new.``, which models with a head have."""
+    return name.removeprefix("gte.").removeprefix("new.")
+
 
 class GteModel(PostNormModel):
-    """GTE as a pipeline model."""
+    """GTE as a pipeline model.
 
-    weights_adapter = without_prefix("gte.")
+    A checkpoint can have a head with one label for each token, which weighs it for sparse embeddings
+    (section 3.2 of the paper).
+    """
+
+    weights_adapter = without_family
+    position_types = ("rope", "absolute")  # configurations of transformers have the default of BERT
     ignored_weights = ("pooler.*", "lm_head.*", "*rotary_emb.inv_freq")
     names = EncoderNames(
         positions=None,
@@ -33,5 +58,24 @@ class GteModel(PostNormModel):
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
         sizes = super().sizes(config)
-        rotary = RotaryConfig.from_huggingface(config, sizes.hidden // sizes.heads, default_base=160000.0)
+        rotary = cls.rotary(config, sizes.hidden // sizes.heads)
         return replace(sizes, rotary=rotary, positions=rotary.max_length, up_bias=False)
+
+    @classmethod
+    def rotary(cls, config: HuggingFaceConfig, head_dim: int) -> RotaryConfig:
+        """Return the rotary embedding of heads of ``head_dim`` dims."""
+        return RotaryConfig.from_huggingface(config, head_dim, default_base=160000.0)
+
+    @classmethod
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> PostNormEncoder:
+        network = super().build(load, huggingface_config, max_length)
+        if network.classifier is not None or f"{_TOKEN_WEIGHTS.output}.weight" not in load.source:
+            return network
+        weights = load_classifier(load, _TOKEN_WEIGHTS, 1, network.tokens.shape[1])
+        return replace(network, token_weights=weights)
+
+    @property
+    def token_weights(self) -> Callable[[Tensor, StepInputs], Tensor] | None:
+        network = self.network
+        assert isinstance(network, PostNormEncoder)
+        return network.token_weights

@@ -89,13 +89,18 @@ class EmbeddingsGenerationRequest:
     max_tokens: int | None = None
     """The length to cut to; None uses the model's maximum length. Needs ``truncate``."""
     adapter: str | None = None
-    """The LoRA adapter, or the task adapter of the checkpoint."""
+    """The LoRA adapter, or the task adapter of the checkpoint, which then gets no prompt."""
+    task: str | None = None
+    """The task of a checkpoint with task adapters, such as ``retrieval.query``. It selects the adapter, and
+    the prompt of that name unless another is given. A `prompt_name` that is a task selects it, too."""
     priority: int = 0
     """Requests of a higher number are scheduled first."""
 
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompt_name is not None:
             raise InputError("prompt and prompt_name are both given: give one of them")
+        if self.task is not None and self.adapter is not None:
+            raise InputError("task selects an adapter, and adapter is also given: give one of them")
         if self.max_tokens is not None and not self.truncate:
             raise InputError(f"max_tokens is {self.max_tokens} but truncate is False: pass truncate=True")
         if self.text_pair is not None and not isinstance(self.input, str):
@@ -108,6 +113,7 @@ class EmbeddingsOptions(TypedDict, total=False):
     text_pair: str | None
     prompt: str | None
     prompt_name: str | None
+    task: str | None
     instruction: str | None
     pooling: PoolingType | None
     dimensions: int | None

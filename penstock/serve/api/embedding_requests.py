@@ -171,11 +171,16 @@ def vector_inputs(
         prompt_name = tokenizer_of(services).layout.prompt_for(
             "query" if body.input_type == "query" else "document"
         )
+    if body.input_type is not None and body.task is not None:
+        raise RequestProblem(
+            400, "input_type selects a task, and so does task: send one of them", param="input_type"
+        )
     shared: EmbeddingsOptions = {
         "pooling": body.pooling,
         "dimensions": body.dimensions,
         "normalize": body.normalize,
         "prompt_name": prompt_name,
+        "task": body.task,
         **more,
     }
     kinds = tuple(outputs) if outputs else None

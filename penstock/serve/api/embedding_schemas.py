@@ -57,6 +57,8 @@ class VectorBody(EncodingBody):
     """The name of a prompt of the checkpoint, which is placed before each text."""
     input_type: Literal["query", "document", "passage"] | None = None
     """Selects the prompt of the checkpoint for queries or for documents."""
+    task: str | None = None
+    """The task of a model with task adapters, such as ``retrieval.query``; also selects its prompt."""
     pooling: PoolingType | None = None
     """Replaces the pooling of the checkpoint."""
     normalize: bool | None = None

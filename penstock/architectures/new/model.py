@@ -1,0 +1,62 @@
+"""GTE in the format of its authors (https://huggingface.co/Alibaba-NLP/new-impl), the network of `gte`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.gte.model import GteModel
+from penstock.errors import ConfigError
+from penstock.nn import PostNormSizes, RotaryConfig
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+_OPTIONS = {
+    "position_embedding_type": "rope",
+    "layer_norm_type": "layer_norm",
+    "logn_attention_scale": False,
+    "logn_attention_clip1": False,
+    "pack_qkv": True,
+}
+"""Options of the published code that no published checkpoint changes, and their values."""
+
+
+class NewModel(GteModel):
+    """GTE of model type ``new`` as a pipeline model."""
+
+    @classmethod
+    def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
+        """Read a ``config.json``.
+
+        Raises:
+            ConfigError: an option asks for another network.
+        """
+        for name, value in _OPTIONS.items():
+            if config.get(name, value) != value:
+                raise ConfigError(name, f"{config.get(name)!r} is not supported, only {value!r}")
+        return super().sizes(config)
+
+    @classmethod
+    def rotary(cls, config: HuggingFaceConfig, head_dim: int) -> RotaryConfig:
+        """Return the rotary embedding.
+
+        Rope type ``ntk`` with factor k multiplies the base by k and divides all frequencies by
+        ``k ** (2 / head_dim)`` (https://kexue.fm/archives/9706). Other types are those of all families.
+
+        Raises:
+            ConfigError: the rope type is unknown, its factor is missing, or it mixes factors (``mixed_b``).
+        """
+        scaling = config.section("rope_scaling")
+        if scaling.get("type", scaling.get("rope_type")) != "ntk":
+            return super().rotary(config, head_dim)
+        if "factor" not in scaling:
+            raise ConfigError("rope_scaling.factor", "is missing, but rope type 'ntk' needs it")
+        if scaling.get("mixed_b") is not None:
+            raise ConfigError(
+                "rope_scaling.mixed_b", f"{scaling.get('mixed_b')!r} is not supported: leave it out"
+            )
+        factor = scaling.number("factor", 1.0)
+        base = config.number("rope_theta", 10000.0) * factor
+        positions = config.integer("max_position_embeddings")
+        linear = {"rope_type": "linear", "factor": factor ** (2 / head_dim)}
+        return RotaryConfig(head_dim, base, "linear", positions, positions, linear)

@@ -1,0 +1,159 @@
+"""Checkpoints with an adapter for each of several tasks: Jina Embeddings v3 as published."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.embedding_server import embedding_server
+from support.encoders import open_encoder
+from support.task_adapters import INSTRUCTIONS, TASKS, JinaV3, mean_embedding, write_jina_v3
+
+from penstock import LLM
+from penstock.config import LoRAConfig
+from penstock.errors import CheckpointError, InputError, PenstockError
+
+TEXTS = ["the sky is blue", "grass", "how many colours has the green grass and the red sky"]
+
+
+@pytest.fixture(scope="module")
+def jina(tmp_path_factory: pytest.TempPathFactory) -> JinaV3:
+    folder = tmp_path_factory.mktemp("jina")
+    return write_jina_v3(folder / "published", folder / "plain")
+
+
+@pytest.fixture(scope="module")
+def llm(jina: JinaV3) -> Iterator[LLM]:
+    with LLM(str(jina.folder), quantization_encoding="float32") as llm:
+        yield llm
+
+
+def expected(jina: JinaV3, llm: LLM, task: str | None, folder: Path, instruction: str = "") -> np.ndarray:
+    """Return what transformers computes for the texts, with the adapter merged into the weights."""
+    model = jina.merged(task, folder)
+    tokens = [llm.tokenizer.backend.encode(instruction + text).ids for text in TEXTS]
+    return np.stack([mean_embedding(model, one).numpy() for one in tokens])
+
+
+@pytest.mark.parametrize("task", [None, *TASKS])
+def test_each_task_computes_the_merged_model(
+    jina: JinaV3, llm: LLM, task: str | None, tmp_path: Path
+) -> None:
+    truth = expected(jina, llm, task, tmp_path / "merged", INSTRUCTIONS.get(task or "", ""))
+    np.testing.assert_allclose(llm.embed(TEXTS, task=task), truth, atol=2e-5)
+    if task is not None:
+        assert np.abs(truth - llm.embed(TEXTS)).max() > 0.05, "the test needs adapters that change vectors"
+
+
+def test_a_batch_mixes_tasks(llm: LLM) -> None:
+    adapters = [None, *TASKS, None]
+    together = llm.embed([TEXTS[2]] * 7, adapter=adapters)
+    for vector, adapter in zip(together, adapters, strict=True):
+        assert np.array_equal(vector, llm.embed(TEXTS[2], adapter=adapter))
+    assert len(np.unique(together.round(4), axis=0)) == 6
+
+
+def test_prompts_and_tasks(llm: LLM) -> None:
+    query = llm.embed(TEXTS[0], task="retrieval.query")
+    assert np.array_equal(llm.embed(TEXTS[0], prompt_name="retrieval.query"), query)
+    assert np.array_equal(llm.embed("query how " + TEXTS[0], adapter="retrieval.query"), query)
+    other = llm.embed(TEXTS[0], task="retrieval.query", prompt_name="retrieval.passage")
+    assert np.array_equal(other, llm.embed("passage " + TEXTS[0], adapter="retrieval.query"))
+    ids = llm.tokenizer.backend.encode("query how " + TEXTS[0]).ids
+    assert np.array_equal(llm.embed(ids, task="retrieval.query"), query), "token ids get no prompt"
+    scores = llm.score(TEXTS[0], TEXTS)
+    passages = llm.embed(TEXTS, task="retrieval.passage")
+    np.testing.assert_allclose(scores, passages @ query, atol=1e-6)
+    assert llm.embed(TEXTS[0], task="separation", dimensions=8).shape == (8,)
+
+
+def test_tasks_that_are_refused(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="task 'search' is unknown: the checkpoint has retrieval"):
+        llm.embed("grass", task="search")
+    with pytest.raises(InputError, match="task selects an adapter, and adapter is also given"):
+        llm.embed("grass", task="separation", adapter="classification")
+    with pytest.raises(PenstockError, match="absent"):
+        llm.embed("grass", adapter="absent")
+    manager = llm.pipeline.lora_manager
+    assert [name for name, _ in manager.names()] == list(TASKS)
+    with pytest.raises(InputError, match="'separation' is a task adapter of the checkpoint: it cannot be un"):
+        manager.unload("separation")
+    with pytest.raises(InputError, match="cannot be named 'separation'"):
+        manager.load("separation", str(tmp_path))
+
+
+def test_the_memory_plan_is_that_of_the_model_without_adapters(jina: JinaV3) -> None:
+    plan, plain = (open_encoder(folder).memory_plan for folder in (jina.folder, jina.plain))
+    assert plan.activation_size == plain.activation_size
+
+
+def test_adapters_of_the_user_run_beside_those_of_the_checkpoint(jina: JinaV3, tmp_path: Path) -> None:
+    name = "base_model.model.encoder.layers.1.mixer.out_proj"
+    torch.manual_seed(4)
+    shapes = {"A": (2, 48), "B": (48, 2)}
+    tensors = {f"{name}.lora_{half}.weight": torch.randn(shape) for half, shape in shapes.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+    options = {"quantization_encoding": "float32", "lora": [f"own={tmp_path}"], "max_loras": 1}
+    with LLM(str(jina.folder), **options) as llm:
+        names = ["own", *TASKS]
+        vectors = llm.embed(["grass"] * 6, adapter=names)
+        assert len(np.unique(vectors.round(4), axis=0)) == 6
+        assert np.array_equal(vectors[0], llm.embed("grass", adapter="own"))
+
+
+def test_limits_leave_room_for_all_tasks() -> None:
+    plain = LoRAConfig().with_room_for(5, 4)
+    assert (plain.max_loras, plain.max_loaded_loras, plain.max_lora_rank) == (5, 5, 4)
+    both = LoRAConfig(enable_lora=True, max_loras=2, max_loaded_loras=3, max_lora_rank=8).with_room_for(5, 4)
+    assert (both.max_loras, both.max_loaded_loras, both.max_lora_rank) == (7, 8, 8)
+    assert LoRAConfig().with_room_for(0, 0) == LoRAConfig()
+
+
+def test_adapters_that_do_not_fit_the_tasks(jina: JinaV3, tmp_path: Path) -> None:
+    shutil.copytree(jina.folder, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"lora_adaptations": ["one"]}))
+    with pytest.raises(CheckpointError, match="holds 5 adapters for 1 tasks"):
+        open_encoder(tmp_path / "model")
+    file.write_text(json.dumps(config | {"lora_adaptations": "one"}))
+    with pytest.raises(CheckpointError, match="lora_adaptations must be a list of names"):
+        open_encoder(tmp_path / "model")
+    shutil.copy(jina.plain / "model.safetensors", tmp_path / "model")
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="has no adapters for its tasks"):
+        open_encoder(tmp_path / "model")
+
+
+async def test_the_task_of_a_request(jina: JinaV3, llm: LLM) -> None:
+    async with embedding_server(jina.folder) as server:
+
+        async def vectors(**body: object) -> np.ndarray:
+            answer = (await server.http.post("/v1/embeddings", json={"input": TEXTS, **body})).json()
+            return np.array([one["embedding"] for one in answer["data"]])
+
+        query = llm.embed(TEXTS, task="retrieval.query")
+        for body in (
+            {"task": "retrieval.query"},
+            {"prompt_name": "retrieval.query"},
+            {"input_type": "query"},
+        ):
+            np.testing.assert_allclose(await vectors(**body), query, atol=1e-6)
+        np.testing.assert_allclose(await vectors(), llm.embed(TEXTS), atol=1e-6)
+        passages = llm.embed(TEXTS, task="retrieval.passage")
+        np.testing.assert_allclose(await vectors(input_type="document"), passages, atol=1e-6)
+        bad = await server.http.post("/v1/embeddings", json={"input": "grass", "task": "search"})
+        assert bad.status_code == 400
+        assert "task 'search' is unknown" in bad.json()["error"]["message"]
+        both = await server.http.post(
+            "/v1/embeddings", json={"input": "grass", "task": "separation", "input_type": "query"}
+        )
+        assert both.status_code == 400
+        assert both.json()["error"]["param"] == "input_type"

@@ -1,0 +1,49 @@
+"""Checkpoints as their authors published them, made from those that transformers saves.
+
+Families with code of their own have other keys in ``config.json`` and other tensor names there.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+
+def transformers_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of transformers with which a published one computes the same."""
+    if values["model_type"] != "new":
+        return values
+    head_dim = values["hidden_size"] // values["num_attention_heads"]
+    scaling = values["rope_scaling"] or {"type": "default"}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(values["rope_theta"])}
+    if scaling["type"] == "ntk":
+        factor = scaling["factor"]
+        rope = {
+            "rope_type": "linear",
+            "rope_theta": values["rope_theta"] * factor,
+            "factor": factor ** (2 / head_dim),
+        }
+    kept = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act")
+    kept += ("max_position_embeddings", "vocab_size", "type_vocab_size", "layer_norm_eps", "pad_token_id")
+    others = {name: values[name] for name in ("num_labels",) if name in values}
+    return {"model_type": "gte", "rope_parameters": rope} | {name: values[name] for name in kept} | others
+
+
+def publish(folder: Path, values: dict[str, Any], head: str) -> None:
+    """Rewrite a folder that transformers saved to the published format of ``values["model_type"]``."""
+    if values["model_type"] != "new":
+        return
+    saved = json.loads((folder / "config.json").read_text())
+    own = {name: saved[name] for name in ("id2label", "label2id") if name in saved}
+    config = values | own | {"architectures": [f"New{head or 'Model'}"], "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / "model.safetensors"
+    heads = ("classifier.", "lm_head.")
+    tensors = {name.removeprefix("gte.").removeprefix("new."): one for name, one in load_file(path).items()}
+    renamed = {
+        name if not head or name.startswith(heads) else f"new.{name}": one for name, one in tensors.items()
+    }
+    save_file(renamed, path)
