@@ -164,8 +164,8 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def _run_compiled(self, model_inputs: EncoderInputs, step: StepInputs) -> Tensor | None:
         """Return the hidden states from a compiled step; None if the step must run eagerly.
 
-        Only steps of one input are compiled: there are as many shapes as lengths, and the blocks of a step follow
-        from its length. Batches have many more shapes.
+        Only steps of one input are compiled: there are as many shapes as lengths, and the blocks of a step
+        follow from its length. Batches have many more shapes.
         """
         plans = self.session.plans
         if plans is None:
