@@ -81,8 +81,9 @@ class SentenceTransformersLayout:
 
         Documents can have a prompt called document, passage or corpus, or that of a task.
         """
-        names = ("query",) if role == "query" else ("document", "passage", "corpus")
-        names += ("retrieval.query",) if role == "query" else ("retrieval.passage",)
+        names = ["document", "passage", "corpus", "retrieval.passage"]
+        if role == "query":
+            names = ["query", "retrieval.query"]
         return next((name for name in names if name in self.prompts), None)
 
 

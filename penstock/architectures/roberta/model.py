@@ -17,7 +17,7 @@ class RobertaModel(PostNormModel):
 
     weights_adapter = without_prefix("roberta.")
     names = EncoderNames()
-    ignored_weights = ("embeddings.position_ids", "pooler.*", "lm_head.*")
+    ignored_weights: tuple[str, ...] = ("embeddings.position_ids", "pooler.*", "lm_head.*")
 
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
