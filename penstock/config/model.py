@@ -213,7 +213,7 @@ class ModelConfig:
             return tuple(one for one in named if isinstance(one, int))
         return None if self.huggingface_config.get("is_matryoshka") is True else ()
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The model name in requests and responses."""
         return self.served_model_name or local_name(self.model_path)

@@ -68,6 +68,9 @@ class GenerationProgress:
     def __init__(self, num_prompts: int, *, shown: bool = True) -> None:
         self._num_tokens = 0
         self._start = time.perf_counter()
+        self._bar: Progress | None = None
+        if not shown or not _is_terminal():
+            return  # making a bar takes longer than a short call
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -75,26 +78,27 @@ class GenerationProgress:
             TextColumn("{task.fields[speed]}"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
-            disable=not shown or not _is_terminal(),
         )
         self._task = self._bar.add_task("prompts", total=num_prompts, speed="")
 
     def advance(self, *, num_tokens: int, num_prompts: int) -> None:
         """Add the tokens of one step, and the prompts that it finished."""
-        if self._bar.disable:
+        if self._bar is None:
             return
         self._num_tokens += num_tokens
         speed = self._num_tokens / max(time.perf_counter() - self._start, 1e-9)
         self._bar.update(self._task, advance=num_prompts, speed=f"{speed:,.0f} tokens/s")
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
 
 def _is_terminal() -> bool:

@@ -190,18 +190,30 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         vectors = torch.stack([self._pooled(contexts[i], rows[i]) for i in chosen])  # [n, E]
         for layer in self._dense:
             vectors = layer(vectors, self.session.ops)
-        return {i: self._finished(contexts[i], vector) for i, vector in zip(chosen, vectors, strict=True)}
+        return dict(zip(chosen, self._finished([contexts[i] for i in chosen], vectors), strict=True))
 
     def _pooled(self, context: EmbeddingsContext, hidden: Tensor) -> Tensor:
         poolings = self._poolings if context.pooling is None else (context.pooling,)
         return pool(hidden, poolings, context.num_unpooled_tokens)
 
-    def _finished(self, context: EmbeddingsContext, vector: Tensor) -> npt.NDArray[np.floating]:
-        """Return a vector with its length and its norm as the context asks."""
-        vector = vector[: context.dimensions]
-        if self.layout.normalize if context.normalize is None else context.normalize:
-            vector = F.normalize(vector, dim=-1)
-        return vector.numpy(force=True)
+    def _finished(
+        self,
+        contexts: Sequence[EmbeddingsContext],
+        vectors: Tensor,  # [n, E]
+    ) -> list[npt.NDArray[np.floating]]:
+        """Return vectors with the length and the norm that their contexts ask for."""
+        asked = [
+            (one.dimensions, self.layout.normalize if one.normalize is None else one.normalize)
+            for one in contexts
+        ]
+
+        def finished(rows: Tensor, dimensions: int | None, is_unit: bool) -> npt.NDArray[np.floating]:
+            rows = rows[:, :dimensions]
+            return (F.normalize(rows, dim=-1) if is_unit else rows).numpy(force=True)
+
+        if len(set(asked)) == 1:
+            return list(finished(vectors, *asked[0]))
+        return [finished(row[None], *one)[0] for row, one in zip(vectors, asked, strict=True)]
 
     def _classify(
         self,

@@ -35,7 +35,8 @@ def pool(hidden: Tensor, poolings: Sequence[PoolingType], num_unpooled: int = 0)
         num_unpooled: leading rows that do not count, such as those of a prompt.
     """
     rows = hidden.float()
-    return torch.cat([_POOLINGS[kind](rows, rows[num_unpooled:]) for kind in poolings])
+    pooled = [_POOLINGS[kind](rows, rows[num_unpooled:]) for kind in poolings]
+    return pooled[0] if len(pooled) == 1 else torch.cat(pooled)
 
 
 def _weighted_mean(rows: Tensor, counted: Tensor) -> Tensor:

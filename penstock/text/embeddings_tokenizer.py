@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from penstock.errors import InputError, PromptTooLongError, UnsupportedFeatureError
-from penstock.pipelines.core import EmbeddingsContext, EmbeddingsGenerationRequest
+from penstock.pipelines.core import EmbeddingsContext, EmbeddingsGenerationRequest, SamplingParams
 from penstock.text.pair_template import PairTemplate
 from penstock.text.sentence_transformers import read_layout
 from penstock.text.token_ids import TokenIds, checked_prompt_ids
 from penstock.text.tokenizer import TextTokenizer
 from penstock.text.valid_unicode import valid_unicode
+
+_NOT_SAMPLED = SamplingParams()
+"""The sampling parameters of all contexts: no token is sampled."""
 
 
 class EmbeddingsTokenizer(TextTokenizer):
@@ -110,6 +113,7 @@ class EmbeddingsTokenizer(TextTokenizer):
             dimensions=request.dimensions,
             normalize=request.normalize,
             activation=request.activation,
+            sampling_params=_NOT_SAMPLED,
         )
 
     def cut_text(self, text: str, max_tokens: int) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -250,19 +252,31 @@ class CpuAttention(CpuExperts):
         return out
 
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks:
-        offsets = row_offsets.numpy().astype(np.int64)
-        lengths = np.diff(offsets)
-        counts = -(-lengths // _ENCODER_BLOCK)  # [B] blocks
-        first = counts.cumsum() - counts  # [B] first block of each sequence
-        num_blocks, longest = int(counts.sum()), int(counts.max(initial=0))
-        tables = np.minimum(first[:, None] + np.arange(longest), num_blocks - 1).astype(np.int32)
-        slots = np.arange(offsets[-1]) + (first * _ENCODER_BLOCK - offsets[:-1]).repeat(lengths)
-        return SequenceBlocks(
-            torch.from_numpy(tables),
-            torch.from_numpy(slots),
-            torch.from_numpy(lengths.astype(np.int32)),
-            num_blocks,
-        )
+        if len(row_offsets) == 2:
+            return _blocks_of_one(int(row_offsets[1]) - int(row_offsets[0]))
+        return _blocks_of(row_offsets.numpy().astype(np.int64))
+
+
+def _blocks_of(offsets: npt.NDArray[np.int64]) -> SequenceBlocks:
+    """Return the blocks of sequences with the row offsets ``[B + 1]``."""
+    lengths = np.diff(offsets)
+    counts = -(-lengths // _ENCODER_BLOCK)  # [B] blocks
+    first = counts.cumsum() - counts  # [B] first block of each sequence
+    num_blocks, longest = int(counts.sum()), int(counts.max(initial=0))
+    tables = np.minimum(first[:, None] + np.arange(longest), num_blocks - 1).astype(np.int32)
+    slots = np.arange(offsets[-1]) + (first * _ENCODER_BLOCK - offsets[:-1]).repeat(lengths)
+    return SequenceBlocks(
+        torch.from_numpy(tables),
+        torch.from_numpy(slots),
+        torch.from_numpy(lengths.astype(np.int32)),
+        num_blocks,
+    )
+
+
+@lru_cache(maxsize=128)
+def _blocks_of_one(length: int) -> SequenceBlocks:
+    """Return the blocks of one sequence. Callers must not modify the tensors, which are cached."""
+    return _blocks_of(np.array([0, length]))
 
 
 def _scales_of(kv: LayerKV) -> int:
