@@ -206,6 +206,39 @@ def in_order(batches: Sequence[Sequence[int]], vectors: Any, count: int) -> np.n
     return np.stack(found)
 
 
+def export(model: str, path: str) -> None:
+    """Write a BERT in float32 as an ONNX model of its hidden states, for batches and lengths of all sizes."""
+    import torch
+    from transformers import AutoModel
+
+    class Hidden(torch.nn.Module):
+        """The hidden states ``[n, T, E]`` of an encoder."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
+
+        def forward(
+            self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor
+        ) -> torch.Tensor:
+            inputs = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
+            hidden: torch.Tensor = self.encoder(input_ids, **inputs).last_hidden_state
+            return hidden
+
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    example = tuple(torch.ones(2, 9, dtype=torch.int64) for _ in names)
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=512)}
+    torch.onnx.export(
+        Hidden(),
+        example,
+        path,
+        input_names=names,
+        output_names=["hidden"],
+        dynamic_shapes=dict.fromkeys(names, sizes),
+        external_data=False,
+    )
+
+
 def serve(model: str, engine: str, option: str) -> None:
     """Load an engine, then run a work for each line of standard input and print its result as JSON."""
     try:
@@ -247,4 +280,7 @@ if __name__ == "__main__":
     for name in ("model", "engine", "option"):
         parser.add_argument(name)
     given = parser.parse_args()
-    serve(given.model, given.engine, given.option)
+    if given.engine == "export":
+        export(given.model, given.option)
+    else:
+        serve(given.model, given.engine, given.option)

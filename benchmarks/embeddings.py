@@ -15,8 +15,9 @@ is the median of the rounds. Work:
 
 `benchmarks/embedding_engines.py` has the settings of each engine. ``python -m benchmarks.peers setup
 llama_cpp`` makes a virtual environment with llama.cpp built for this processor, and its converter to GGUF.
-OpenVINO needs the packages openvino, nncf, tokenizers and numpy. The cosine compares with
-sentence-transformers, or with Penstock in float32, or with the first engine.
+OpenVINO needs the packages openvino, nncf, tokenizers and numpy. The ONNX model comes from
+``python benchmarks/embedding_engines.py FOLDER export model.onnx``, with the packages torch, transformers and
+onnxscript. The cosine compares with sentence-transformers, or Penstock in float32, or the first engine.
 """
 
 from __future__ import annotations
