@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COMPOSITION_ROOTS = ("__main__", "assembly", "bench", "cli", "engines", "llm", "ranks", "testing")
+COMPOSITION_ROOTS = ("__main__", "assembly", "bench", "cli", "engines", "llm", "ranks", "ray", "testing")
 """These folders and modules may import anything."""
 LAZY_FACES = ("", "codecs", "kernels", "pipelines")
 """Package ``__init__`` modules that resolve public names on first use; they may name any module."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.config import ConfigField, config_fields
 from penstock.driver import DeviceSpec
+from penstock.ray.config import ray_fields
 from penstock.serve.config import serve_fields
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -45,6 +46,7 @@ SECTIONS = {
 }
 
 SERVER = "Server: `penstock.serve.config.ServeConfig`, for `penstock serve`"
+RAY = "Ray: `penstock.ray.RayConfig`, for `penstock serve --ray` and `penstock batch run --ray`"
 
 
 def page() -> str:
@@ -52,7 +54,7 @@ def page() -> str:
     parts = [HEAD]
     for section, title in SECTIONS.items():
         parts.append(_table(title, [field for field in config_fields() if field.section == section]))
-    return "\n".join([*parts, _table(SERVER, serve_fields())])
+    return "\n".join([*parts, _table(SERVER, serve_fields()), _table(RAY, ray_fields())])
 
 
 def _table(title: str, fields: Iterable[ConfigField]) -> str:

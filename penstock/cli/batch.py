@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.formatting import GroupedCommand
-from penstock.cli.options import config_options, configs_from_flags, print_settings
+from penstock.cli.options import (
+    config_options,
+    configs_from_flags,
+    print_settings,
+    ray_options,
+    take_ray_config,
+)
 from penstock.cli.serve import check_packages
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
+    from penstock.ray.config import RayConfig
     from penstock.serve.config import ServeConfig
 
 _BATCHES_AT_ONCE = 2
@@ -29,15 +36,17 @@ def command() -> None:
 
 
 @command.command("run", cls=GroupedCommand)
-@click.argument("requests", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("requests", type=click.Path(exists=True, path_type=Path))
 @click.option(
     "-o",
     "--output",
     required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The file of the results. Lines whose results it has already are skipped.",
+    type=click.Path(path_type=Path),
+    help="The file of the results. Lines whose results it has already are skipped. With --ray a name that "
+    "ends in .parquet is a folder of parquet files.",
 )
 @click.option("--overwrite", is_flag=True, help="Delete the results that the file has already.")
+@ray_options
 @config_options
 def run(requests: Path, output: Path, overwrite: bool, print_config: bool, **flags: object) -> int:
     """Run the lines of REQUESTS and write each result as soon as it is known.
@@ -45,17 +54,44 @@ def run(requests: Path, output: Path, overwrite: bool, print_config: bool, **fla
     A line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}. Results are
     in the order in which they finish. After an interruption the same command continues. The exit status is 1
     if a line failed.
+
+    With --ray the lines run in several actors of a Ray cluster. REQUESTS is then a file that all nodes can
+    read, or a parquet file or folder with the columns custom_id, url and body.
     """
+    ray_config = take_ray_config(flags)
     pipeline_config, config = configs_from_flags(flags)
     if print_config:
-        print_settings(pipeline_config.describe())
+        print_settings([*ray_config.describe(), *pipeline_config.describe()])
         return 0
     check_packages("penstock batch run")
     if output.resolve() == requests.resolve():
         raise InputError("the output is the file of the requests: choose another file")
+    if ray_config.ray:
+        return _run_on_ray(requests, output, overwrite, pipeline_config, config, ray_config)
+    for path in (requests, output):
+        if path.is_dir():
+            raise InputError(f"{path} is a folder: give a file of JSON lines, or --ray for parquet")
     if overwrite:
         output.unlink(missing_ok=True)
     return asyncio.run(_run(requests, output, pipeline_config, config))
+
+
+def _run_on_ray(
+    requests: Path,
+    output: Path,
+    overwrite: bool,
+    pipeline_config: PipelineConfig,
+    config: ServeConfig,
+    ray_config: RayConfig,
+) -> int:
+    """Run the requests in actors of a Ray cluster."""
+    from penstock.ray.batch import remove_output, run_batch
+    from penstock.ray.cluster import import_ray
+
+    import_ray("penstock batch run --ray")
+    if overwrite:
+        remove_output(output)
+    return run_batch(requests, output, pipeline_config, config, ray_config)
 
 
 async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, config: ServeConfig) -> int:

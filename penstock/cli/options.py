@@ -11,7 +11,8 @@ import click
 
 from penstock.cli.formatting import GroupedOption
 from penstock.config import ConfigField, PipelineConfig, config_fields
-from penstock.config.sources import collect_values
+from penstock.config.sources import CONFIG_FILE, collect_values
+from penstock.ray.config import RayConfig, ray_fields
 from penstock.serve.config import ServeConfig, serve_fields
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
@@ -76,6 +77,21 @@ def serve_options(function: Decorated) -> Decorated:
     return _with_options(function, serve_fields(), _serve_group)
 
 
+def ray_options(function: Decorated) -> Decorated:
+    """Add a flag for each field of `RayConfig`."""
+    return _with_options(function, ray_fields(), lambda field: "Ray")
+
+
+def take_ray_config(flags: dict[str, object]) -> RayConfig:
+    """Take the flags of `ray_options` out of all flags, and return their configuration.
+
+    Raises:
+        ConfigError: unknown name, wrong type or impossible value.
+    """
+    own = {one.name: flags.pop(one.name) for one in ray_fields()}
+    return RayConfig.from_given(_collected({**own, CONFIG_FILE: flags.get(CONFIG_FILE)}))
+
+
 def config_from_flags(flags: Mapping[str, object], *, default_model: str | None = None) -> PipelineConfig:
     """Return the configuration from the flags of `config_options`, the environment and the file.
 
@@ -104,12 +120,16 @@ def configs_from_flags(
         ConfigError: unknown name, wrong type or impossible value.
         click.UsageError: MODEL and --model name different models.
     """
-    flags = _with_model(flags)
-    given = {name: value for name, value in flags.items() if value != ()}  # a flag that may be repeated
-    values = collect_values([*config_fields(), *serve_fields()], given, "flag", os.environ)
+    values = _collected(_with_model(flags))
     if default_model is not None:
         values.setdefault("model_path", (default_model, "default"))
     return PipelineConfig.from_given(values), ServeConfig.from_given(values)
+
+
+def _collected(flags: Mapping[str, object]) -> dict[str, tuple[object, str]]:
+    """Return the settings of all commands from flags, the environment and the file."""
+    given = {name: value for name, value in flags.items() if value != ()}  # a flag that may be repeated
+    return collect_values([*config_fields(), *serve_fields(), *ray_fields()], given, "flag", os.environ)
 
 
 def print_settings(rows: Iterable[tuple[str, object, str]]) -> None:

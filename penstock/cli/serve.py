@@ -18,11 +18,18 @@ from penstock.cli.models import (
     served_engine,
     served_models,
 )
-from penstock.cli.options import print_settings, serve_options, several_models_options
-from penstock.errors import MissingDependencyError
+from penstock.cli.options import (
+    print_settings,
+    ray_options,
+    serve_options,
+    several_models_options,
+    take_ray_config,
+)
+from penstock.errors import MissingDependencyError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
+    from penstock.ray.config import RayConfig
     from penstock.serve.config import ServeConfig
     from penstock.serve.http.lifecycle import Server
     from penstock.worker.engine_client import CacheListener
@@ -38,6 +45,7 @@ _PACKAGES = {
 
 @click.command("serve", cls=GroupedCommand)
 @serve_options
+@ray_options
 @several_models_options
 def command(print_config: bool, **flags: object) -> int:
     """Serve models through an OpenAI-compatible API until a signal arrives.
@@ -46,19 +54,24 @@ def command(print_config: bool, **flags: object) -> int:
     model, and memory=SIZE the memory that it may use. The first one is loaded at the start, every other one
     when a request names it.
 
+    With --ray the server runs on a Ray cluster, with one model in replicas that start and end with the load.
+
     After the first SIGTERM or Ctrl-C the server finishes the running requests; the second one stops it at
     once.
     """
+    ray_config = take_ray_config(flags)
     models = _models(flags)
     configs, (config, *_) = zip(*configs_of_models(models, flags), strict=True)
     if print_config:
-        _print_settings(config, configs)
+        _print_settings(config, configs, ray_config)
         return 0
     check_packages("penstock serve")
     if config.mcp_server:
         from penstock.serve.mcp.tool_server import check_package
 
         check_package(config.mcp_server)
+    if ray_config.ray:
+        return _run_on_ray(config, configs, ray_config)
     from penstock.worker.cache_publisher import CachePublisher
 
     publisher = None
@@ -86,10 +99,26 @@ def _models(flags: dict[str, object]) -> list[ModelFlag]:
     return [parse_model(str(text)) for text in texts] or [ModelFlag(None, {})]
 
 
-def _print_settings(config: ServeConfig, configs: Sequence[PipelineConfig]) -> None:
+def _run_on_ray(config: ServeConfig, configs: Sequence[PipelineConfig], ray_config: RayConfig) -> int:
+    """Serve one model on a Ray cluster.
+
+    Raises:
+        UnsupportedFeatureError: there are several models.
+        PenstockError: the model cannot be served.
+    """
+    from penstock.ray.online import run_server
+
+    if len(configs) > 1:
+        raise UnsupportedFeatureError(
+            f"--ray with {len(configs)} models", "start a server with its own --ray-app-name for each"
+        )
+    return run_server(configs[0], config, ray_config)
+
+
+def _print_settings(config: ServeConfig, configs: Sequence[PipelineConfig], ray_config: RayConfig) -> None:
     """Print all settings of the server and the first model, and those in which other models differ."""
     first, *others = configs
-    print_settings([*config.describe(), *first.describe()])
+    print_settings([*config.describe(), *ray_config.describe(), *first.describe()])
     for other in others:
         click.echo(f"\n{other.model.name}")
         print_settings(row for row in other.describe() if row not in first.describe())

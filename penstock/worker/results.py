@@ -108,6 +108,24 @@ class Generation:
             raise self._error
         raise StopAsyncIteration
 
+    async def next_results(self) -> list[RequestResult]:
+        """Wait for results, and return all since the last call as the worker sent them; empty at the end.
+
+        Raises:
+            PenstockError: the error that ended the request.
+        """
+        while not self.is_done and not self._results:
+            await self._wait_for_change()
+        if self._error is not None and not self._results:
+            raise self._error
+        results, self._results = self._results, []
+        return results
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache; 0 before the admission."""
+        return self._num_cached_tokens
+
     @property
     def num_unread(self) -> int:
         """The number of results since the last read."""

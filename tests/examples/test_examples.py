@@ -28,7 +28,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_all_are_run() -> None:
-    others = {"own_model", "images"}  # test_own_model; images needs a server of a model that reads images
+    # test_own_model; images needs a server of a model that reads images, ray_dataset a Ray (tests/ray)
+    others = {"own_model", "images", "ray_dataset"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLIENTS, *ALONE, *others}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,19 @@ import yaml
 from support.serving import make_services
 
 from penstock.cli.serve import command
+from penstock.config import PipelineConfig, config_fields
+from penstock.config.sources import collect_values
+from penstock.ray.config import RayConfig, ray_fields
+from penstock.ray.deployment import Resources, check_supported
 from penstock.serve.app import create_app
+from penstock.serve.config import ServeConfig, serve_fields
 from penstock.serve.http.middleware import PROBES
 from penstock.serve.observability.metrics import ENGINE_METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "packaging" / "kubernetes"
 MANIFESTS = {path.stem: yaml.safe_load(path.read_text()) for path in FOLDER.glob("*.yaml")}
+APART = {"kustomization", "rayservice"}  # the latter replaces the others
 
 
 def container() -> dict[str, Any]:
@@ -28,10 +35,10 @@ def container() -> dict[str, Any]:
 
 def test_the_kustomization_lists_all_manifests() -> None:
     listed = {name.removesuffix(".yaml") for name in MANIFESTS["kustomization"]["resources"]}
-    assert listed == MANIFESTS.keys() - {"kustomization"}
+    assert listed == MANIFESTS.keys() - APART
 
 
-@pytest.mark.parametrize("name", sorted(MANIFESTS.keys() - {"kustomization"}))
+@pytest.mark.parametrize("name", sorted(MANIFESTS.keys() - APART))
 def test_schemas(name: str) -> None:
     validator = pytest.importorskip("kubernetes_validate")
     version = validator.latest_version()
@@ -86,3 +93,57 @@ def test_the_autoscaler_reads_a_gauge_of_the_server() -> None:
     assert spec["scaleTargetRef"]["name"] == MANIFESTS["deployment"]["metadata"]["name"]
     (metric,) = spec["metrics"]
     assert metric["pods"]["metric"]["name"] in {one.name for one in ENGINE_METRICS}
+
+
+# -- KubeRay ---------------------------------------------------------------------------------------------
+
+RAY = MANIFESTS["rayservice"]["spec"]
+CLUSTER = RAY["rayClusterConfig"]
+(APPLICATION,) = yaml.safe_load(RAY["serveConfigV2"])["applications"]
+GROUPS = {"head": CLUSTER["headGroupSpec"], "worker": CLUSTER["workerGroupSpecs"][0]}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_schemas_of_the_pods_of_a_ray_cluster(name: str) -> None:
+    """The validator does not know RayService, but the pod templates that it contains."""
+    validator = pytest.importorskip("kubernetes_validate")
+    template = GROUPS[name]["template"]
+    whole = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": template}
+    validator.validate(whole, validator.latest_version(), strict=True)
+    broken = {**whole, "template": {**template, "specs": {}}}
+    with pytest.raises(Exception, match="specs"):
+        validator.validate(broken, validator.latest_version(), strict=True)
+
+
+def test_the_arguments_of_the_ray_application_are_settings() -> None:
+    module, _, function = APPLICATION["import_path"].partition(":")
+    assert function in import_module(module).__all__
+    fields = [*config_fields(), *serve_fields(), *ray_fields()]
+    given = collect_values(fields, APPLICATION["args"], "flag", {})
+    pipeline, serve, ray = (cls.from_given(given) for cls in (PipelineConfig, ServeConfig, RayConfig))
+    check_supported(serve)
+    worker = GROUPS["worker"]
+    (container,) = worker["template"]["spec"]["containers"]
+    cpus = int(container["resources"]["limits"]["cpu"])
+    assert Resources.of(pipeline, ray).num_cpus <= cpus
+    per_pod = cpus // Resources.of(pipeline, ray).num_cpus
+    assert worker["maxReplicas"] * per_pod >= ray.max_replicas
+    assert worker["minReplicas"] * per_pod >= ray.ray_min_replicas
+    assert serve.shutdown_grace < worker["template"]["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_the_ray_cluster_serves_at_the_port_of_the_image() -> None:
+    (head,) = GROUPS["head"]["template"]["spec"]["containers"]
+    (port,) = [one["containerPort"] for one in head["ports"] if one["name"] == "serve"]
+    assert yaml.safe_load(RAY["serveConfigV2"])["http_options"]["port"] == port
+    assert f"EXPOSE {port}" in (ROOT / "Dockerfile").read_text()
+    shell = {group["template"]["spec"]["containers"][0]["command"][1] for group in GROUPS.values()}
+    assert shell == {"-c"}
+    assert MANIFESTS["rayservice"]["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
+
+
+@pytest.mark.peers
+def test_ray_reads_the_serve_configuration() -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="Ray is not installed: pip install '.[ray]'")
+    config = schema.ServeDeploySchema(**yaml.safe_load(RAY["serveConfigV2"]))
+    assert config.applications[0].args["model_path"] == "demo"

@@ -51,8 +51,9 @@ def test_every_extra_is_explained() -> None:
     page = (ROOT / "docs" / "getting-started.md").read_text()
     assert not [extra for extra in EXTRAS if f"`{extra}`" not in page and f"'.[{extra}]'" not in page]
     (everything,) = EXTRAS["all"]
-    # xgrammar is an alternative to what `grammar` installs, and asks for triton, 1 GB. So does cuda.
-    apart = {"all", "dev", "docs", "xgrammar", "cuda"}
+    # xgrammar is an alternative to what `grammar` installs, and asks for triton, 1 GB. So does cuda. Only
+    # clusters need ray.
+    apart = {"all", "dev", "docs", "xgrammar", "cuda", "ray"}
     assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == {*EXTRAS} - apart
 
 

@@ -6,11 +6,12 @@ import pytest
 
 from penstock.config import PipelineConfig, config_fields
 from penstock.errors import ConfigError
+from penstock.ray.config import ray_fields
 from penstock.serve.config import ServeConfig, serve_fields
 
 
-def test_names_are_unique_over_both_configurations() -> None:
-    names = [field.name for field in (*serve_fields(), *config_fields())]
+def test_names_are_unique_over_all_configurations() -> None:
+    names = [field.name for field in (*serve_fields(), *ray_fields(), *config_fields())]
     assert len(names) == len(set(names))
 
 

@@ -16,8 +16,8 @@ from penstock.serve.http.middleware import INTERNAL
 CLIENT = "batch"
 """The client of all batches, for fair scheduling."""
 _RETRY_SECONDS = 0.5
-_MAX_ATTEMPTS = 5
-"""Attempts of a line whose response is 503, because the worker was restarted."""
+MAX_ATTEMPTS = 5
+"""Default of ``max_attempts`` of `BatchDispatcher`."""
 
 
 class StoppedError(Exception):
@@ -82,6 +82,8 @@ class BatchDispatcher:
         concurrency: number of lines that run at the same time.
         is_stopping: whether the server stops; no further line is then begun.
         on_result: called with the line of each result, whether it succeeded, and its output tokens.
+        max_attempts: attempts of a line whose response is 503, because the worker is being restarted; half a
+            second passes between two.
     """
 
     def __init__(
@@ -91,11 +93,13 @@ class BatchDispatcher:
         *,
         is_stopping: Callable[[], bool],
         on_result: Callable[[bytes, bool, int], None],
+        max_attempts: int = MAX_ATTEMPTS,
     ) -> None:
         self._app = app
         self._concurrency = concurrency
         self._is_stopping = is_stopping
         self._on_result = on_result
+        self._max_attempts = max_attempts
 
     async def run(self, lines: Iterator[BatchRequest | BadLine]) -> None:
         """Run all lines.
@@ -129,7 +133,7 @@ class BatchDispatcher:
         num_failed = 0
         while True:
             answer = await post(self._app, line.url, line.body)
-            is_temporary = answer.status == 429 or (answer.status == 503 and num_failed < _MAX_ATTEMPTS)
+            is_temporary = answer.status == 429 or (answer.status == 503 and num_failed < self._max_attempts)
             if not is_temporary:
                 break
             if self._is_stopping():

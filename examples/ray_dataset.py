@@ -1,0 +1,48 @@
+"""Generate texts for a dataset on Ray Data, with a model in each of several actors.
+
+Without a cluster Ray starts on this machine. With one (``ray start``, RAY_ADDRESS) its nodes run the actors.
+
+    python examples/ray_dataset.py --output answers
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import ray
+
+import penstock.ray
+from penstock import SamplingParams
+
+CITIES = ("Germany", "France", "Italy", "Spain", "Peru", "Japan")
+
+
+def main() -> None:
+    """Write the answers as parquet and print how many there are."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", default="answers")
+    parser.add_argument("--actors", type=int, default=1)
+    options = parser.parse_args()
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is the capital of {country}?"}]}
+        for country in CITIES
+    ]
+    answers = penstock.ray.generate(
+        ray.data.from_items(rows),
+        "demo",
+        messages_column="messages",
+        sampling_params=SamplingParams(temperature=0),
+        concurrency=options.actors,
+        num_cpus=1,
+    )
+    answers.write_parquet(options.output)
+    written = ray.data.read_parquet(options.output)
+    for row in written.take_all():
+        print(row["generated_text"])
+    print(f"{written.count()} answers in {options.output}")
+
+
+if __name__ == "__main__":
+    main()

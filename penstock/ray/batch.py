@@ -1,0 +1,207 @@
+"""``penstock batch run --ray``: a file of requests through a pool of actors on Ray Data."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+
+from penstock.config import PipelineConfig
+from penstock.errors import InputError, PenstockError
+from penstock.host.progress import GenerationProgress
+from penstock.ray.batch_files import (
+    PARQUET,
+    BatchResult,
+    Chunk,
+    chunks_of_lines,
+    done_ids,
+    line_of_row,
+    pending_rows,
+    read_chunk,
+    writer_of,
+)
+from penstock.ray.cluster import connected, import_ray
+from penstock.ray.config import RayConfig
+from penstock.ray.dataset import Columns, through_actors
+from penstock.ray.local_server import LocalServer
+from penstock.serve.batches.batch_dispatch import BatchDispatcher
+from penstock.serve.batches.batch_lines import parsed
+from penstock.serve.config import ServeConfig
+
+_MAX_ATTEMPTS = 120
+"""Attempts of a line while the worker process of its actor is being restarted, one in half a second."""
+
+
+def run_batch(
+    requests: Path, output: Path, config: PipelineConfig, serve_config: ServeConfig, ray_config: RayConfig
+) -> int:
+    """Run the requests of a file that have no result yet, and write one result for each.
+
+    Only this process writes results, one for each id, so that blocks which are computed twice cannot add any.
+
+    Args:
+        requests: JSON lines, or a parquet file or folder with the columns custom_id, url and body.
+        output: a file of JSON lines, or a folder of parquet files if the name ends in ``.parquet``.
+        config: the configuration of the model.
+        serve_config: limits and parsers.
+        ray_config: the cluster and the actors.
+
+    Returns:
+        The exit status: 1 if a request failed, else 0.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        InputError: the requests cannot be read, or two have the same id.
+        PenstockError: a request has no result; another run continues.
+    """
+    ray = import_ray("penstock batch run --ray")
+    config.model.checkpoint  # noqa: B018  # a model that is missing is reported here
+    done = done_ids(output)
+    is_parquet = requests.is_dir() or requests.suffix == PARQUET
+    chunks: list[Chunk] = []
+    if is_parquet:
+        pending = pending_rows(requests, done)
+    else:
+        chunks, pending = chunks_of_lines(requests, done, ray_config.ray_batch_size)
+    if done:
+        click.echo(f"penstock: {len(done)} requests have results, {len(pending)} are left", err=True)
+    if not pending:
+        return 0
+    with connected(ray_config, "penstock batch run --ray"):
+        if is_parquet:
+            rows = ray.data.read_parquet(str(requests.absolute())).map(
+                PendingRows(ray.put(done) if done else None)
+            )
+            rows = rows.filter(lambda row: row["number"] >= 0)
+        else:
+            items = [{"offsets": one.offsets, "numbers": one.numbers} for one in chunks]
+            rows = ray.data.from_items(items, override_num_blocks=len(items)).flat_map(
+                ReadLines(requests.absolute())
+            )
+        arguments = {"serve_config": replace(serve_config, access_log=False, state_dir=None)}
+        return _write(through_actors(rows, LineActor, arguments, config, ray_config), output, pending)
+
+
+def _write(results: Any, output: Path, pending: set[str]) -> int:
+    """Write the results as they arrive. Return the exit status."""
+    begin, num, num_bad, num_tokens = time.perf_counter(), 0, 0, 0
+    writer = writer_of(output)
+    try:
+        with GenerationProgress(len(pending)) as progress:
+            for batch in results.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
+                for line, is_good, tokens in zip(
+                    batch["result"], batch["is_good"], batch["num_tokens"], strict=True
+                ):
+                    name = msgspec.json.decode(line, type=BatchResult).custom_id
+                    if name not in pending:
+                        continue  # a block that was computed twice
+                    pending.remove(name)
+                    writer.add(bytes(line))
+                    num, num_bad, num_tokens = num + 1, num_bad + (not is_good), num_tokens + int(tokens)
+                    progress.advance(num_tokens=int(tokens), num_prompts=1)
+    finally:
+        writer.close()
+    seconds = max(time.perf_counter() - begin, 1e-9)
+    click.echo(
+        f"penstock: {num} requests in {seconds:.2f} s, {num_bad} failed: {num / seconds:,.1f} requests/s, "
+        f"{num_tokens / seconds:,.0f} tokens/s",
+        err=True,
+    )
+    if pending:
+        raise PenstockError(
+            f"{len(pending)} requests have no result, such as {min(pending)!r}: run the command again"
+        )
+    return 1 if num_bad else 0
+
+
+class ReadLines:
+    """Reads the lines of a chunk, in a task of Ray Data.
+
+    Args:
+        path: the file, which all nodes can read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the rows of a chunk."""
+        return list(read_chunk(self._path, Chunk(list(row["offsets"]), list(row["numbers"]))))
+
+
+class PendingRows:
+    """Converts a parquet row to a line; the ``number`` of a row that has a result is -1.
+
+    Args:
+        done: a reference to the set of ids with results, or None.
+    """
+
+    def __init__(self, done: Any) -> None:
+        self._done = done
+        self._ids: set[str] | None = None
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the line of a row."""
+        if self._ids is None:
+            self._ids = (
+                set() if self._done is None else import_ray("penstock batch run --ray").get(self._done)
+            )
+        number = -1 if row["custom_id"] in self._ids else 0
+        return {"line": line_of_row(row), "number": number}
+
+
+class LineActor:
+    """Runs lines of a batch through the routes of the server, with a model in this actor.
+
+    Args:
+        config: the configuration of the model.
+        serve_config: limits and parsers.
+    """
+
+    def __init__(self, config: PipelineConfig, serve_config: ServeConfig) -> None:
+        self._server = LocalServer(config, serve_config)
+
+    async def __call__(self, batch: Columns) -> AsyncIterator[Columns]:
+        """Run lines and yield their results."""
+        await self._server.start()
+        limits = self._server.services.json_limits
+        lines = [
+            parsed(bytes(line), int(number), *limits)
+            for line, number in zip(batch["line"], batch["number"], strict=True)
+        ]
+        results: list[tuple[bytes, bool, int]] = []
+        dispatcher = BatchDispatcher(
+            self._server.app,
+            len(lines),
+            is_stopping=lambda: False,
+            on_result=lambda *one: results.append(one),
+            max_attempts=_MAX_ATTEMPTS,
+        )
+        await dispatcher.run(iter(lines))
+        yield {
+            "result": np.array([line for line, _, _ in results], dtype=object),
+            "is_good": np.array([is_good for _, is_good, _ in results]),
+            "num_tokens": np.array([tokens for _, _, tokens in results]),
+        }
+
+
+def remove_output(output: Path) -> None:
+    """Delete the results of an output.
+
+    Raises:
+        InputError: a folder has other files than the parts of a parquet output.
+    """
+    if not output.is_dir():
+        output.unlink(missing_ok=True)
+        return
+    others = [one.name for one in output.iterdir() if not one.name.startswith("part-")]
+    if others:
+        raise InputError(f"{output} has {others[0]!r}, which is no part of an output: choose another folder")
+    shutil.rmtree(output)

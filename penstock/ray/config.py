@@ -1,0 +1,95 @@
+"""Configuration of Penstock on Ray: the cluster, replicas and actors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import isfinite
+from typing import Any
+
+from penstock.config import ConfigField, Rule
+from penstock.config.settings import COUNT, FLAG, TEXT, check_fields, fields_of, setting
+from penstock.errors import ConfigError
+
+_POSITIVE = Rule("a number above 0", lambda value: isfinite(value) and value > 0)
+_NAME = Rule("a name without spaces or slashes", lambda value: value and not set(value) & set(" /\t\n"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """Configuration of Penstock on Ray: the cluster, replicas and actors.
+
+    Raises:
+        ConfigError: a field has an invalid value, or two fields contradict each other.
+    """
+
+    ray: bool = setting(False, FLAG, "Run the model on Ray, in replicas or actors of a cluster.")
+    ray_address: str | None = setting(
+        None,
+        TEXT,
+        "Address of the Ray cluster, as for ray.init; local starts Ray on this machine. Default: that of "
+        "RAY_ADDRESS or of this machine; without one, Ray is started.",
+    )
+    ray_min_replicas: int = setting(1, COUNT, "Minimum number of replicas or actors, each with the model.")
+    ray_max_replicas: int | None = setting(
+        None, COUNT, "Maximum number of replicas or actors. Default: as ray-min-replicas."
+    )
+    ray_target_requests: float = setting(
+        8.0,
+        _POSITIVE,
+        "Running and waiting requests of each replica that the autoscaling of a server aims at.",
+    )
+    ray_max_requests: int = setting(
+        64, COUNT, "Maximum number of requests that run or wait in one replica; others wait in the router."
+    )
+    ray_cpus: int | None = setting(
+        None,
+        COUNT,
+        "CPUs that each replica or actor reserves, and its compute threads. Default: num-threads; without it "
+        "the CPUs of this machine divided by ray-min-replicas, or with GPUs 1 for each.",
+    )
+    ray_ingress_replicas: int = setting(
+        1, COUNT, "Number of processes that serve HTTP, read prompts and write answers. They reserve no CPU."
+    )
+    ray_app_name: str = setting("penstock", _NAME, "Name of the application in Ray Serve.")
+    ray_batch_size: int = setting(
+        64, COUNT, "Rows of a block of a dataset, which an actor takes at once and repeats if it was lost."
+    )
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Flat name to the source of its value, for fields that were set."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.ray_max_replicas is not None and self.ray_max_replicas < self.ray_min_replicas:
+            raise ConfigError(
+                "ray_max_replicas",
+                f"must be at least ray_min_replicas, {self.ray_min_replicas}, was {self.ray_max_replicas}",
+            )
+
+    @property
+    def max_replicas(self) -> int:
+        """The maximum number of replicas."""
+        return self.ray_min_replicas if self.ray_max_replicas is None else self.ray_max_replicas
+
+    @classmethod
+    def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> RayConfig:
+        """Build it from a mapping of flat name to (converted value, source). Other names are ignored."""
+        own = {one.name: given[one.name] for one in ray_fields() if one.name in given}
+        values = {name: value for name, (value, _) in own.items()}
+        return cls(sources={name: where for name, (_, where) in own.items()}, **values)
+
+    def describe(self) -> list[tuple[str, Any, str]]:
+        """Return name, value and source of every field, for ``--print-config``."""
+        rows = []
+        for one in ray_fields():
+            value = getattr(self, one.attribute)
+            unnamed = "default" if value == one.default else "argument"
+            rows.append((one.name, value, self.sources.get(one.name, unnamed)))
+        return rows
+
+
+@cache
+def ray_fields() -> tuple[ConfigField, ...]:
+    """Return all settings of `RayConfig`. Their names differ from those of the other classes."""
+    return fields_of(RayConfig)

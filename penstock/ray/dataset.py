@@ -1,0 +1,341 @@
+"""Generation and embedding of datasets on Ray Data: one model in each actor of a pool.
+
+    dataset = ray.data.read_parquet("prompts/")            # or read_json for JSON lines
+    penstock.ray.generate(dataset, "./model").write_parquet("answers/")
+
+Ray Data streams blocks through the actors. An actor takes a block when it has room, and reading stops while
+the actors are busy. A block whose actor ends is computed again by another actor. Each input row becomes
+exactly one output row; an input that the model cannot serve has the reason in the column ``error``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+
+from penstock.config import PipelineConfig, PipelineOptions
+from penstock.errors import ConfigError, InputError, UnavailableError
+from penstock.pipelines.core import SamplingParams
+from penstock.ray.cluster import import_ray
+from penstock.ray.config import RayConfig
+from penstock.ray.deployment import Resources, replica_config, usable_cpus
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from penstock.llm.async_llm import AsyncLLM
+
+_LOG = logging.getLogger("penstock.ray")
+
+Columns = dict[str, Any]
+"""A batch of Ray Data: name -> values of the rows, an array or a list."""
+
+_BATCHES_AT_ONCE = 2
+"""Blocks that an actor computes at the same time: one fills the batch while the last rows of another end."""
+_MAX_ATTEMPTS = 60
+_RETRY_SECONDS = 1.0
+
+
+def generate(
+    dataset: Any,
+    model: str | PathLike[str] = "demo",
+    *,
+    prompt_column: str = "prompt",
+    messages_column: str | None = None,
+    output_column: str = "generated_text",
+    sampling_params: SamplingParams | None = None,
+    concurrency: int | tuple[int, int] = 1,
+    batch_size: int = 64,
+    num_cpus: int | None = None,
+    **config: Unpack[PipelineOptions],
+) -> Any:
+    """Return a dataset with the generated text of each row.
+
+    Nothing runs until the dataset is read or written. Without a cluster Ray Data starts Ray on this machine.
+
+    Args:
+        dataset: a ``ray.data.Dataset``.
+        model: ``demo``, the folder of a checkpoint on all nodes, or an id on the Hugging Face hub.
+        prompt_column: the column of prompts, texts or lists of token ids.
+        messages_column: the column of conversations, lists of messages. It replaces ``prompt_column``.
+        output_column: the new column of texts. The columns ``finish_reason`` (``stop`` or ``length``),
+            ``num_generated_tokens`` and ``error`` are new, too; the text is null where there is an error.
+        sampling_params: how tokens are chosen; by default as the checkpoint says.
+        concurrency: the number of actors, or their minimum and maximum.
+        batch_size: rows of a block, which an actor takes at once and repeats if it was lost.
+        num_cpus: CPUs that each actor reserves, and its compute threads. By default ``num_threads``, without
+            it the CPUs of this machine but one, divided by the number of actors; with GPUs 1 for each.
+        **config: settings of the model.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        ConfigError: unknown setting or impossible value.
+    """
+    names = {
+        "input": messages_column or prompt_column,
+        "output": output_column,
+        "sampling_params": sampling_params,
+        "is_chat": messages_column is not None,
+    }
+    return _mapped(dataset, TextActor, names, model, concurrency, batch_size, num_cpus, config)
+
+
+def embed(
+    dataset: Any,
+    model: str | PathLike[str],
+    *,
+    text_column: str = "text",
+    output_column: str = "embedding",
+    prompt_name: str | None = None,
+    dimensions: int | None = None,
+    normalize: bool | None = None,
+    truncate: bool = False,
+    concurrency: int | tuple[int, int] = 1,
+    batch_size: int = 64,
+    num_cpus: int | None = None,
+    **config: Unpack[PipelineOptions],
+) -> Any:
+    """Return a dataset with the embedding of each row, a list of floats.
+
+    Args:
+        dataset: a ``ray.data.Dataset``.
+        model: the folder of a checkpoint on all nodes, or an id on the Hugging Face hub.
+        text_column: the column of texts.
+        output_column: the new column of embeddings. The column ``error`` is new, too; the embedding is null
+            where there is an error.
+        prompt_name, dimensions, normalize, truncate: as of `AsyncLLM.embed`.
+        concurrency, batch_size, num_cpus, **config: as of `generate`.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        ConfigError: unknown setting or impossible value.
+    """
+    options = {
+        "prompt_name": prompt_name,
+        "dimensions": dimensions,
+        "normalize": normalize,
+        "truncate": truncate,
+    }
+    names = {"input": text_column, "output": output_column, "options": options}
+    return _mapped(dataset, EmbeddingActor, names, model, concurrency, batch_size, num_cpus, config)
+
+
+def _mapped(
+    dataset: Any,
+    actor: type[ModelActor],
+    arguments: dict[str, Any],
+    model: str | PathLike[str],
+    concurrency: int | tuple[int, int],
+    batch_size: int,
+    num_cpus: int | None,
+    config: Mapping[str, Any],
+) -> Any:
+    """Return a dataset whose blocks pass through a pool of actors."""
+    import_ray(f"penstock.ray.{actor.function}")
+    least, most = (concurrency, concurrency) if isinstance(concurrency, int) else concurrency
+    if num_cpus is None and config.get("num_threads") is None and config.get("devices") is None:
+        num_cpus = max((usable_cpus() - 1) // least, 1)  # reading and writing needs a CPU, too
+    ray_config = RayConfig(
+        ray_min_replicas=least, ray_max_replicas=most, ray_cpus=num_cpus, ray_batch_size=batch_size
+    )
+    pipeline_config = PipelineConfig.from_flat({"model_path": model, **config}, "argument")
+    pipeline_config.model.checkpoint  # noqa: B018  # a model that is missing is reported here
+    return through_actors(dataset, actor, arguments, pipeline_config, ray_config)
+
+
+def through_actors(
+    dataset: Any,
+    actor: type,
+    arguments: dict[str, Any],
+    config: PipelineConfig,
+    ray_config: RayConfig,
+) -> Any:
+    """Return a dataset whose blocks pass through actors.
+
+    Args:
+        dataset: a ``ray.data.Dataset``.
+        actor: the class of the actors. arguments: the arguments of its constructor besides the configuration.
+        config: the configuration of the model.
+        ray_config: the number of actors, their CPUs, and the rows of a block.
+    """
+    from ray import cluster_resources
+    from ray.data import ActorPoolStrategy
+
+    resources = Resources.of(config, ray_config)
+    reserved, available = ray_config.ray_min_replicas * resources.num_cpus, cluster_resources().get("CPU", 0)
+    if reserved >= available:
+        _LOG.warning(
+            "%d actors of %d CPUs need all of the %d CPUs that the cluster has now: tasks that read and "
+            "write data wait until there are more. Use fewer actors, or CPUs for each.",
+            ray_config.ray_min_replicas,
+            resources.num_cpus,
+            available,
+        )
+    pool = ActorPoolStrategy(
+        min_size=ray_config.ray_min_replicas,
+        max_size=ray_config.max_replicas,
+        max_tasks_in_flight_per_actor=2 * _BATCHES_AT_ONCE,
+    )
+    blocks = dataset.repartition(target_num_rows_per_block=ray_config.ray_batch_size)
+    return blocks.map_batches(
+        actor,
+        batch_size=ray_config.ray_batch_size,
+        fn_constructor_kwargs={"config": replica_config(config, resources), **arguments},
+        compute=pool,
+        max_concurrency=_BATCHES_AT_ONCE,
+        **resources.options,
+    )
+
+
+class ModelActor:
+    """An actor with a model. Calls of several batches run at the same time and share the batch of the model.
+
+    Args:
+        config: the configuration of the model.
+    """
+
+    function = ""
+    """The function of `penstock.ray` that uses the actor."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        from penstock.llm.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM.from_config(config)
+        self._starting: asyncio.Task[None] | None = None
+
+    async def __call__(self, batch: Columns) -> AsyncIterator[Columns]:
+        """Compute a batch and yield it with new columns."""
+        if self._starting is None:  # calls share the start; the first one runs it in the actor's loop
+            self._starting = asyncio.ensure_future(self._llm.start())
+        await asyncio.shield(self._starting)
+        rows = len(next(iter(batch.values()))) if batch else 0
+        outputs = await asyncio.gather(*(self._row(batch, index) for index in range(rows)))
+        new = {name: [output.get(name) for output in outputs] for name in self.columns}
+        yield {**batch, **{name: self.array(name, values) for name, values in new.items()}}
+
+    async def _row(self, batch: Columns, index: int) -> dict[str, Any]:
+        """Return the new columns of a row."""
+        for attempt in range(_MAX_ATTEMPTS):
+            try:
+                return {**await self.compute(self._llm, batch, index), "error": None}
+            except UnavailableError as error:  # the worker process is being restarted
+                if attempt == _MAX_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(max(_RETRY_SECONDS, error.retry_after))
+            except InputError as error:
+                return {"error": str(error)}
+        raise AssertionError
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The new columns, with ``error``."""
+        raise NotImplementedError
+
+    async def compute(self, llm: AsyncLLM, batch: Columns, index: int) -> dict[str, Any]:
+        """Return the new columns of a row, without ``error``.
+
+        Raises:
+            PenstockError: the model cannot serve the row, or its worker has died.
+        """
+        raise NotImplementedError
+
+    def array(self, name: str, values: list[Any]) -> Any:
+        """Return a column."""
+        return np.array(values, dtype=object)
+
+
+class TextActor(ModelActor):
+    """Generates a text for each row.
+
+    Args:
+        config: the configuration of the model.
+        input: the column of prompts or conversations.
+        output: the column of texts.
+        sampling_params: how tokens are chosen.
+        is_chat: whether the inputs are conversations.
+    """
+
+    function = "generate"
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        input: str,
+        output: str,
+        sampling_params: SamplingParams | None,
+        is_chat: bool,
+    ) -> None:
+        super().__init__(config)
+        self._input, self._output = input, output
+        self._params = sampling_params
+        self._is_chat = is_chat
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return self._output, "finish_reason", "num_generated_tokens", "error"
+
+    async def compute(self, llm: AsyncLLM, batch: Columns, index: int) -> dict[str, Any]:
+        given = _plain(_value(batch, self._input, index))
+        if self._is_chat:
+            (output,) = await llm.chat(given, self._params)
+        else:
+            (output,) = await llm.generate(given, self._params)
+        return {
+            self._output: output.text,
+            "finish_reason": output.finish_reason,
+            "num_generated_tokens": len(output.token_ids),
+        }
+
+
+class EmbeddingActor(ModelActor):
+    """Computes the embedding of each row.
+
+    Args:
+        config: the configuration of the model.
+        input: the column of texts.
+        output: the column of embeddings.
+        options: keyword arguments of `AsyncLLM.embed`.
+    """
+
+    function = "embed"
+
+    def __init__(self, config: PipelineConfig, input: str, output: str, options: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._input, self._output = input, output
+        self._options = options
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return self._output, "error"
+
+    async def compute(self, llm: AsyncLLM, batch: Columns, index: int) -> dict[str, Any]:
+        text = _value(batch, self._input, index)
+        if not isinstance(text, str):
+            raise InputError(f"the column {self._input} has {text!r:.100} in a row: it must be a text")
+        return {self._output: await llm.embed(text, **self._options)}
+
+
+def _value(batch: Columns, column: str, index: int) -> Any:
+    """Return the value of a row.
+
+    Raises:
+        ConfigError: there is no such column.
+    """
+    if column not in batch:
+        raise ConfigError("column", f"there is no column {column!r}: the dataset has {', '.join(batch)}")
+    return batch[column][index]
+
+
+def _plain(value: Any) -> Any:
+    """Return lists and numbers of Python in place of numpy's, as the columns of Ray Data have them."""
+    if isinstance(value, np.ndarray):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return value.item() if isinstance(value, np.generic) else value

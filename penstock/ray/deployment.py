@@ -1,0 +1,154 @@
+"""The options of deployments and actors, from the configuration. Needs no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.config import PipelineConfig
+from penstock.driver import DeviceSpec
+from penstock.errors import ConfigError, UnsupportedFeatureError
+from penstock.host.processors import divide_processors
+from penstock.ray.config import RayConfig
+from penstock.serve.config import ServeConfig
+
+ENGINE = "engine"
+"""The deployment whose replicas have the model."""
+INGRESS = "ingress"
+"""The deployment that serves HTTP."""
+_HEALTH_CHECK_PERIOD = 5.0
+_MAX_CONSTRUCTOR_RETRIES = 3
+"""Starts of a replica that fail until the deployment fails. Most causes, such as a missing file, stay."""
+_MAX_INGRESS_REQUESTS = 10_000
+_MIN_QUEUE_SIZE = 64
+_LOGGING = {"enable_access_log": False}  # the ingress writes the server's own access log
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a replica or an actor reserves."""
+
+    num_cpus: int
+    num_gpus: int
+
+    @classmethod
+    def of(cls, config: PipelineConfig, ray: RayConfig) -> Resources:
+        """Return the resources of a replica.
+
+        Raises:
+            ConfigError: a model in several processes needs more CPUs or GPUs than it is given.
+        """
+        devices = config.model.devices
+        num_gpus = 0 if devices[0].device_type == "cpu" else len(set(devices))
+        ranks = config.parallel.tensor_parallel_size
+        num_cpus = ray.ray_cpus or config.num_threads
+        if num_cpus is None and num_gpus:
+            num_cpus = num_gpus
+        if num_cpus is None:
+            num_cpus = max(usable_cpus() // ray.ray_min_replicas, ranks)
+        if num_cpus < ranks and not num_gpus:
+            raise ConfigError(
+                "ray_cpus",
+                f"must be at least tensor_parallel_size, {ranks}, was {num_cpus}: each process of the model "
+                "needs one CPU",
+            )
+        return cls(num_cpus, num_gpus)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The resources as options of an actor."""
+        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+
+
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may use, within the limit of its container."""
+    (share,) = divide_processors(1)
+    return share.num_threads
+
+
+def replica_config(config: PipelineConfig, resources: Resources) -> PipelineConfig:
+    """Return the configuration of one replica.
+
+    Ray shows a replica only the GPUs that it reserved, which then have the numbers 0, 1 and so on.
+    """
+    devices = config.model.devices
+    if resources.num_gpus:
+        kind = devices[0].device_type
+        devices = tuple(DeviceSpec(number, kind) for number in range(resources.num_gpus))
+    return replace(
+        config,
+        num_threads=config.num_threads or (None if resources.num_gpus else resources.num_cpus),
+        model=replace(config.model, devices=devices),
+    )
+
+
+def engine_options(
+    config: PipelineConfig, serve: ServeConfig, ray: RayConfig, resources: Resources
+) -> dict[str, Any]:
+    """Return the options of the deployment of replicas, for ``serve.deployment``.
+
+    The processes of a divided model share memory, so that they must be on one node: their resources are one
+    bundle of a placement group, which a node has as a whole or does not get.
+    """
+    options: dict[str, Any] = {
+        "name": ENGINE,
+        "ray_actor_options": resources.options,
+        "max_ongoing_requests": ray.ray_max_requests,
+        "graceful_shutdown_timeout_s": serve.shutdown_grace,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "health_check_period_s": _HEALTH_CHECK_PERIOD,
+        "health_check_timeout_s": max(serve.worker_timeout, 2 * _HEALTH_CHECK_PERIOD),
+        "max_constructor_retry_count": _MAX_CONSTRUCTOR_RETRIES,
+        "logging_config": _LOGGING,
+        "user_config": {},  # makes Serve call `EngineReplica.reconfigure`, which starts the engine
+    }
+    if config.parallel.is_divided:
+        bundle = {"CPU": resources.num_cpus, "GPU": resources.num_gpus}
+        options["placement_group_bundles"] = [{name: count for name, count in bundle.items() if count}]
+        options["placement_group_strategy"] = "STRICT_PACK"
+    if ray.max_replicas == ray.ray_min_replicas:
+        options["num_replicas"] = ray.ray_min_replicas
+    else:
+        options["autoscaling_config"] = {
+            "min_replicas": ray.ray_min_replicas,
+            "max_replicas": ray.max_replicas,
+            "target_ongoing_requests": ray.ray_target_requests,
+        }
+    return options
+
+
+def ingress_options(serve: ServeConfig, ray: RayConfig) -> dict[str, Any]:
+    """Return the options of the deployment that serves HTTP."""
+    return {
+        "name": INGRESS,
+        "num_replicas": ray.ray_ingress_replicas,
+        "ray_actor_options": {"num_cpus": 0},
+        "max_ongoing_requests": _MAX_INGRESS_REQUESTS,
+        "logging_config": _LOGGING,
+        "graceful_shutdown_timeout_s": serve.shutdown_grace,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "max_constructor_retry_count": _MAX_CONSTRUCTOR_RETRIES,
+    }
+
+
+def max_outstanding(serve: ServeConfig, ray: RayConfig) -> int:
+    """Return how many requests may run and wait together; further ones are refused."""
+    queue = serve.max_queue_size or max(4 * ray.ray_max_requests, _MIN_QUEUE_SIZE)
+    return ray.max_replicas * ray.ray_max_requests + queue
+
+
+def check_supported(serve: ServeConfig) -> None:
+    """Refuse settings of the server that need one process with the workers.
+
+    Raises:
+        UnsupportedFeatureError: names the setting.
+    """
+    reasons = {
+        "state_dir": "replicas may move to another node, without the folder",
+        "cache_events": "the replicas run on several nodes; Ray Serve routes to them",
+        "profile_dir": "the replicas run on several nodes; use Ray's profiling",
+        "model_memory": "a server on Ray has one model: deploy several applications",
+    }
+    for name, reason in reasons.items():
+        if getattr(serve, name) is not None:
+            raise UnsupportedFeatureError(f"--{name.replace('_', '-')} with --ray", reason)

@@ -1,0 +1,353 @@
+"""The engine client of replicas on a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from penstock.errors import (
+    InputError,
+    OverloadedError,
+    PenstockError,
+    UnavailableError,
+    UnsupportedFeatureError,
+)
+from penstock.pipelines.core import RequestContext, TextContext
+from penstock.ray.messages import ReplicaReport, report_decoder, results_decoder
+from penstock.worker.engine_client import CacheListener, EngineClient, EngineState, SleepLevel
+from penstock.worker.messages import (
+    Submit,
+    TextResult,
+    WorkerInfo,
+    WorkerStats,
+    command_decoder,
+    command_encoder,
+)
+from penstock.worker.results import Generation
+
+_LOG = logging.getLogger("penstock.ray")
+
+_MAX_ATTEMPTS = 10
+_FIRST_DELAY, _MAX_DELAY = 0.1, 5.0
+"""Seconds between two attempts of a request; they double."""
+_POLL_SECONDS = 2.0
+"""Seconds between two reads of the replicas' statistics."""
+_GAUGES = (
+    "num_running",
+    "num_waiting",
+    "num_blocks",
+    "num_used_blocks",
+    "num_cached_blocks",
+    "last_batch_size",
+    "last_batch_tokens",
+)
+"""The statistics that are current values; the others are totals."""
+
+
+class ReplicaLostError(Exception):
+    """The replica of a request has ended, or cannot be reached."""
+
+
+class Replicas(Protocol):
+    """The replicas of a deployment."""
+
+    def generate(self, frames: Sequence[bytes], session: str) -> AsyncIterator[bytes]:
+        """Send a request to a replica and yield its results (`EngineReplica.generate`).
+
+        Closing the iterator cancels the request.
+
+        Raises:
+            ReplicaLostError: the replica has ended.
+        """
+        ...
+
+    async def reports(self) -> list[bytes]:
+        """Return the encoded `ReplicaReport` of each running replica; waits for the first replica."""
+        ...
+
+    async def reset_prefix_caches(self) -> None:
+        """Forget all cached prefixes of all replicas."""
+        ...
+
+
+class RayEngine:
+    """Sends requests to replicas. An `EngineClient`.
+
+    If the replica of a request ends, another one continues the request: its prompt and the tokens so far are
+    computed again, as after a preemption. Sampling depends on seed and position only, so the output is the
+    one that the first replica would have given, up to rounding. Requests with a grammar, with log
+    probabilities, and those of other tasks are repeated only if they have no output yet.
+
+    Args:
+        replicas: the replicas.
+        max_outstanding: maximum number of requests that run and wait together.
+    """
+
+    def __init__(self, replicas: Replicas, max_outstanding: int) -> None:
+        self._replicas = replicas
+        self.max_outstanding = max_outstanding
+        """The number of requests that may run and wait together."""
+        self.state: EngineState = "starting"
+        """The state of the engine; ``ready`` from the start to the stop."""
+        self.adapters: dict[str, str] = {}
+        """The LoRA adapters of the configuration, name to path."""
+        self._info: WorkerInfo | None = None
+        self._reports: dict[str, ReplicaReport] = {}
+        self._ended = WorkerStats()  # totals of replicas that have ended
+        self._num_ended_restarts = 0
+        self._generations: dict[str, Generation] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._polling: asyncio.Task[None] | None = None
+        self._request_ended: asyncio.Future[None] | None = None
+        self._encode, self._decode = command_encoder(), results_decoder()
+        self._decode_report = report_decoder()
+        self.num_resumed = 0
+        """How often a request was sent to another replica."""
+
+    # -- State -------------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> Sequence[EngineClient]:
+        """This client alone: Ray Serve chooses the replica."""
+        return [self]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a replica has reported lately."""
+        return bool(self._reports)
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The model and the limits that the first replica reported."""
+        assert self._info is not None, "the engine has not started"
+        return self._info
+
+    @property
+    def stats(self) -> WorkerStats:
+        """The sums of the replicas' statistics, at most some seconds old."""
+        every = [self._ended, *(report.stats for report in self._reports.values())]
+        names = WorkerStats.__struct_fields__
+        return WorkerStats(**{name: sum(getattr(stats, name) for stats in every) for name in names})
+
+    @property
+    def num_outstanding(self) -> int:
+        """The number of submitted requests that have not ended."""
+        return len(self._generations)
+
+    @property
+    def num_restarts(self) -> int:
+        """The number of times that the worker of a replica ended unexpectedly."""
+        return self._num_ended_restarts + sum(one.num_restarts for one in self._reports.values())
+
+    # -- Requests ----------------------------------------------------------------------------------------
+
+    def submit(self, context: RequestContext) -> Generation:
+        """Send a request to a replica.
+
+        Raises:
+            UnavailableError: the engine has not started, or it stops.
+            OverloadedError: too many requests are running and waiting.
+            InputError: another request with the same id is running.
+        """
+        if self.state != "ready":
+            raise UnavailableError(f"the replicas are {self.state}")
+        request_id = context.request_id
+        if request_id in self._generations:
+            raise InputError(f"request {request_id} is running already: give each request its own id")
+        if self.num_outstanding >= self.max_outstanding:
+            raise OverloadedError(
+                f"{self.num_outstanding} requests are running or waiting, and the queue is full: try again"
+            )
+        generation = self._generations[request_id] = Generation(request_id, self._cancel)
+        frames = [bytes(frame) for frame in self._encode(Submit(context))]
+        task = asyncio.get_running_loop().create_task(self._run(generation, frames, context.session_id))
+        self._tasks[request_id] = task
+        task.add_done_callback(lambda task: self._forget(task, generation))
+        return generation
+
+    async def _run(self, generation: Generation, frames: list[bytes], session: str) -> None:
+        """Run a request, on another replica if necessary."""
+        tokens: list[int] = []
+        has_output, delay, reason = False, _FIRST_DELAY, ""
+        for attempt in range(_MAX_ATTEMPTS):
+            if attempt:
+                resumed = frames if not has_output else _resumed(frames, tokens)
+                if resumed is None:
+                    break
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, _MAX_DELAY)
+                self.num_resumed += 1
+                _LOG.warning("request %s continues on another replica: %s", generation.request_id, reason)
+            else:
+                resumed = frames
+            try:
+                async for data in self._replicas.generate(resumed, session):
+                    message = self._decode(data)
+                    if message.error is not None:
+                        error = message.error.error()
+                        if isinstance(error, UnavailableError):
+                            raise ReplicaLostError(str(error))
+                        self._fail(generation, error)
+                        return
+                    if not has_output:
+                        generation.admit(message.num_cached_tokens)
+                    has_output = True
+                    for result in message.results:
+                        if isinstance(result, TextResult):
+                            tokens += result.tokens
+                        generation.add(result)
+                        if generation.is_done:
+                            self._end(generation)
+                if generation.is_done:
+                    return
+                reason = "the replica sent no end"
+            except ReplicaLostError as error:
+                reason = str(error)
+            except PenstockError as error:
+                self._fail(generation, error)
+                return
+        self._fail(generation, UnavailableError(f"the replica of the request was lost: {reason}"))
+
+    def _cancel(self, request_id: str) -> None:
+        """Cancel a request that has not ended. Called by its `Generation`."""
+        self._tasks[request_id].cancel()
+        self._end(self._generations[request_id])
+
+    def _fail(self, generation: Generation, error: PenstockError) -> None:
+        generation.fail(error)
+        self._end(generation)
+
+    def _forget(self, task: asyncio.Task[None], generation: Generation) -> None:
+        """Forget the task of a request, which has ended."""
+        if self._tasks.get(generation.request_id) is task:
+            del self._tasks[generation.request_id]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.error("request %s failed", generation.request_id, exc_info=error)
+            if not generation.is_done:
+                self._fail(generation, UnavailableError("the request failed on the way to its replica"))
+
+    def _end(self, generation: Generation) -> None:
+        """Forget a request that has ended."""
+        if self._generations.pop(generation.request_id, None) is None:
+            return
+        ended, self._request_ended = self._request_ended, None
+        if ended is not None and not ended.done():
+            ended.set_result(None)
+
+    def request_ended(self) -> asyncio.Future[None]:
+        """Return a future that completes when a submitted request has ended after this call."""
+        if self._request_ended is None:
+            self._request_ended = asyncio.get_running_loop().create_future()
+        return self._request_ended
+
+    # -- Control -----------------------------------------------------------------------------------------
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes of all replicas."""
+        await self._replicas.reset_prefix_caches()
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Refuse: replicas that start later would not have the adapter."""
+        raise _unsupported("loading adapters at run time", "name them in --lora")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse: replicas that start later would have the adapter."""
+        raise _unsupported("unloading adapters at run time", "leave them out of --lora")
+
+    async def sleep(self, level: SleepLevel, grace: float) -> None:
+        """Refuse: Ray Serve starts and ends replicas."""
+        raise _unsupported("sleep", "delete the application")
+
+    async def wake_up(self) -> None:
+        """Refuse: replicas do not sleep."""
+        raise _unsupported("sleep", "delete the application")
+
+    async def reload(self, grace: float) -> None:
+        """Refuse: Ray Serve replaces replicas one after the other when an application is deployed again."""
+        raise _unsupported("reload", "deploy the application")
+
+    async def start_profile(self) -> None:
+        """Refuse: the replicas run on several nodes."""
+        raise _unsupported("a profile", "use Ray's profiling, or start a server without --ray")
+
+    async def stop_profile(self) -> None:
+        """Refuse: the replicas run on several nodes."""
+        raise _unsupported("a profile", "use Ray's profiling, or start a server without --ray")
+
+    def watch_cache(self, listener: CacheListener) -> None:
+        """Refuse: replicas do not report the events of their caches."""
+        raise _unsupported("cache events", "start a server without --ray")
+
+    # -- Start and stop ----------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Do nothing: Ray Serve starts the replicas."""
+
+    async def start(self) -> None:
+        """Return when a replica is ready."""
+        while not self._reports:
+            await self._poll()
+        self._info = next(iter(self._reports.values())).info
+        self.adapters = dict(self._info.adapters)
+        self.state = "ready"
+        self._polling = asyncio.create_task(self._keep_polling())
+
+    async def stop(self, grace: float) -> None:
+        """Stop accepting requests and wait up to ``grace`` seconds for running requests; fail the others."""
+        self.state = "stopping"
+        if self._polling is not None:
+            self._polling.cancel()
+        if self._tasks:
+            await asyncio.wait([*self._tasks.values()], timeout=grace)
+        for generation in list(self._generations.values()):
+            self._tasks[generation.request_id].cancel()
+            self._fail(generation, UnavailableError("the server is shutting down"))
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self.state = "stopped"
+
+    async def _keep_polling(self) -> None:
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            await self._poll()
+
+    async def _poll(self) -> None:
+        """Read the reports of all replicas. Replicas that do not report have ended."""
+        found: dict[str, ReplicaReport] = {}
+        with suppress(ReplicaLostError):
+            for data in await self._replicas.reports():
+                report = self._decode_report(data)
+                found[report.name] = report
+        for name, report in self._reports.items():
+            if name not in found:
+                _add_totals(self._ended, report.stats)
+                self._num_ended_restarts += report.num_restarts
+        self._reports = found
+
+
+def _resumed(frames: Sequence[bytes], tokens: Sequence[int]) -> list[bytes] | None:
+    """Return a request that continues after generated tokens; None if another replica cannot continue it."""
+    command = command_decoder()(frames)
+    assert isinstance(command, Submit)
+    context = command.context
+    if type(context) is not TextContext or context.grammar is not None or context.log_probabilities:
+        return None
+    for token in tokens:
+        context.update(token)
+    context.outstanding_response()  # the caller has these tokens
+    context.reset()
+    context.set_token_indices(active_idx=context.end_idx)
+    return [bytes(frame) for frame in command_encoder()(Submit(context))]
+
+
+def _add_totals(total: WorkerStats, stats: WorkerStats) -> None:
+    """Add the totals of statistics, without current values."""
+    for name in WorkerStats.__struct_fields__:
+        if name not in _GAUGES:
+            setattr(total, name, getattr(total, name) + getattr(stats, name))
+
+
+def _unsupported(feature: str, instead: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(f"{feature} on Ray", f"{instead} and deploy the application again")

@@ -1,0 +1,79 @@
+"""The replicas of a Ray Serve deployment, through its handle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import RayServeException
+
+from penstock.errors import UnavailableError
+from penstock.ray.engine import ReplicaLostError
+
+_REPORT_TIMEOUT = 10.0
+_POLL_SECONDS = 0.2
+
+
+class ServeReplicas:
+    """The replicas of a deployment of `EngineReplica`.
+
+    Args:
+        handle: the ``DeploymentHandle``.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._streaming = handle.options(method_name="generate", stream=True)
+
+    async def generate(self, frames: Sequence[bytes], session: str) -> AsyncIterator[bytes]:
+        """Send a request to a replica and yield its results.
+
+        Raises:
+            ReplicaLostError: the replica has ended.
+            UnavailableError: the deployment has failed.
+        """
+        handle = self._streaming.options(session_id=session) if session else self._streaming
+        response = handle.remote(list(frames))
+        try:
+            async for data in response:
+                yield data
+        except (RayError, RayServeException) as error:
+            raise _translated(error) from error
+        finally:
+            response.cancel()
+
+    async def reports(self) -> list[bytes]:
+        """Return the report of each running replica; waits for the first replica.
+
+        Raises:
+            ReplicaLostError: no report arrived in time.
+        """
+        while not self._handle.running_replicas_populated():
+            await self._handle.report.remote()  # waits for a replica, and tells the handle of all of them
+            await asyncio.sleep(_POLL_SECONDS)
+        try:
+            response = self._handle.broadcast("report")
+            found = await response.results_async(timeout_s=_REPORT_TIMEOUT, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise ReplicaLostError(str(error)) from error
+        return [one for one in found if isinstance(one, bytes)]
+
+    async def reset_prefix_caches(self) -> None:
+        """Forget all cached prefixes of all replicas.
+
+        Raises:
+            UnavailableError: a replica did not answer.
+        """
+        try:
+            await self._handle.broadcast("reset_prefix_cache").results_async(timeout_s=_REPORT_TIMEOUT)
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise UnavailableError(f"a replica did not reset its cache: {error}") from error
+
+
+def _translated(error: Exception) -> Exception:
+    """Return the error of a request. Errors in the code of a replica are not those of a lost replica."""
+    if isinstance(error, RayTaskError | TaskCancelledError):
+        return UnavailableError(f"the replica failed: {str(error).strip().splitlines()[-1]}")
+    return ReplicaLostError(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")

@@ -1,0 +1,123 @@
+"""The deployment that serves HTTP: the same application as of a server on one machine, before replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.assembly import load_serving_tokenizer
+from penstock.config import PipelineConfig
+from penstock.errors import PenstockError
+from penstock.ray.engine import RayEngine, Replicas
+from penstock.serve.app import create_app
+from penstock.serve.config import ServeConfig
+from penstock.serve.observability.logs import configure_logging, log_event
+from penstock.serve.observability.watchdog import Watchdog
+from penstock.serve.service_factory import build_services, close_services
+from penstock.serve.services import Services
+from penstock.serve.warmup import warm_up_grammars
+
+_LOG = logging.getLogger("penstock.ray")
+
+_ABORT_SECONDS = 2.0
+"""Seconds to send the final error of each aborted request."""
+
+
+class Application:
+    """An ASGI application that starts and stops with its lifespan events.
+
+    Args:
+        services: the services of the application, with a closed gate.
+        engine: the engine client of these services.
+    """
+
+    def __init__(self, services: Services, engine: RayEngine) -> None:
+        self._services = services
+        self._engine = engine
+        self._app: ASGIApp = create_app(services)
+        self._background: list[asyncio.Task[None]] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, or the events of the lifespan."""
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        await receive()
+        try:
+            await self.start()
+        except PenstockError as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def start(self) -> None:
+        """Open the gate when a replica is ready."""
+        services, engine = self._services, self._engine
+        await engine.start()
+        services.tokenizer.max_length = engine.info.max_length
+        services.metrics.describe_build(model=services.model_name, isa=engine.info.isa)
+        services.gate.open()
+        watchdog = Watchdog(engine, services.config.watchdog_timeout)
+        self._background.append(asyncio.create_task(watchdog.run()))
+        if engine.info.grammars_enabled:
+            self._background.append(asyncio.create_task(self._warm_up_grammars()))
+
+    async def _warm_up_grammars(self) -> None:
+        try:
+            await warm_up_grammars(self._engine, self._services.tokenizer)
+        except PenstockError as error:
+            log_event(_LOG, logging.WARNING, "the warm-up of grammars failed", error=str(error))
+
+    async def stop(self) -> None:
+        """Refuse new requests, let active requests finish, and stop."""
+        services, gate = self._services, self._services.gate
+        gate.close()
+        for task in self._background:
+            task.cancel()
+        await gate.wait_until_idle(services.config.shutdown_grace)
+        await self._engine.stop(0)
+        await gate.wait_until_idle(_ABORT_SECONDS)
+        await close_services(services)
+
+
+def make_application(
+    config: PipelineConfig, serve_config: ServeConfig, replicas: Replicas, max_outstanding: int
+) -> Application:
+    """Return the application before replicas; its lifespan starts it.
+
+    Raises:
+        CheckpointError: the tokenizer of the model cannot be loaded.
+    """
+    engine = RayEngine(replicas, max_outstanding)
+    tokenizer = load_serving_tokenizer(config)
+    return Application(build_services(serve_config, config, engine, tokenizer), engine)
+
+
+class Ingress:
+    """Makes the application in a replica of the deployment, for ``serve.ingress``.
+
+    Args:
+        engine: the ``DeploymentHandle`` of the replicas with the model.
+        config: the configuration of the model.
+        serve_config: the configuration of the server.
+        max_outstanding: maximum number of requests that run and wait together.
+    """
+
+    def __init__(
+        self, engine: Any, config: PipelineConfig, serve_config: ServeConfig, max_outstanding: int
+    ) -> None:
+        self._arguments = (engine, config, serve_config, max_outstanding)
+
+    def __serve_build_asgi_app__(self) -> Application:
+        """Return the application; Ray Serve calls it in the replica."""
+        from penstock.ray.handles import ServeReplicas
+
+        engine, config, serve_config, max_outstanding = self._arguments
+        configure_logging(serve_config)
+        return make_application(config, serve_config, ServeReplicas(engine), max_outstanding)

@@ -1,0 +1,213 @@
+"""A server class for Ray Serve LLM: Penstock as the engine behind `ray.serve.llm`'s application.
+
+    from ray.serve.llm import LLMConfig, build_openai_app
+
+    config = LLMConfig(
+        model_loading_config={"model_id": "chat", "model_source": "./model"},
+        server_cls="penstock.ray.llm_server:PenstockServer",
+        engine_kwargs={"max_length": 4096, "ray_cpus": 8},
+    )
+    serve.run(build_openai_app({"llm_configs": [config]}))
+
+``engine_kwargs`` are settings of Penstock by their flat names: of the model, the server and Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from penstock.config import PipelineConfig, config_fields
+from penstock.config.sources import collect_values
+from penstock.errors import UnavailableError, UnsupportedFeatureError
+from penstock.ray.config import RayConfig, ray_fields
+from penstock.ray.deployment import Resources, engine_options, replica_config
+from penstock.ray.local_server import LocalServer, internal_request
+from penstock.serve.config import ServeConfig, serve_fields
+from penstock.worker.engine_client import EngineClient
+
+_HEADERS = ("x-request-id", "x-session-id")
+"""Headers of a request that reach Penstock's routes. Keys are checked by Ray Serve LLM's application."""
+
+
+class PenstockServer:
+    """Serves a model in a deployment of Ray Serve LLM, with Penstock's routes.
+
+    Ray Serve LLM checks requests with models of its own, so that a request has the fields that it knows.
+
+    Args:
+        llm_config: the ``ray.serve.llm.LLMConfig``.
+        engine: the engine client, not launched yet; by default a worker process.
+
+    Raises:
+        ConfigError: ``engine_kwargs`` has an unknown name or an impossible value.
+        CheckpointError: the model cannot be found.
+    """
+
+    def __init__(self, llm_config: Any, engine: EngineClient | None = None) -> None:
+        self._llm_config = llm_config
+        config, serve_config, ray_config = configs_of(llm_config)
+        own = replica_config(config, Resources.of(config, ray_config))
+        self._server = LocalServer(own, replace(serve_config, access_log=False), engine)
+
+    @classmethod
+    def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
+        """Return the options of the deployment: those of ``deployment_config``, else Penstock's."""
+        config, serve_config, ray_config = configs_of(llm_config)
+        options = engine_options(config, serve_config, ray_config, Resources.of(config, ray_config))
+        options = {name: value for name, value in options.items() if name != "name"}
+        given = dict(llm_config.deployment_config)
+        if "num_replicas" in given or "autoscaling_config" in given:
+            options.pop("num_replicas", None)
+            options.pop("autoscaling_config", None)
+        return {**options, **given, "user_config": given.get("user_config") or {}}
+
+    async def reconfigure(self, user_config: object) -> None:
+        """Load the model. Ray Serve calls it before the replica gets requests."""
+        await self.start()
+
+    async def start(self) -> None:
+        """Load the model."""
+        await self._server.start()
+
+    async def check_health(self) -> None:
+        """Do nothing if the worker is alive or being restarted.
+
+        Raises:
+            UnavailableError: the worker has ended and is not restarted.
+        """
+        state = self._server.engine.state
+        if state in ("stopping", "stopped"):
+            raise UnavailableError(f"the worker is {state}")
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Yield the response of ``/v1/chat/completions``, or the events of its stream."""
+        async for one in self._answer(
+            "/v1/chat/completions", "ChatCompletionResponse", request, raw_request_info
+        ):
+            yield one
+
+    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Yield the response of ``/v1/completions``, or the events of its stream."""
+        async for one in self._answer("/v1/completions", "CompletionResponse", request, raw_request_info):
+            yield one
+
+    async def embeddings(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Yield the response of ``/v1/embeddings``."""
+        async for one in self._answer("/v1/embeddings", "EmbeddingResponse", request, raw_request_info):
+            yield one
+
+    async def score(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Yield the response of ``/v1/score``."""
+        async for one in self._answer("/v1/score", "ScoreResponse", request, raw_request_info):
+            yield one
+
+    async def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Yield the response of ``/tokenize``."""
+        async for one in self._answer("/tokenize", "TokenizeResponse", request, raw_request_info):
+            yield one
+
+    async def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Yield the response of ``/detokenize``."""
+        async for one in self._answer("/detokenize", "DetokenizeResponse", request, raw_request_info):
+            yield one
+
+    async def transcriptions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Refuse: no model of Penstock transcribes."""
+        yield _error(400, "transcriptions are not supported", "invalid_request_error")
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        await self._server.engine.reset_prefix_cache()
+
+    async def start_profile(self) -> None:
+        """Record what the worker does; needs ``profile_dir`` in ``engine_kwargs``."""
+        await self._server.engine.start_profile()
+
+    async def stop_profile(self) -> None:
+        """Stop to record, and write the profile."""
+        await self._server.engine.stop_profile()
+
+    async def sleep(self, **options: Any) -> None:
+        """Release memory. The option ``level`` is 1 for the KV cache, 2 for the weights as well."""
+        level = options.pop("level", 1)
+        if options or level not in (1, 2):
+            raise UnsupportedFeatureError(
+                f"sleep with {options or level}", "the only option is level, 1 or 2"
+            )
+        await self._server.engine.sleep(level, self._server.services.config.shutdown_grace)
+
+    async def wakeup(self, **options: Any) -> None:
+        """Accept requests again. There are no options."""
+        if options:
+            raise UnsupportedFeatureError(f"wakeup with {', '.join(options)}", "there are no options")
+        await self._server.engine.wake_up()
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the model is asleep."""
+        return self._server.engine.state == "asleep"
+
+    async def pause(self, **options: Any) -> None:
+        """Refuse: a worker runs or sleeps."""
+        raise UnsupportedFeatureError("pause", "use sleep")
+
+    async def resume(self, **options: Any) -> None:
+        """Refuse: a worker runs or sleeps."""
+        raise UnsupportedFeatureError("resume", "use wakeup")
+
+    async def is_paused(self) -> bool:
+        """Return False: a worker runs or sleeps."""
+        return False
+
+    async def llm_config(self) -> Any:
+        """Return the configuration."""
+        return self._llm_config
+
+    async def stop(self) -> None:
+        """End the worker. Without this call it ends together with the process of the replica."""
+        await self._server.stop()
+
+    async def _answer(self, path: str, kind: str, request: Any, raw_request_info: Any) -> AsyncIterator[Any]:
+        """Run a route and yield its response as Ray Serve LLM's type, or the events of its stream as text."""
+        body = request.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        given: Mapping[str, str] = {} if raw_request_info is None else raw_request_info.headers
+        headers = {name: value for name, value in given.items() if name.lower() in _HEADERS}
+        async with internal_request(self._server.app, path, body, headers) as response:
+            if response.status != 200:
+                error = msgspec.json.decode(await response.body())["error"]
+                yield _error(response.status, error["message"], error.get("type") or "error")
+            elif body.get("stream"):
+                async for part in response.parts:
+                    yield part.decode()
+            else:
+                yield _types()[kind].model_validate(msgspec.json.decode(await response.body()))
+
+
+def configs_of(llm_config: Any) -> tuple[PipelineConfig, ServeConfig, RayConfig]:
+    """Return the three configurations of an ``LLMConfig``.
+
+    Raises:
+        ConfigError: ``engine_kwargs`` has an unknown name or an impossible value.
+    """
+    loading = llm_config.model_loading_config
+    source = loading.model_source or loading.model_id
+    flat = {"served_model_name": loading.model_id, **llm_config.engine_kwargs, "model_path": str(source)}
+    fields = [*config_fields(), *serve_fields(), *ray_fields()]
+    given = collect_values(fields, flat, "argument", {})
+    return PipelineConfig.from_given(given), ServeConfig.from_given(given), RayConfig.from_given(given)
+
+
+def _types() -> dict[str, Any]:
+    """Return the types of responses by name. The application distinguishes errors and responses by these."""
+    from ray.llm._internal.serve.core.configs import openai_api_models
+
+    return vars(openai_api_models)
+
+
+def _error(status: int, message: str, kind: str) -> Any:
+    """Return an error in the form that Ray Serve LLM's application expects."""
+    types = _types()
+    return types["ErrorResponse"](error=types["ErrorInfo"](message=message, type=kind, code=status))

@@ -1,0 +1,43 @@
+"""The messages between the HTTP process and the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.pipelines.core import msgpack_numpy_decoder, msgpack_numpy_encoder
+from penstock.worker.messages import ErrorRecord, RequestResult, WorkerInfo, WorkerStats
+
+
+class ReplicaResults(msgspec.Struct, array_like=True):
+    """The results of one request since the message before, or its error. The last message ends it."""
+
+    num_cached_tokens: int = 0
+    results: list[RequestResult] = []
+    error: ErrorRecord | None = None
+
+
+class ReplicaReport(msgspec.Struct):
+    """The state of a replica."""
+
+    name: str
+    info: WorkerInfo
+    stats: WorkerStats
+    num_restarts: int = 0
+    """How often the worker process of the replica ended unexpectedly."""
+
+
+def encoder() -> Callable[[object], bytes]:
+    """Return the encoder of both messages. Each thread needs its own."""
+    return msgpack_numpy_encoder()
+
+
+def results_decoder() -> Callable[[bytes], ReplicaResults]:
+    """Return the decoder of `ReplicaResults`."""
+    return msgpack_numpy_decoder(ReplicaResults)
+
+
+def report_decoder() -> Callable[[bytes], ReplicaReport]:
+    """Return the decoder of `ReplicaReport`."""
+    return msgpack_numpy_decoder(ReplicaReport)

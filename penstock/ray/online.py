@@ -1,0 +1,148 @@
+"""A server on Ray Serve: replicas of one model behind the OpenAI-compatible application."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from penstock.config import PipelineConfig
+from penstock.config.sources import collect_values
+from penstock.errors import ConfigError, PenstockError
+from penstock.ray.cluster import connected, import_ray
+from penstock.ray.config import RayConfig, ray_fields
+from penstock.ray.deployment import (
+    Resources,
+    check_supported,
+    engine_options,
+    ingress_options,
+    max_outstanding,
+    replica_config,
+)
+from penstock.ray.ingress import Ingress
+from penstock.ray.replica import EngineReplica
+from penstock.serve.config import ServeConfig, serve_fields
+from penstock.serve.http.lifecycle import listening_socket
+
+_LOG = logging.getLogger("penstock.ray")
+
+
+def build_app(config: Mapping[str, object]) -> Any:
+    """Return a Ray Serve application that serves a model through the OpenAI API.
+
+    ``serve run penstock.ray:build_app model_path=./model ray_max_replicas=4`` deploys it; so does the
+    ``import_path`` of a Serve configuration file, with the settings in ``args``, and in a program
+    ``serve.run(build_app({...}))``.
+
+    Args:
+        config: settings by their flat names: those of the model, of the server and of Ray
+            (docs/configuration.md). Texts stand for numbers and booleans, as in flags.
+
+    Returns:
+        The ``ray.serve.Application``.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        ConfigError: unknown name, wrong type or impossible value.
+        CheckpointError: the model cannot be found.
+        UnsupportedFeatureError: a setting of the server that replicas on several nodes cannot have.
+    """
+    from penstock.config import config_fields
+
+    fields = [*config_fields(), *serve_fields(), *ray_fields()]
+    given = collect_values(fields, dict(config), "flag", {})
+    return application(
+        PipelineConfig.from_given(given), ServeConfig.from_given(given), RayConfig.from_given(given)
+    )
+
+
+def application(config: PipelineConfig, serve_config: ServeConfig, ray_config: RayConfig) -> Any:
+    """Return the Ray Serve application of three configurations, as `build_app`."""
+    import_ray("penstock.ray.build_app")
+    from ray import serve
+
+    check_supported(serve_config)
+    config.model.checkpoint  # noqa: B018  # a model that is missing is reported here, not by a replica
+    resources = Resources.of(config, ray_config)
+    own = replica_config(config, resources)
+    engine = serve.deployment(EngineReplica, **engine_options(own, serve_config, ray_config, resources))
+    ingress = serve.deployment(serve.ingress()(Ingress), **ingress_options(serve_config, ray_config))
+    replicas = engine.bind(own, serve_config, ray_config.ray_max_requests, resources.num_cpus)
+    return ingress.bind(replicas, config, serve_config, max_outstanding(serve_config, ray_config))
+
+
+def run_server(config: PipelineConfig, serve_config: ServeConfig, ray_config: RayConfig) -> int:
+    """Deploy a model on Ray Serve and wait for a signal; then let running requests finish and delete it.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        ConfigError: the cluster cannot be reached, or the address is in use.
+        PenstockError: the model cannot be found or loaded.
+    """
+    import_ray("penstock serve --ray")
+    app = application(config, serve_config, ray_config)
+    with connected(ray_config, "penstock serve --ray") as is_local:
+        from ray import serve
+
+        port = serve_config.port or _free_port(serve_config.host)
+        if is_local:
+            listening_socket(serve_config.host, port).close()  # a port in use is reported here
+        serve.start(
+            http_options={
+                "host": serve_config.host,
+                "port": port,
+                "request_timeout_s": serve_config.request_timeout,
+                "keep_alive_timeout_s": int(serve_config.keep_alive),
+            }
+        )
+        name = ray_config.ray_app_name
+        try:
+            serve.run(app, name=name, route_prefix="/")
+        except BaseException as error:
+            serve.delete(name)
+            if not isinstance(error, RuntimeError):
+                raise
+            raise PenstockError(f"the deployment failed: {str(error).strip().splitlines()[-1]}") from error
+        stop = _stop_at_signals()
+        click.echo(
+            f"penstock: serving {config.model.name} at http://{serve_config.host}:{port} on Ray, "
+            f"{ray_config.ray_min_replicas} to {ray_config.max_replicas} replicas",
+            err=True,
+        )
+        stop.wait()
+        _LOG.info("stopping: running requests have %s s", serve_config.shutdown_grace)
+        serve.delete(name)
+        if is_local:
+            serve.shutdown()
+    return 0
+
+
+def _stop_at_signals() -> threading.Event:
+    """Return an event that is set by the first SIGTERM or SIGINT; the second one interrupts the program."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    return stop
+
+
+def _free_port(host: str) -> int:
+    """Return a port that is free now: Ray Serve needs a number."""
+    try:
+        with socket.create_server((host, 0)) as listener:
+            return int(listener.getsockname()[1])
+    except OSError as error:
+        raise ConfigError("host", f"cannot listen at {host}: {error.strerror}") from error

@@ -1,0 +1,123 @@
+"""A replica: the engine of one model behind a Ray Serve deployment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from uuid import uuid4
+
+from penstock.assembly import close_tokenizer, load_tokenizer
+from penstock.config import PipelineConfig
+from penstock.driver import CPU
+from penstock.engines import make_engine
+from penstock.errors import PenstockError, UnavailableError
+from penstock.ray.deployment import usable_cpus
+from penstock.ray.messages import ReplicaReport, ReplicaResults, encoder
+from penstock.serve.config import ServeConfig
+from penstock.serve.observability.logs import configure_logging
+from penstock.serve.warmup import warm_up_model
+from penstock.worker.engine_client import EngineClient
+from penstock.worker.messages import ErrorRecord, Submit, command_decoder
+
+
+class EngineReplica:
+    """Runs a model for the processes that serve HTTP. Ray Serve makes one in each replica.
+
+    The model runs in a worker process, which is restarted if it dies, as in a server on one machine.
+
+    Args:
+        config: the configuration of the model.
+        serve_config: the configuration of the server.
+        max_queue_size: maximum number of waiting requests.
+        num_cpus: the CPUs that the replica reserved. It uses the same part of the node's memory as of the
+            node's CPUs, because other replicas may run there.
+        engine: the engine client, not launched yet; by default a worker process.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        serve_config: ServeConfig,
+        max_queue_size: int,
+        num_cpus: int,
+        engine: EngineClient | None = None,
+    ) -> None:
+        configure_logging(serve_config)
+        self._name = uuid4().hex
+        self._config = config
+        self._engine = engine or make_engine(
+            config,
+            max_queue_size=max_queue_size,
+            hang_limit=serve_config.worker_timeout,
+            memory_limit=serve_config.worker_memory_limit,
+            memory=_memory(config, num_cpus),
+        )
+        self._decode, self._encode = command_decoder(), encoder()
+        self._is_started = False
+
+    async def reconfigure(self, user_config: object) -> None:
+        """Load the model. Ray Serve calls it before the replica gets requests.
+
+        Raises:
+            PenstockError: the model cannot be loaded.
+        """
+        if self._is_started:
+            return
+        tokenizer = await asyncio.to_thread(partial(load_tokenizer, self._config))
+        await self._engine.start()
+        tokenizer.max_length = self._engine.info.max_length
+        await warm_up_model(self._engine, tokenizer, self._config.model.pipeline_task)
+        close_tokenizer(tokenizer)
+        self._is_started = True
+
+    def check_health(self) -> None:
+        """Do nothing if the worker is alive or being restarted; Ray Serve replaces an unhealthy replica.
+
+        Raises:
+            UnavailableError: the worker has ended and is not restarted.
+        """
+        state = self._engine.state
+        if self._is_started and state in ("stopping", "stopped"):
+            raise UnavailableError(f"the worker is {state}")
+
+    async def generate(self, frames: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
+        """Run a request and yield its results, as encoded `ReplicaResults`.
+
+        Args:
+            frames: an encoded `Submit`.
+        """
+        command = self._decode(frames)
+        assert isinstance(command, Submit)
+        generation = None
+        try:
+            generation = self._engine.submit(command.context)
+            await generation.admitted()
+            while results := await generation.next_results():
+                yield self._encode(ReplicaResults(generation.num_cached_tokens, results))
+        except PenstockError as error:
+            yield self._encode(ReplicaResults(error=ErrorRecord.of(error)))
+        finally:
+            if generation is not None:
+                generation.cancel()
+
+    async def report(self) -> bytes:
+        """Return the encoded `ReplicaReport`."""
+        engine = self._engine
+        return self._encode(ReplicaReport(self._name, engine.info, engine.stats, engine.num_restarts))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        await self._engine.reset_prefix_cache()
+
+    async def close(self) -> None:
+        """End the worker. Without this call it ends together with the process of the replica."""
+        await self._engine.stop(0)
+
+
+def _memory(config: PipelineConfig, num_cpus: int) -> int | None:
+    """Return the bytes of host memory that a replica may use; None for a model on GPUs."""
+    if not config.model.devices[0].is_host:
+        return None
+    share = min(num_cpus / usable_cpus(), 1.0)
+    return int(CPU().stats["total_memory"] * share * config.kv_cache.device_memory_utilization)

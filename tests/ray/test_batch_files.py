@@ -1,0 +1,98 @@
+"""The files of a batch on Ray. Needs no Ray."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import InputError
+from penstock.ray.batch import remove_output
+from penstock.ray.batch_files import (
+    chunks_of_lines,
+    done_ids,
+    line_of_row,
+    parquet_files,
+    pending_rows,
+    read_chunk,
+    writer_of,
+)
+
+
+def line(name: str, **body: Any) -> str:
+    return json.dumps({"custom_id": name, "url": "/v1/completions", "body": body})
+
+
+def test_chunks_have_all_lines_without_result(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    lines = [line("a"), "", line("b", x=1), "not json", line("ä"), '{"custom_id": 5}', line("c")]
+    path.write_text("\n".join(lines) + "\n")
+    chunks, pending = chunks_of_lines(path, {"b"}, 2)
+    assert pending == {"a", "line-4", "ä", "line-6", "c"}
+    assert [chunk.numbers for chunk in chunks] == [[1, 4], [5, 6], [7]]
+    rows = [row for chunk in chunks for row in read_chunk(path, chunk)]
+    assert [row["line"].decode().strip() for row in rows] == [lines[row["number"] - 1] for row in rows]
+    assert chunks_of_lines(path, pending | {"b"}, 2) == ([], set())
+
+
+def test_equal_ids_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(f"{line('a')}\n{line('a')}\n")
+    with pytest.raises(InputError, match="two requests have the custom_id 'a'"):
+        chunks_of_lines(path, set(), 2)
+    with pytest.raises(InputError, match=r"cannot be read: No such file"):
+        chunks_of_lines(tmp_path / "none", set(), 2)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_results_continue_where_they_ended(tmp_path: Path, name: str) -> None:
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    output = tmp_path / name
+    assert done_ids(output) == set()
+    for part in (["a", "b"], ["c"]):
+        writer = writer_of(output)
+        for one in part:
+            response = {"status_code": 200, "body": {"text": one}}
+            writer.add(
+                json.dumps({"id": "1", "custom_id": one, "response": response, "error": None}).encode()
+            )
+        writer.close()
+    assert done_ids(output) == {"a", "b", "c"}
+    remove_output(output)
+    assert not output.exists()
+
+
+def test_parquet_requests_and_results(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import read_table, write_table
+
+    body = [{"model": "m", "prompt": "x", "stop": None}, {"model": "m", "prompt": "y", "stop": ["s"]}]
+    table = pyarrow.table({"custom_id": ["a", "b"], "url": ["/u"] * 2, "body": body})
+    write_table(table, tmp_path / "0.parquet")
+    assert pending_rows(tmp_path, {"a"}) == {"b"}
+    lines = [json.loads(line_of_row(row)) for row in table.to_pylist()]
+    assert [one["body"] for one in lines] == [{"model": "m", "prompt": "x"}, body[1]]
+    assert json.loads(line_of_row({"custom_id": "a", "url": "/u", "body": '{"k": 1}'}))["body"] == {"k": 1}
+    write_table(table, tmp_path / "1.parquet")
+    with pytest.raises(InputError, match="two requests have the custom_id 'a'"):
+        pending_rows(tmp_path, set())
+    write_table(pyarrow.table({"custom_id": ["a"]}), tmp_path / "only.parquet")
+    with pytest.raises(InputError, match=r"only\.parquet has no column url"):
+        pending_rows(tmp_path / "only.parquet", set())
+    write_table(table.set_column(0, "custom_id", [["a", None]]), tmp_path / "none.parquet")
+    with pytest.raises(InputError, match="a row without a custom_id"):
+        pending_rows(tmp_path / "none.parquet", set())
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"has no files \*\.parquet"):
+        parquet_files(tmp_path / "empty")
+    writer = writer_of(tmp_path / "out.parquet")
+    writer.add(b'{"custom_id": "a", "response": null, "error": {"code": "bad"}}')
+    writer.close()
+    (row,) = read_table(tmp_path / "out.parquet").to_pylist()
+    assert row == {"custom_id": "a", "status_code": None, "body": None, "error": '{"code":"bad"}'}
+    (tmp_path / "out.parquet" / "mine").touch()
+    with pytest.raises(InputError, match="'mine', which is no part"):
+        remove_output(tmp_path / "out.parquet")

@@ -1,0 +1,147 @@
+"""`PenstockServer` without Ray, and the calls of an application in its process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from support.workers import Gate, GatedPipeline, fake_work, letters
+
+from penstock.errors import ConfigError, UnavailableError, UnsupportedFeatureError
+from penstock.ray import llm_server
+from penstock.ray.llm_server import PenstockServer, configs_of
+from penstock.ray.local_server import internal_request
+from penstock.testing import FakePipeline
+from penstock.worker.client import WorkerClient
+
+
+class Body:
+    """The validated body of a request; a response of any kind."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        assert options == {"mode": "json", "exclude_unset": True, "exclude_none": True}
+        return self.fields
+
+    @classmethod
+    def model_validate(cls, fields: dict[str, Any]) -> Body:
+        return cls(**fields)
+
+
+def config_of(**engine: Any) -> Any:
+    loading = SimpleNamespace(model_id="chat", model_source="demo")
+    return SimpleNamespace(
+        model_loading_config=loading, engine_kwargs=engine, deployment_config={"max_ongoing_requests": 3}
+    )
+
+
+@asynccontextmanager
+async def server_of(pipeline: FakePipeline) -> AsyncIterator[PenstockServer]:
+    client = WorkerClient(lambda: fake_work(pipeline), in_thread=True)
+    server = PenstockServer(config_of(), client)
+    await server.reconfigure({})
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+@pytest.fixture(autouse=True)
+def types(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("CompletionResponse", "TokenizeResponse", "ErrorResponse", "ErrorInfo")
+    monkeypatch.setattr(llm_server, "_types", lambda: {name: type(name, (Body,), {}) for name in names})
+
+
+BODY = {"model": "chat", "prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
+
+
+async def test_responses_streams_and_errors() -> None:
+    async with server_of(FakePipeline(letters(9))) as server:
+        (whole,) = [one async for one in server.completions(Body(**BODY))]
+        assert type(whole).__name__ == "CompletionResponse"
+        assert whole.fields["usage"]["completion_tokens"] == 3
+        info = SimpleNamespace(headers={"X-Request-Id": "mine", "authorization": "Bearer x"})
+        events = "".join([one async for one in server.completions(Body(**BODY, stream=True), info)])
+        pieces = [json.loads(event[6:]) for event in events.split("\n\n") if event.startswith("data: {")]
+        text = "".join(piece["choices"][0]["text"] for piece in pieces)
+        assert text == whole.fields["choices"][0]["text"]
+        assert events.endswith("data: [DONE]\n\n")
+        (error,) = [one async for one in server.completions(Body(**{**BODY, "top_p": -1}))]
+        assert error.fields["error"].fields["code"] == 400
+        assert "top_p" in error.fields["error"].fields["message"]
+        (tokens,) = [one async for one in server.tokenize(Body(model="chat", prompt="Hello"))]
+        assert tokens.fields["count"] == len(tokens.fields["tokens"])
+        (refused,) = [one async for one in server.transcriptions(Body())]
+        assert refused.fields["error"].fields["message"] == "transcriptions are not supported"
+
+
+async def test_a_stream_that_is_left_cancels_the_request() -> None:
+    gate = Gate()
+    pipeline = GatedPipeline(gate, choose=letters(50))
+    async with server_of(pipeline) as server:
+        stream = server.completions(Body(**{**BODY, "max_tokens": 40}, stream=True))
+        gate.let(2)
+        assert "data: " in await anext(stream)
+        await stream.aclose()
+        gate.open()
+        engine = server._server.engine
+        while engine.num_outstanding:
+            await asyncio.sleep(0.01)
+        assert engine.stats.num_generated_tokens < 40
+
+
+async def test_control() -> None:
+    async with server_of(FakePipeline(letters(3))) as server:
+        await server.check_health()
+        await server.reset_prefix_cache()
+        await server.sleep(level=1)
+        assert await server.is_sleeping()
+        (error,) = [one async for one in server.completions(Body(**BODY))]
+        assert error.fields["error"].fields["code"] == 503
+        await server.wakeup()
+        assert not await server.is_sleeping()
+        for call in (server.sleep(level=3), server.wakeup(tags=["x"]), server.pause(), server.resume()):
+            with pytest.raises(UnsupportedFeatureError):
+                await call
+        assert not await server.is_paused()
+        assert (await server.llm_config()).model_loading_config.model_id == "chat"
+    with pytest.raises(UnavailableError, match="stopped"):
+        await server.check_health()
+
+
+def test_settings_and_options() -> None:
+    config, serve, ray = configs_of(config_of(max_length=64, shutdown_grace=7.0, ray_max_replicas=3))
+    assert (config.model.name, config.model.max_length, serve.shutdown_grace) == ("chat", 64, 7.0)
+    assert ray.max_replicas == 3
+    options = PenstockServer.get_deployment_options(config_of(ray_cpus=2, tensor_parallel_size=2))
+    assert options["max_ongoing_requests"] == 3
+    assert options["placement_group_bundles"] == [{"CPU": 2}]
+    assert options["user_config"] == {}
+    assert "name" not in options
+    own = config_of(ray_max_replicas=5)
+    own.deployment_config = {"num_replicas": 2}
+    assert "autoscaling_config" not in PenstockServer.get_deployment_options(own)
+    with pytest.raises(ConfigError, match="max_lenght"):
+        configs_of(config_of(max_lenght=5))
+
+
+async def test_an_application_that_fails_raises_its_error() -> None:
+    async def failing(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/late":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise LookupError(scope["path"])
+
+    with pytest.raises(LookupError, match="/early"):
+        async with internal_request(failing, "/early", {}, {}):
+            pass
+    async with internal_request(failing, "/late", {}, {}) as response:
+        with pytest.raises(LookupError, match="/late"):
+            await response.body()

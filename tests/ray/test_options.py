@@ -1,0 +1,154 @@
+"""The configuration of Ray, and the options of deployments and actors that follow from it. Needs no Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import penstock.ray
+from penstock.cli import cli
+from penstock.config import PipelineConfig
+from penstock.errors import ConfigError, MissingDependencyError, UnsupportedFeatureError
+from penstock.ray import cluster
+from penstock.ray.config import RayConfig
+from penstock.ray.deployment import (
+    Resources,
+    check_supported,
+    engine_options,
+    ingress_options,
+    max_outstanding,
+    replica_config,
+    usable_cpus,
+)
+from penstock.serve.config import ServeConfig
+
+SERVE = ServeConfig(shutdown_grace=45.0)
+
+
+def options_of(ray: RayConfig, **flat: object) -> dict[str, object]:
+    config = PipelineConfig.from_flat({"model_path": "demo", **flat})
+    return engine_options(config, SERVE, ray, Resources.of(config, ray))
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda name: None)
+
+
+def test_limits() -> None:
+    assert RayConfig(ray_min_replicas=3).max_replicas == 3
+    with pytest.raises(ConfigError, match=r"ray_max_replicas: must be at least ray_min_replicas, 3, was 2"):
+        RayConfig(ray_min_replicas=3, ray_max_replicas=2)
+    for name, value in {"ray_cpus": 0, "ray_target_requests": 0.0, "ray_app_name": "a/b"}.items():
+        with pytest.raises(ConfigError, match=name):
+            RayConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_replicas_are_fixed_or_follow_the_queue() -> None:
+    assert options_of(RayConfig(ray_min_replicas=2))["num_replicas"] == 2
+    scaled = options_of(RayConfig(ray_max_replicas=5, ray_target_requests=3))
+    assert "num_replicas" not in scaled
+    assert scaled["autoscaling_config"] == {
+        "min_replicas": 1,
+        "max_replicas": 5,
+        "target_ongoing_requests": 3.0,
+    }
+
+
+def test_draining_lasts_as_long_as_the_grace() -> None:
+    both = (options_of(RayConfig()), ingress_options(SERVE, RayConfig(ray_ingress_replicas=2)))
+    assert [one["graceful_shutdown_timeout_s"] for one in both] == [45.0, 45.0]
+    assert both[1]["num_replicas"] == 2
+    assert both[1]["ray_actor_options"] == {"num_cpus": 0}
+
+
+def test_a_divided_model_is_one_bundle_on_one_node() -> None:
+    ray = RayConfig(ray_cpus=8)
+    divided = options_of(ray, tensor_parallel_size=2)
+    assert divided["placement_group_bundles"] == [{"CPU": 8}]
+    assert divided["placement_group_strategy"] == "STRICT_PACK"
+    assert "placement_group_bundles" not in options_of(ray)
+    gpus = options_of(RayConfig(), tensor_parallel_size=2, devices="gpu:2,3")
+    assert gpus["placement_group_bundles"] == [{"CPU": 2, "GPU": 2}]
+    assert gpus["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 2}
+    with pytest.raises(ConfigError, match="ray_cpus: must be at least tensor_parallel_size, 2, was 1"):
+        options_of(RayConfig(ray_cpus=1), tensor_parallel_size=2)
+
+
+def test_cpus_of_a_replica() -> None:
+    def cpus(ray: RayConfig, **flat: object) -> tuple[int, int | None]:
+        config = PipelineConfig.from_flat({"model_path": "demo", **flat})
+        resources = Resources.of(config, ray)
+        return resources.num_cpus, replica_config(config, resources).num_threads
+
+    assert cpus(RayConfig(ray_cpus=3)) == (3, 3)
+    assert cpus(RayConfig(ray_cpus=3), num_threads=2) == (3, 2)
+    assert cpus(RayConfig(), num_threads=2) == (2, 2)
+    assert cpus(RayConfig()) == (usable_cpus(), usable_cpus())
+    assert cpus(RayConfig(ray_min_replicas=1000)) == (1, 1)
+    assert cpus(RayConfig(), devices="gpu:1") == (1, None)
+
+
+def test_a_replica_sees_its_gpus_from_number_0() -> None:
+    config = PipelineConfig.from_flat({"model_path": "demo", "devices": "gpu:2,3"})
+    own = replica_config(config, Resources.of(config, RayConfig()))
+    assert [str(device) for device in own.model.devices] == ["gpu:0", "gpu:1"]
+
+
+def test_requests_beyond_replicas_and_queue_are_refused() -> None:
+    ray = RayConfig(ray_max_replicas=3, ray_max_requests=10)
+    assert max_outstanding(ServeConfig(max_queue_size=7), ray) == 37
+    assert max_outstanding(ServeConfig(), ray) == 30 + 64
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("state_dir", "x"), ("cache_events", "tcp://127.0.0.1:1"), ("profile_dir", "x"), ("model_memory", 9)],
+)
+def test_settings_of_one_process_are_refused(name: str, value: object) -> None:
+    check_supported(ServeConfig())
+    with pytest.raises(UnsupportedFeatureError, match=f"--{name.replace('_', '-')} with --ray"):
+        check_supported(ServeConfig(**{name: value}))
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_without_ray_the_error_names_the_extra(tmp_path: Path) -> None:
+    requests = tmp_path / "in.jsonl"
+    requests.write_text("")
+    output = tmp_path / "out.jsonl"
+    output.write_text("kept")
+    for command, arguments in {
+        "serve": ["demo"],
+        "batch run": [str(requests), "-o", str(output), "demo", "--overwrite"],
+    }.items():
+        result = CliRunner().invoke(cli, [*command.split(), *arguments, "--ray"])
+        assert result.exit_code == 2
+        expected = f"penstock: error: penstock {command} --ray needs ray: pip install 'penstock-llm[ray]'"
+        assert result.stderr.strip() == expected
+    assert output.read_text() == "kept"
+    with pytest.raises(MissingDependencyError, match=r"penstock\.ray\.build_app needs ray: .*\[ray\]"):
+        penstock.ray.build_app({"model_path": "demo"})
+    for name in ("generate", "embed"):
+        with pytest.raises(MissingDependencyError, match=rf"penstock\.ray\.{name} needs ray"):
+            getattr(penstock.ray, name)(None, "demo")
+
+
+def test_settings_come_from_flags_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RAY_MAX_REQUESTS", "5")
+    arguments = ["serve", "demo", "--ray", "--ray-min-replicas", "2", "--print-config"]
+    rows = {
+        line.split()[0]: line.split()[1:] for line in CliRunner().invoke(cli, arguments).stdout.splitlines()
+    }
+    assert rows["ray_min_replicas"] == ["2", "flag"]
+    assert rows["ray_max_requests"] == ["5", "environment", "PENSTOCK_RAY_MAX_REQUESTS"]
+    wrong = CliRunner().invoke(cli, ["batch", "run", __file__, "-o", "x", "demo", "--ray-cpus", "0"])
+    assert wrong.exit_code == 2
+    assert "ray_cpus: must be a whole number of at least 1" in wrong.stderr
+
+
+def test_one_application_has_one_model() -> None:
+    result = CliRunner().invoke(cli, ["serve", "--ray", "--model", "demo", "--model", "demo"])
+    assert result.exit_code == 2
+    assert "--ray with 2 models is not supported" in result.stderr

