@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 import msgspec
-import numpy as np
 
 from penstock.config import PipelineConfig
 from penstock.errors import InputError, PenstockError
@@ -29,7 +28,7 @@ from penstock.ray.batch_files import (
 )
 from penstock.ray.cluster import connected, import_ray
 from penstock.ray.config import RayConfig
-from penstock.ray.dataset import Columns, through_actors
+from penstock.ray.dataset import through_actors
 from penstock.ray.local_server import LocalServer
 from penstock.serve.batches.batch_dispatch import BatchDispatcher
 from penstock.serve.batches.batch_lines import parsed
@@ -95,17 +94,16 @@ def _write(results: Any, output: Path, pending: set[str]) -> int:
     writer = writer_of(output)
     try:
         with GenerationProgress(len(pending)) as progress:
-            for batch in results.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
-                for line, is_good, tokens in zip(
-                    batch["result"], batch["is_good"], batch["num_tokens"], strict=True
-                ):
+            for batch in results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+                for row in batch.to_pylist():
+                    line, is_good, tokens = row["result"], row["is_good"], row["num_tokens"]
                     name = msgspec.json.decode(line, type=BatchResult).custom_id
                     if name not in pending:
                         continue  # a block that was computed twice
                     pending.remove(name)
-                    writer.add(bytes(line))
-                    num, num_bad, num_tokens = num + 1, num_bad + (not is_good), num_tokens + int(tokens)
-                    progress.advance(num_tokens=int(tokens), num_prompts=1)
+                    writer.add(line)
+                    num, num_bad, num_tokens = num + 1, num_bad + (not is_good), num_tokens + tokens
+                    progress.advance(num_tokens=tokens, num_prompts=1)
     finally:
         writer.close()
     seconds = max(time.perf_counter() - begin, 1e-9)
@@ -168,14 +166,13 @@ class LineActor:
     def __init__(self, config: PipelineConfig, serve_config: ServeConfig) -> None:
         self._server = LocalServer(config, serve_config)
 
-    async def __call__(self, batch: Columns) -> AsyncIterator[Columns]:
-        """Run lines and yield their results."""
+    async def __call__(self, batch: Any) -> AsyncIterator[Any]:
+        """Run the lines of a batch, a ``pyarrow.Table``, and yield a table of their results."""
+        import pyarrow
+
         await self._server.start()
         limits = self._server.services.json_limits
-        lines = [
-            parsed(bytes(line), int(number), *limits)
-            for line, number in zip(batch["line"], batch["number"], strict=True)
-        ]
+        lines = [parsed(row["line"], row["number"], *limits) for row in batch.to_pylist()]
         results: list[tuple[bytes, bool, int]] = []
         dispatcher = BatchDispatcher(
             self._server.app,
@@ -185,11 +182,10 @@ class LineActor:
             max_attempts=_MAX_ATTEMPTS,
         )
         await dispatcher.run(iter(lines))
-        yield {
-            "result": np.array([line for line, _, _ in results], dtype=object),
-            "is_good": np.array([is_good for _, is_good, _ in results]),
-            "num_tokens": np.array([tokens for _, _, tokens in results]),
-        }
+        names = ("result", "is_good", "num_tokens")
+        yield pyarrow.table(
+            {name: list(column) for name, column in zip(names, zip(*results, strict=True), strict=True)}
+        )
 
 
 def remove_output(output: Path) -> None:

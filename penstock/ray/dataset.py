@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
-
-import numpy as np
 
 from penstock.config import PipelineConfig, PipelineOptions
 from penstock.errors import ConfigError, InputError, UnavailableError
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
     from penstock.llm.async_llm import AsyncLLM
 
 _LOG = logging.getLogger("penstock.ray")
-
-Columns = dict[str, Any]
-"""A batch of Ray Data: name -> values of the rows, an array or a list."""
 
 _BATCHES_AT_ONCE = 2
 """Blocks that an actor computes at the same time: one fills the batch while the last rows of another end."""
@@ -184,6 +179,7 @@ def through_actors(
     return blocks.map_batches(
         actor,
         batch_size=ray_config.ray_batch_size,
+        batch_format="pyarrow",
         fn_constructor_kwargs={"config": replica_config(config, resources), **arguments},
         compute=pool,
         max_concurrency=_BATCHES_AT_ONCE,
@@ -196,32 +192,45 @@ class ModelActor:
 
     Args:
         config: the configuration of the model.
+        input: the column of inputs.
     """
 
     function = ""
     """The function of `penstock.ray` that uses the actor."""
 
-    def __init__(self, config: PipelineConfig) -> None:
+    def __init__(self, config: PipelineConfig, input: str) -> None:
         from penstock.llm.async_llm import AsyncLLM
 
+        self._input = input
         self._llm = AsyncLLM.from_config(config)
         self._starting: asyncio.Task[None] | None = None
 
-    async def __call__(self, batch: Columns) -> AsyncIterator[Columns]:
-        """Compute a batch and yield it with new columns."""
+    async def __call__(self, batch: Any) -> AsyncIterator[Any]:
+        """Compute a batch, a ``pyarrow.Table``, and yield it with new columns. Others do not change."""
+        import pyarrow
+
         if self._starting is None:  # calls share the start; the first one runs it in the actor's loop
             self._starting = asyncio.ensure_future(self._llm.start())
         await asyncio.shield(self._starting)
-        rows = len(next(iter(batch.values()))) if batch else 0
-        outputs = await asyncio.gather(*(self._row(batch, index) for index in range(rows)))
-        new = {name: [output.get(name) for output in outputs] for name in self.columns}
-        yield {**batch, **{name: self.array(name, values) for name, values in new.items()}}
+        if self._input not in batch.column_names:
+            raise ConfigError(
+                "column",
+                f"there is no column {self._input!r}: the dataset has {', '.join(batch.column_names)}",
+            )
+        values = batch.column(self._input).to_pylist()
+        outputs = await asyncio.gather(*(self._row(value) for value in values))
+        for name, kind in self.columns.items():
+            column = pyarrow.array([output.get(name) for output in outputs], kind())
+            if name in batch.column_names:
+                batch = batch.drop_columns([name])
+            batch = batch.append_column(name, column)
+        yield batch
 
-    async def _row(self, batch: Columns, index: int) -> dict[str, Any]:
-        """Return the new columns of a row."""
+    async def _row(self, value: Any) -> dict[str, Any]:
+        """Return the new columns of a row, from its input."""
         for attempt in range(_MAX_ATTEMPTS):
             try:
-                return {**await self.compute(self._llm, batch, index), "error": None}
+                return {**await self.compute(self._llm, value), "error": None}
             except UnavailableError as error:  # the worker process is being restarted
                 if attempt == _MAX_ATTEMPTS - 1:
                     raise
@@ -231,21 +240,17 @@ class ModelActor:
         raise AssertionError
 
     @property
-    def columns(self) -> Sequence[str]:
-        """The new columns, with ``error``."""
+    def columns(self) -> Mapping[str, Callable[[], Any]]:
+        """The new columns with functions that return their types; with ``error``."""
         raise NotImplementedError
 
-    async def compute(self, llm: AsyncLLM, batch: Columns, index: int) -> dict[str, Any]:
+    async def compute(self, llm: AsyncLLM, value: Any) -> dict[str, Any]:
         """Return the new columns of a row, without ``error``.
 
         Raises:
             PenstockError: the model cannot serve the row, or its worker has died.
         """
         raise NotImplementedError
-
-    def array(self, name: str, values: list[Any]) -> Any:
-        """Return a column."""
-        return np.array(values, dtype=object)
 
 
 class TextActor(ModelActor):
@@ -269,21 +274,29 @@ class TextActor(ModelActor):
         sampling_params: SamplingParams | None,
         is_chat: bool,
     ) -> None:
-        super().__init__(config)
-        self._input, self._output = input, output
+        super().__init__(config, input)
+        self._output = output
         self._params = sampling_params
         self._is_chat = is_chat
 
     @property
-    def columns(self) -> Sequence[str]:
-        return self._output, "finish_reason", "num_generated_tokens", "error"
+    def columns(self) -> Mapping[str, Callable[[], Any]]:
+        from pyarrow import int64, string
 
-    async def compute(self, llm: AsyncLLM, batch: Columns, index: int) -> dict[str, Any]:
-        given = _plain(_value(batch, self._input, index))
+        return {
+            self._output: string,
+            "finish_reason": string,
+            "num_generated_tokens": int64,
+            "error": string,
+        }
+
+    async def compute(self, llm: AsyncLLM, value: Any) -> dict[str, Any]:
+        if value is None:
+            raise InputError(f"the column {self._input} has no value in this row")
         if self._is_chat:
-            (output,) = await llm.chat(given, self._params)
+            (output,) = await llm.chat(_without_nulls(value), self._params)
         else:
-            (output,) = await llm.generate(given, self._params)
+            (output,) = await llm.generate(value, self._params)
         return {
             self._output: output.text,
             "finish_reason": output.finish_reason,
@@ -304,38 +317,24 @@ class EmbeddingActor(ModelActor):
     function = "embed"
 
     def __init__(self, config: PipelineConfig, input: str, output: str, options: dict[str, Any]) -> None:
-        super().__init__(config)
-        self._input, self._output = input, output
+        super().__init__(config, input)
+        self._output = output
         self._options = options
 
     @property
-    def columns(self) -> Sequence[str]:
-        return self._output, "error"
+    def columns(self) -> Mapping[str, Callable[[], Any]]:
+        from pyarrow import float32, list_, string
 
-    async def compute(self, llm: AsyncLLM, batch: Columns, index: int) -> dict[str, Any]:
-        text = _value(batch, self._input, index)
-        if not isinstance(text, str):
-            raise InputError(f"the column {self._input} has {text!r:.100} in a row: it must be a text")
-        return {self._output: await llm.embed(text, **self._options)}
+        return {self._output: lambda: list_(float32()), "error": string}
 
-
-def _value(batch: Columns, column: str, index: int) -> Any:
-    """Return the value of a row.
-
-    Raises:
-        ConfigError: there is no such column.
-    """
-    if column not in batch:
-        raise ConfigError("column", f"there is no column {column!r}: the dataset has {', '.join(batch)}")
-    return batch[column][index]
+    async def compute(self, llm: AsyncLLM, value: Any) -> dict[str, Any]:
+        if not isinstance(value, str):
+            raise InputError(f"the column {self._input} has {value!r:.100} in this row: it must be a text")
+        return {self._output: await llm.embed(value, **self._options)}
 
 
-def _plain(value: Any) -> Any:
-    """Return lists and numbers of Python in place of numpy's, as the columns of Ray Data have them."""
-    if isinstance(value, np.ndarray):
-        return [_plain(one) for one in value]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items() if one is not None}
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return value.item() if isinstance(value, np.generic) else value
+def _without_nulls(value: Any) -> Any:
+    """Return a structure without null members, which columns have where rows have different members."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
