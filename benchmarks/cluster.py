@@ -112,7 +112,7 @@ def saturate(options: argparse.Namespace) -> None:
     print(f"{machine()}\n{wanted:.2f} requests/s for each worker, {answer:.0f} tokens in each answer")
     print("workers  decisions/s: digests known  with hashing  wanted  the router's thread is busy")
     router, reports_per_second = measure_router(options.workers), 1 / 0.02
-    for count in options.workers:
+    for count in (count for count in options.workers if count > 1):  # one worker needs no decision
         known, hashing = measure_decisions(count, _PREFIXES, 2048, _DECISIONS)
         results = wanted * answer / reports_per_second  # of each worker, in one report
         busy = count * (
