@@ -204,7 +204,7 @@ def _types() -> dict[str, Any]:
     """Return the types of responses by name. The application distinguishes errors and responses by these."""
     from ray.llm._internal.serve.core.configs import openai_api_models
 
-    return vars(openai_api_models)
+    return dict(vars(openai_api_models))
 
 
 def _error(status: int, message: str, kind: str) -> Any:
