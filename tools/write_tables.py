@@ -237,19 +237,18 @@ def no_effect() -> str:
         message_schema.MessageTool: "a tool of messages",
         message_schema.OutputConfig: "`output_config` of messages",
         speech_schemas.SpeechBody: "speech",
-        llama_cpp_schema.LlamaCppBody: "/completion, /infill",
         llama_cpp_schema.LlamaCppCompletionBody: "/completion",
         llama_cpp_schema.InfillBody: "/infill",
         ollama_schema.OllamaOptions: "`options` of Ollama",
         ollama_schema.OllamaFunction: "a function of Ollama",
         ollama_schema.OllamaCall: "a call of Ollama",
-        ollama_schema.OllamaBody: "/api",
         ollama_schema.OllamaChatBody: "/api/chat",
         ollama_schema.OllamaGenerateBody: "/api/generate",
         ollama_schema.OllamaEmbedBody: "/api/embed",
         ollama_schema.OllamaShowBody: "/api/show",
     }
-    known = {*parameters.UNSUPPORTED, *_with_own_tables(schemas.RequestBody)}
+    bases = {llama_cpp_schema.LlamaCppBody, ollama_schema.OllamaBody}
+    known = {*parameters.UNSUPPORTED, *_with_own_tables(schemas.RequestBody)} - bases
     assert set(places) == known, set(places) ^ known
     rows: dict[tuple[str, str, str], list[str]] = {}
     for kind in places:
