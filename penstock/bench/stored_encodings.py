@@ -1,8 +1,8 @@
-"""Checkpoints of floats whose linear layers a load reads in any encoding, to measure encodings.
+"""Float checkpoints whose linear layers are read in any encoding, to measure encodings.
 
 Encodings such as ``uint4`` are those of checkpoint formats: a user cannot choose them for a checkpoint of
 floats. `StoredFormat` packs each layer of such a checkpoint when it is read, as if it were stored in the
-encoding. There is no calibration, so that quality is that of rounding to the nearest number.
+encoding. There is no calibration: numbers are rounded to the nearest one.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Timings:
 
 
 def timed(generate: Callable[[], list[GenerationOutput]]) -> tuple[list[GenerationOutput], float]:
-    """Return the outputs, and the seconds that they took together."""
+    """Return the outputs, and the seconds that all of them took."""
     start = time.perf_counter()
     return generate(), time.perf_counter() - start
 

@@ -11,7 +11,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def free(self) -> int:
-        """Return the free bytes of the device, after memory that this process only keeps was returned."""
+        """Return the free bytes of the device, after giving back memory that is reserved but not in use."""
 
     @abstractmethod
     def peak(self, work: Callable[[], object]) -> int:

@@ -5,8 +5,8 @@ Sampling needs them in the contexts: a grammar, penalties and stop conditions de
 
     launch(1)  sample(1)  advance(1)  launch(2)  collect(1)  sample(2)  advance(2)  launch(3)  collect(2)  ...
 
-Between ``advance`` and ``collect`` a context stands behind a token that is not known yet. ``collect`` moves
-it back and passes it the token. ``sample`` then compares it with what the forward assumed. If the context has
+Between ``advance`` and ``collect`` a context counts a last token that is not known yet. ``collect`` moves it
+back and passes it the token. ``sample`` then compares it with what the forward assumed. If the context has
 ended, or has other tokens to compute because its grammar forces some, the row of the forward is dropped.
 The next step computes the tokens of a dropped row again, if they are still needed, so results do not change.
 """
@@ -53,7 +53,7 @@ class _Forward(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OverlappedStep:
-    """A launched step that was not collected yet."""
+    """A launched step that has not been collected yet."""
 
     batch: Mapping[str, TextContext]
     windows: list[_Window]  # [B]
@@ -66,7 +66,7 @@ class OverlappedStep:
     fetched: Fetched | None = None
     """The tokens on their way to the host."""
     unknown: dict[str, int] = field(default_factory=dict)
-    """Request id -> index in ``sampled`` of the token that its context stands behind, after ``advance``."""
+    """Request id -> index in ``sampled`` of the last token of its context, after ``advance``."""
     advanced: list[int] = field(default_factory=list)
     """The rows whose contexts have advanced."""
 
@@ -199,7 +199,7 @@ class OverlappedSteps:
         return any(contexts[index].log_probabilities for index in step.kept)
 
     def advance(self, step: OverlappedStep, running: Container[str]) -> set[str]:
-        """Move the contexts of a sampled step behind its tokens, which are not known yet.
+        """Move the contexts of a sampled step past its tokens, which are not known yet.
 
         Args:
             step: the step.

@@ -2,7 +2,7 @@
 
 A step of the scheduler, with batch n running on the device::
 
-    advance(n)      its contexts stand behind tokens that are not known yet
+    advance(n)      its contexts move past tokens that are not known yet
     batch n + 1     is built: decoding contexts of n, and prompts
     launch(n + 1)   the device runs it after n
     collect(n)      waits for n; contexts take their tokens, finished ones leave

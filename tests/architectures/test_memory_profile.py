@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 class FakeMemory(DeviceMemory):
-    """Says that weights take `weights` bytes and each step `activations`, of `total` free bytes."""
+    """Reports `total` bytes, of which weights take `weights` and each step `activations`."""
 
     def __init__(self, total: int, weights: int, activations: int) -> None:
         self.total, self.weights, self.activations = total, weights, activations

@@ -45,7 +45,7 @@ def test_rows_of_drafts_stand_behind_them() -> None:
             everything,
             [ord("x")],
             [EOS],
-            everything,  # behind the end
+            everything,  # after the end
         ]
 
 

@@ -479,8 +479,8 @@ def paged(
     tables = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
     slots = []
     for b, (n, length) in enumerate(rows_and_lengths):
-        behind = 0 if window is None else max(0, length - n - window + 1) // block_size
-        for column in range(behind, counts[b]):  # those behind the window are freed: the null block
+        freed = 0 if window is None else max(0, length - n - window + 1) // block_size
+        for column in range(freed, counts[b]):  # earlier blocks have left the window: the null block
             tables[b, column] = block = ids.pop()
             held = min(block_size, length - column * block_size)
             cache[:, block, :, :held] = torch.randn(2, kv_heads, held, dim)

@@ -220,7 +220,7 @@ def test_steps_overlap(pipelines: dict[str, TextGenerationPipeline], monkeypatch
 
 
 def test_ends(pipelines: dict[str, TextGenerationPipeline]) -> None:
-    """Tokens and sequences that end a request; the token behind the end is dropped."""
+    """Tokens and sequences that end a request; the token after the end is dropped."""
     text = [token for token, _ in both(pipelines, lambda: [context_of("a", PROMPT, 30)])["a"][:-2]]
 
     def contexts() -> list[TextContext]:
@@ -234,7 +234,7 @@ def test_ends(pipelines: dict[str, TextGenerationPipeline]) -> None:
 
 
 def test_rules_of_logits(pipelines: dict[str, TextGenerationPipeline]) -> None:
-    """Penalties, forbidden sequences and minimum lengths depend on tokens that a step behind has sampled."""
+    """Penalties, forbidden sequences and minimum lengths depend on tokens of the previous step."""
     rules = {
         "penalties": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3},
         "sequences": {"banned_sequences": [[t, u] for t in range(0, 256, 3) for u in range(0, 256, 7)]},

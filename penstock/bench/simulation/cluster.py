@@ -64,7 +64,7 @@ class TurnOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterReport:
-    """What a simulation measured, without the requests of its begin."""
+    """What a simulation measured, without the requests of the warm-up."""
 
     num_workers: int
     policy: str
@@ -122,7 +122,7 @@ class Cluster:
         """Run all requests of a trace and return the report.
 
         Raises:
-            InputError: all conversations begin at once, so that there is no time to count requests in.
+            InputError: all conversations begin at once, so no time is left after the warm-up.
         """
         if not trace or trace[-1].begin <= 0:
             raise InputError("a trace needs two conversations that begin at different times")

@@ -6,8 +6,8 @@
   to 1 / k (Zipf).
 - Lengths of system prompts, messages and answers are log-normal. The medians are parameters: in the traces
   that Splitwise (arXiv 2311.18677) describes, answers of conversations have a median of 129 tokens.
-- The number of turns is geometric. A turn's prompt is everything before it and a new message. It arrives a
-  time of thinking (exponential) after the end of the answer before it.
+- The number of turns is geometric. The prompt of a turn is the whole conversation before it and a new
+  message. It arrives after the end of the previous answer and a pause with an exponential distribution.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class SimulatedConversation:
 
     name: str
     begin: float
-    """Seconds after the begin of the trace."""
+    """Seconds after the start of the trace."""
     turns: tuple[Turn, ...]
 
 
 def make_trace(shape: TraceShape) -> list[SimulatedConversation]:
-    """Return conversations in the order in which they begin, with ``num_requests`` turns together.
+    """Return conversations in the order in which they begin, with ``num_requests`` turns in total.
 
     The same parameters give the same trace.
     """

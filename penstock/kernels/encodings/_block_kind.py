@@ -66,7 +66,7 @@ class BlockKind:
 
     @property
     def has_unit_scales(self) -> bool:
-        """Whether a unit has one scale for each output, behind its groups."""
+        """Whether a unit has one scale for each output, after its groups."""
         return self.scaled_inputs > GROUP
 
     @property

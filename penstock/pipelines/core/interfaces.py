@@ -342,7 +342,7 @@ class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
         """Wait for a step that is not sampled, because its result is not needed."""
 
     def advance(self, step: LaunchedStep, running: Container[str]) -> set[str]:
-        """Move the ``running`` contexts of a sampled step behind its tokens, which are not known yet.
+        """Move the ``running`` contexts of a sampled step past its tokens, which are not known yet.
 
         Returns the request ids of contexts that end with the step; they do not move.
         """

@@ -131,7 +131,7 @@ class ValueScanner(ABC):
 
     @abstractmethod
     def _write_colon(self) -> None:
-        """Write the colon behind a key."""
+        """Write the colon after a key."""
 
     @abstractmethod
     def _comma(self) -> None:
@@ -159,7 +159,7 @@ class ValueScanner(ABC):
 
     @abstractmethod
     def _scan_escape(self, text: str, at: int) -> int:
-        """Scan one character behind a backslash; return the next position."""
+        """Scan one character after a backslash; return the next position."""
 
     @abstractmethod
     def _begin_word(self, char: str) -> bool:

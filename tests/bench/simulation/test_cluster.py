@@ -56,7 +56,7 @@ def test_the_times_of_a_request_are_those_of_its_steps() -> None:
     first, second = cluster.outcomes
     assert (first.first_token, first.ended) == pytest.approx((0.1, 0.109))
     assert (second.first_token, second.ended) == pytest.approx((1.107, 1.149))
-    assert report.num_requests == 1  # the first one is in the begin of the trace, which does not count
+    assert report.num_requests == 1  # the first one is in the warm-up
     assert report.first_token == pytest.approx((0.107, 0.107))
     assert report.latency == pytest.approx((0.149, 0.149))
     assert report.hit_rate == 0
@@ -78,7 +78,7 @@ def test_a_second_turn_finds_the_blocks_of_the_first() -> None:
     turns = (turn(0, 160, 16), turn(1, 16, 1, think=2.0))
     trace = [SimulatedConversation("a", 0.0, turns), SimulatedConversation("b", 5.0, (turn(2, 16, 1),))]
     report = Cluster(COSTS, 1, "prefix-aware").run(trace)
-    assert report.num_requests == 2  # the first turn is in the begin of the trace, which does not count
+    assert report.num_requests == 2  # the first turn is in the warm-up
     # 192 and 16 prompt tokens; the first turn's 175 computed tokens fill 10 blocks of 16.
     assert report.hit_rate == pytest.approx(160 / (192 + 16))
 

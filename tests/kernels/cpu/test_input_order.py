@@ -33,7 +33,7 @@ def layer(ops: CpuOps, outputs: int, inputs: int, encoding: str = "uint4") -> Pa
 def test_products(ops: CpuOps, encoding: str, inputs: int) -> None:
     packed = layer(ops, 70, inputs, encoding)
     assert packed.order is not None
-    x = torch.randn(40, inputs + 8).bfloat16()[:, 4 : 4 + inputs]  # rows apart
+    x = torch.randn(40, inputs + 8).bfloat16()[:, 4 : 4 + inputs]  # rows with gaps between them
     for rows in (1, 5, 40):
         y = ops.linear(x[:rows], packed)
         assert torch.equal(y, ops.linear(x[:rows, packed.order], replace(packed, order=None)))
