@@ -101,7 +101,7 @@ class BlockPanels(PanelLayout):
         return found | ({"row_scales": tensors["scales"]} if kind.has_row_scales else {})
 
     def _unit_names(self) -> tuple[str, ...]:
-        """Return the names of what may follow the groups of a unit."""
+        """Return the names of the parts that may follow the groups of a unit."""
         return ("scales",) if self._kind.has_unit_scales else ("factors", "min_factors")
 
     def _unit_sizes(self) -> list[int]:

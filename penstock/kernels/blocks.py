@@ -32,7 +32,7 @@ def numbers_of(kind: BlockKind, codes: Tensor) -> Tensor:
 
 
 def _factors_of(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
-    """Return the numbers of codes as the product takes them, and what 1 of them stands for."""
+    """Return the numbers of codes as integers for the product, and the factor that gives their values."""
     if kind.table is None:
         return numbers_of(kind, codes), 1.0
     steps = kind.table.steps

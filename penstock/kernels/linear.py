@@ -62,7 +62,7 @@ class PackedLinear:
     slices: tuple[LinearSlice, ...] = ()
     layout: Layout = ROWS
     order: Tensor | None = None  # [in] int32
-    """The inputs in the order in which the weight holds them; None: in their own order."""
+    """Permutation of the inputs: column c of the weight is input ``order[c]``. None: the original order."""
 
 
 def multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

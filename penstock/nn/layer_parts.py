@@ -138,7 +138,7 @@ def order_of(source: TensorSource, parts: Iterable[str], encoding: str) -> Tenso
         encoding: the encoding of the layer. A part that is stored in another one is converted.
 
     Returns:
-        None if the inputs are in their own order.
+        None if the inputs are in their original order.
     """
     weights = [f"{name}.weight" for name in parts]
     found = [source.input_order(one) for one in weights if source.stored_encoding(one) == encoding]

@@ -73,7 +73,7 @@ class QuantizedHeader(TensorHeader):
     float_dtype: DType = DType.bfloat16
     """The type in which the weight is read as floats."""
     order: bytes = b""
-    """The inputs in the order in which the encoding holds them, int32; empty for their own order."""
+    """Permutation of the inputs, int32: column c in the encoding is input ``order[c]``; empty: none."""
 
     @property
     def dtype(self) -> DType:

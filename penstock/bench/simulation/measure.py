@@ -22,7 +22,7 @@ PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 BATCHES = (1, 2, 4, 8, 16, 32)
 """Contexts of the measured decode steps."""
 CONTEXTS = (16, 512)
-"""Tokens of these contexts."""
+"""Cached tokens of each of these contexts."""
 
 
 def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCostTable, WorkerLimits]:

@@ -44,7 +44,7 @@ class TimedPipeline(FakePipeline):
         """The seconds of all steps so far."""
 
     def num_steps_for(self, seconds: float) -> int:
-        """Return how many steps like the last decode step take so long together; 1 before the first one."""
+        """Return how many steps like the last decode step fit into a time; 1 before the first one."""
         if not self._decode_seconds:
             return 1
         return max(1, min(int(seconds / self._decode_seconds), _MAX_STEPS))

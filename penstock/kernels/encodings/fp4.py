@@ -1,7 +1,6 @@
 """fp4: 4-bit floats (sign, 2 bits of exponent, 1 of mantissa) with a float32 for 64 inputs, of bitsandbytes.
 
-The numbers are multiples of 1 / 192. They are not those of E2M1 (`mxfp4`, `nvfp4`): the smallest one is
-1 / 192.
+The numbers are those of E2M1 (`mxfp4`, `nvfp4`) divided by 6, except the smallest: 1 / 192, not 16 / 192.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class ReasoningFormat:
     begins: tuple[str, ...]
     ends: tuple[str, ...]
     dropped: tuple[str, ...] = ()
-    """MarkerSearch around the content. They are removed."""
+    """Markers that are removed from the content, such as those before and after it."""
     between: str = ""
     """Text between the end marker and the output that follows."""
     answer: str = ""

@@ -122,7 +122,7 @@ class CheckpointFormat(ABC):
             return tensors["weight"]
         weight = encoding_named(encoding).unpack(tensors)
         if isinstance(header, QuantizedHeader) and header.order:
-            weight = in_own_order(weight, header.order)
+            weight = in_original_order(weight, header.order)
         return weight.T if header.is_transposed else weight
 
 
@@ -188,8 +188,8 @@ FORMATS = FormatRegistry()
 """The checkpoint formats of this process."""
 
 
-def in_own_order(weight: Tensor, order: bytes) -> Tensor:
-    """Return a weight ``[out, in]`` whose inputs are in the order of `QuantizedHeader.order` in their own."""
+def in_original_order(weight: Tensor, order: bytes) -> Tensor:
+    """Return a weight ``[out, in]``, given in the order of `QuantizedHeader.order`, in the original order."""
     import torch
 
     places = torch.frombuffer(bytearray(order), dtype=torch.int32).argsort()
