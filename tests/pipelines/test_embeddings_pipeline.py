@@ -145,6 +145,21 @@ def test_options_of_a_context(pipeline: EmbeddingsPipeline) -> None:
         pipeline.ready(embeddings_context(tokens, dimensions=5))
 
 
+def test_each_context_of_a_batch_has_its_own_length_and_norm(pipeline: EmbeddingsPipeline) -> None:
+    [tokens] = inputs_of([9])
+    options: list[dict[str, Any]] = [
+        {},
+        {"normalize": False},
+        {"dimensions": 8},
+        {"dimensions": 4, "normalize": False},
+    ]
+    batch = {str(i): embeddings_context(tokens, str(i), **one) for i, one in enumerate(options)}
+    for response, one in zip(pipeline.encode(batch).values(), options, strict=True):
+        [alone] = encode_all(pipeline, [tokens], **one)
+        assert np.array_equal(response.embeddings, alone.embeddings)
+        assert response.embeddings.shape == (one.get("dimensions", HIDDEN),)
+
+
 def test_a_faulty_input_harms_no_other(
     folder: Path, pipeline: EmbeddingsPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
