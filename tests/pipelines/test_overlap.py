@@ -21,7 +21,7 @@ from support.running import random_tokens
 from support.tiny_llm import EOS, MAX_LENGTH, write_tiny_llm
 
 from penstock import LLM
-from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer
+from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer, load_work
 from penstock.errors import InputError, RequestFailedError
 from penstock.kernels import cpu
 from penstock.kv_cache import KVCacheManager
@@ -30,6 +30,8 @@ from penstock.pipelines.core import Grammar, SamplingParams, TextContext
 from penstock.pipelines.core.choices import choice_contexts
 from penstock.pipelines.overlap import OverlappedStep, OverlappedSteps
 from penstock.scheduler import OverlappedScheduler, Scheduler
+from penstock.worker.messages import CallResult, Control, Submit
+from penstock.worker.process import _Loop
 
 pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
 
@@ -495,6 +497,32 @@ def test_llm(folder: Path, queues: list[LazyQueue]) -> None:
         texts[kernels] = found
         llm.close()
     assert texts["lazy"] == texts["cpu"]
+    assert not queues[-1].num_waiting
+
+
+def test_worker(common: dict[str, Any], queues: list[LazyQueue]) -> None:
+    """The results of requests, and memory that is returned while a step without requests is launched."""
+    found = {}
+    for kernels in ("cpu", "lazy"):
+        reports: list[Any] = []
+        socket: Any = None
+        loop = _Loop(
+            load_work(PipelineConfig.from_flat(common | {"kernels": kernels})), socket, reports.append
+        )
+        tokens: dict[str, list[int]] = {}
+        for name, prompt in (("a", PROMPT), ("b", PROMPT[:9])):
+            loop._handle(Submit(context_of(name, prompt, 70, eos_token_ids=set(range(0, 256, 9)))))
+        while loop._contexts:
+            loop._step()
+        loop._handle(Control(7, "discard_cache"))
+        assert reports[-1] == CallResult(7, None)
+        assert not loop._scheduler.has_work
+        for report in reports[:-1]:
+            for result in report.results:
+                tokens.setdefault(result.request_id, []).extend(result.tokens)
+        found[kernels] = tokens
+    assert found["lazy"] == found["cpu"]
+    assert all(0 < len(one) < 70 for one in found["cpu"].values()), "a token ends them"
     assert not queues[-1].num_waiting
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
+import torch
 
 from penstock import LLM, SamplingParams
+from penstock.pipelines.overlap import OverlappedSteps
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +37,35 @@ def test_decode_steps_are_graphs_and_change_no_text() -> None:
         assert llm.pipeline.session.plan_status == "planned: a CUDA graph"
         llm.pipeline.session.use_plans = False
         assert [output.text for output in llm.generate(PROMPTS, GREEDY)] == replayed
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_overlapped_steps_change_no_text(params: SamplingParams) -> None:
+    assert texts("gpu", params, overlap_steps=True) == texts("gpu", params, overlap_steps=False)
+
+
+def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launching a step and its sampling calls nothing that synchronizes; torch raises if one does."""
+    penalised = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
+    with LLM("demo", quantization_encoding="float32", devices="gpu") as llm:
+        for params in (GREEDY, SAMPLED, penalised):
+            llm.generate(PROMPTS, params)  # compiles the programs and captures the graphs
+        calls = []
+        for name in ("launch", "sample"):
+            method = getattr(OverlappedSteps, name)
+
+            def watched(self: Any, *arguments: Any, name: str = name, method: Any = method) -> Any:
+                calls.append(name)
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    return method(self, *arguments)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+
+            monkeypatch.setattr(OverlappedSteps, name, watched)
+        for params in (GREEDY, SAMPLED, penalised):
+            llm.generate(PROMPTS, params)
+    assert len(calls) > 100
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8", "int4"])
