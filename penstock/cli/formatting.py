@@ -34,6 +34,20 @@ class GroupedCommand(click.Command):
                 formatter.write_dl(records)
 
 
+def file_size(num_bytes: int) -> str:
+    """Return a size in a unit that suits it.
+
+    >>> file_size(3 * 2**30)
+    '3.0 GiB'
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} GiB"
+
+
 def unknown_command(name: str, commands: Iterable[str], ctx: click.Context) -> click.UsageError:
     """Return the error for a command that does not exist, with the names of similar commands."""
     known = [*commands]

@@ -1,17 +1,26 @@
-"""``penstock list``: supported architectures, tasks, encodings and formats."""
+"""``penstock list``: supported architectures, tasks, encodings and formats; with --local, downloads."""
 
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import asdict
 from typing import TypedDict
 
 import click
 
 
 @click.command("list")
+@click.option("--local", is_flag=True, help="List the models in the cache of the Hugging Face hub.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(as_json: bool) -> None:
-    """List architectures with their tasks and encodings, output formats, and GGUF block types."""
+def command(local: bool, as_json: bool) -> None:
+    """List architectures with their tasks and encodings, output formats, and GGUF block types.
+
+    With --local, list the models that were downloaded, with revision, branches, size and last use.
+    """
+    if local:
+        _list_local(as_json)
+        return
     found = describe()
     if as_json:
         click.echo(json.dumps(found, ensure_ascii=False))
@@ -47,6 +56,46 @@ class Support(TypedDict):
     reasoning_parsers: list[str]
     checkpoint_formats: list[str]
     gguf_types: list[str]
+
+
+def _list_local(as_json: bool) -> None:
+    from penstock.cli.formatting import file_size
+    from penstock.weights.hub_cache import cache_size, cached_models
+
+    models = cached_models()
+    if as_json:
+        rows = []
+        for one in models:
+            fields = asdict(one)
+            rows.append({"model": fields.pop("name"), **fields, "path": str(one.path)})
+        click.echo(json.dumps({"models": rows, "num_bytes": cache_size()}, ensure_ascii=False))
+        return
+    table = [
+        [
+            one.name,
+            (one.revision or "-")[:12],
+            _joined([*one.refs]),
+            file_size(one.num_bytes),
+            _age(time.time() - one.last_used),
+            "" if one.is_complete else "incomplete",
+        ]
+        for one in models
+    ]
+    _print_table(["model", "revision", "branches", "size", "last used", ""], table)
+    click.echo(f"\ntotal {file_size(cache_size())}")
+
+
+def _age(seconds: float) -> str:
+    """Return how long ago something was.
+
+    >>> _age(7300)
+    '2 hours ago'
+    """
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        count = int(seconds // length)
+        if count > 0:
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return "now"
 
 
 def describe() -> Support:

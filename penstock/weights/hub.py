@@ -28,7 +28,7 @@ TOKEN_VECTORS_FILE = "colbert_linear.pt"
 
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo"
 _EMBEDDED = {DEMO: _DEMO_FOLDER, DEMO_VOICE: _DEMO_FOLDER / "voice", DEMO_VISION: _DEMO_FOLDER / "vision"}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _DOWNLOADED_FILES = (
     "*.json",
     "*.jinja",
@@ -44,7 +44,9 @@ _ONLINE = "run once online; files that are already there are kept"
 _IGNORED_FILES = ("original/*", "consolidated*", "onnx/*", "openvino/*", "runs/*")
 
 
-def resolve_checkpoint(model_path: str, revision: str = "main", gguf_file: str | None = None) -> Path:
+def resolve_checkpoint(
+    model_path: str, revision: str = "main", gguf_file: str | None = None, *, resumes: bool = False
+) -> Path:
     """Return the folder or the GGUF file of a checkpoint; download it if necessary.
 
     Args:
@@ -54,6 +56,7 @@ def resolve_checkpoint(model_path: str, revision: str = "main", gguf_file: str |
         revision: branch, tag or commit of a hub model.
         gguf_file: name of a GGUF file in the folder or the hub model, or a unique part of the name. Without
             it, safetensors files are preferred, and a single GGUF file is used.
+        resumes: whether an interrupted download of a large file continues, as with ``penstock pull``.
 
     Raises:
         CheckpointNotFoundError: the model does not exist or cannot be reached.
@@ -63,10 +66,10 @@ def resolve_checkpoint(model_path: str, revision: str = "main", gguf_file: str |
         return _checked(_EMBEDDED[model_path], gguf_file)
     if _is_local(model_path):
         return _checked(Path(os.path.abspath(os.path.expanduser(model_path))), gguf_file)
-    return _checked(_download(model_path, revision, gguf_file), None)
+    return _checked(_download(model_path, revision, gguf_file, resumes), None)
 
 
-def resolve_codec(path: str, revision: str = "main") -> Path:
+def resolve_codec(path: str, revision: str = "main", *, resumes: bool = False) -> Path:
     """Return the folder of an audio codec; download it if necessary.
 
     Codecs are published as safetensors files or as ``pytorch_model.bin``; safetensors files are preferred.
@@ -74,6 +77,7 @@ def resolve_codec(path: str, revision: str = "main") -> Path:
     Args:
         path: a folder, or a model id on the Hugging Face hub.
         revision: branch, tag or commit of a hub model.
+        resumes: whether an interrupted download of a large file continues.
 
     Raises:
         CheckpointNotFoundError: the codec does not exist or cannot be reached.
@@ -84,13 +88,13 @@ def resolve_codec(path: str, revision: str = "main") -> Path:
         if not folder.is_dir():
             raise CheckpointNotFoundError(folder, "no such folder: give the folder of a codec, or a hub id")
     else:
-        if not _HUB_ID.fullmatch(path):
+        if not HUB_ID.fullmatch(path):
             raise CheckpointNotFoundError(
                 repr(path), "is neither a folder nor a hub id: write ./folder, name or namespace/name"
             )
-        folder = _snapshot(path, revision, ["config.json", "*.safetensors*"])
+        folder = _snapshot(path, revision, ["config.json", "*.safetensors*"], resumes=resumes)
         if not any(folder.glob("*.safetensors")):
-            folder = _snapshot(path, revision, ["config.json", PICKLED_FILE])
+            folder = _snapshot(path, revision, ["config.json", PICKLED_FILE], resumes=resumes)
         _check_complete(path, folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(path, "is not a codec: it has no config.json")
@@ -106,6 +110,11 @@ def local_name(model_path: str) -> str:
     path = Path(os.path.abspath(os.path.expanduser(model_path)))
     name = path.stem if path.suffix.lower() == gguf.SUFFIX and not path.is_dir() else path.name
     return name or model_path
+
+
+def is_on_hub(model_path: str) -> bool:
+    """Return whether a model is searched on the hub: it is not embedded and not a path."""
+    return model_path not in _EMBEDDED and not _is_local(model_path)
 
 
 def _is_local(model_path: str) -> bool:
@@ -196,19 +205,20 @@ def _select_gguf(where: object, names: Iterable[str], gguf_file: str | None) -> 
 _MAX_LISTED = 20
 
 
-def _download(model_id: str, revision: str, gguf_file: str | None) -> Path:
-    if not _HUB_ID.fullmatch(model_id):
+def _download(model_id: str, revision: str, gguf_file: str | None, resumes: bool) -> Path:
+    if not HUB_ID.fullmatch(model_id):
         raise CheckpointNotFoundError(
             repr(model_id), "is neither a folder nor a hub id: write ./folder, name or namespace/name"
         )
     patterns = [name for name in _DOWNLOADED_FILES if gguf_file is None or name != "*.safetensors"]
-    folder = _snapshot(model_id, revision, patterns)
+    folder = _snapshot(model_id, revision, patterns, resumes=resumes)
     if gguf_file is not None or not any(folder.glob("*.safetensors")):
         models = _gguf_models(_remote_names(model_id, revision, folder))
         if not models and gguf_file is None:
             raise CheckpointError(model_id, f"has no safetensors weights on the hub: {_CONVERT}")
         name = _select_gguf(model_id, models, gguf_file)
-        folder = _snapshot(model_id, revision, [*patterns, re.sub("-00001-of-", "-*-of-", name)])
+        weights = re.sub("-00001-of-", "-*-of-", name)
+        folder = _snapshot(model_id, revision, [*patterns, weights], resumes=resumes)
         if not (folder / name).exists():
             raise CheckpointError(model_id, f"{name} is not in the local cache: {_ONLINE}")
         return folder / name
@@ -216,8 +226,15 @@ def _download(model_id: str, revision: str, gguf_file: str | None) -> Path:
     return folder
 
 
-def _snapshot(model_id: str, revision: str, patterns: list[str]) -> Path:
-    """Return the folder of the files that match; download those that are missing."""
+def _snapshot(model_id: str, revision: str, patterns: list[str], *, resumes: bool = False) -> Path:
+    """Return the folder of the files that match; download those that are missing.
+
+    With `resumes`, an interrupted download of a large file continues.
+    """
+    if resumes:
+        from penstock.weights.resumable_download import download_large_files
+
+        download_large_files(model_id, revision, patterns, list(_IGNORED_FILES))
     from huggingface_hub import snapshot_download
 
     try:
@@ -239,20 +256,29 @@ def _remote_names(model_id: str, revision: str, folder: Path) -> list[str]:
         return [str(file.relative_to(folder)) for file in folder.rglob(f"*{gguf.SUFFIX}")]
 
 
+def missing_shards(folder: Path) -> list[str]:
+    """Return the weight files that the index of a folder lists and that are not there."""
+    return [name for name in _shards(folder) if not (folder / name).exists()]
+
+
+def _shards(folder: Path) -> list[str]:
+    index = folder / SHARD_INDEX
+    if not index.exists():
+        return []
+    shards = read_json_object(index).get("weight_map")
+    return sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
+
+
 def _check_complete(model_id: str, folder: Path) -> None:
     """Check that all shards were downloaded. Offline, the cache may hold an interrupted download.
 
     Raises:
         CheckpointError: shards are missing.
     """
-    index = folder / SHARD_INDEX
-    if not index.exists():
-        return
-    shards = read_json_object(index).get("weight_map")
-    names = set(shards.values()) if isinstance(shards, dict) else set()
-    absent = sorted(str(name) for name in names if not (folder / str(name)).exists())
+    absent = missing_shards(folder)
     if absent:
-        missing = f"{len(absent)} of {len(names)} weight files are not in the local cache ({absent[0]}, ...)"
+        count = f"{len(absent)} of {len(_shards(folder))}"
+        missing = f"{count} weight files are not in the local cache ({absent[0]}, ...)"
         raise CheckpointError(model_id, f"{missing}: {_ONLINE}")
 
 

@@ -1,0 +1,160 @@
+"""The models in the local cache of the Hugging Face hub: list them, delete them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import CheckpointError, CheckpointNotFoundError
+from penstock.weights.hub import HUB_ID, missing_shards
+
+_PREFIX = "models--"
+_PARTIAL = "*.incomplete"
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """One revision of a model in the cache; revisions share the files that are equal."""
+
+    name: str
+    revision: str | None
+    """The commit; None for a model of which no file is complete."""
+    refs: Sequence[str]
+    """The branches and tags that were resolved to this commit."""
+    path: Path
+    num_files: int
+    num_bytes: int
+    """The size of its files, and of those that are partly downloaded."""
+    last_used: float
+    """When a file was last read, in seconds since 1970."""
+    is_complete: bool
+    """False if files are partly downloaded or shards are missing."""
+
+
+def cached_models() -> list[CachedModel]:
+    """Return all revisions of all models in the cache, sorted by name."""
+    from huggingface_hub import scan_cache_dir
+
+    cache = _cache_folder()
+    if not cache.is_dir():
+        return []
+    found: list[CachedModel] = []
+    for repo in scan_cache_dir(cache).repos:
+        if repo.repo_type != "model":
+            continue
+        partial = [*_partial_files(repo.repo_path)]
+        for revision in repo.revisions:
+            times = [file.blob_last_accessed for file in revision.files]
+            found.append(
+                CachedModel(
+                    repo.repo_id,
+                    revision.commit_hash,
+                    sorted(revision.refs),
+                    revision.snapshot_path,
+                    revision.nb_files,
+                    revision.size_on_disk + _size_of(partial),
+                    max(times, default=revision.last_modified),
+                    not partial and not missing_shards(revision.snapshot_path),
+                )
+            )
+    known = {one.name for one in found}
+    for folder in cache.glob(f"{_PREFIX}*"):
+        name = folder.name.removeprefix(_PREFIX).replace("--", "/")
+        if name not in known and folder.is_dir():
+            partial = [*_partial_files(folder)]
+            used = max((file.stat().st_mtime for file in partial), default=folder.stat().st_mtime)
+            found.append(CachedModel(name, None, (), folder, 0, _size_of(partial), used, False))
+    return sorted(found, key=lambda one: (one.name, one.revision or ""))
+
+
+def cache_size() -> int:
+    """Return the bytes of all models in the cache. Files that revisions share count once."""
+    from huggingface_hub import scan_cache_dir
+
+    cache = _cache_folder()
+    if not cache.is_dir():
+        return 0
+    whole = sum(one.size_on_disk for one in scan_cache_dir(cache).repos if one.repo_type == "model")
+    return whole + sum(_size_of([*_partial_files(folder)]) for folder in cache.glob(f"{_PREFIX}*"))
+
+
+def revision_of(path: Path) -> str | None:
+    """Return the commit of a checkpoint in the cache."""
+    folders = [path, *path.parents]
+    return next((one.name for one in folders if one.parent.name == "snapshots"), None)
+
+
+def delete_model(name: str, revision: str | None = None) -> int:
+    """Delete a model from the cache, and return the number of freed bytes.
+
+    Args:
+        name: the id of the model on the hub.
+        revision: a branch, a tag, or the beginning of a commit; None deletes all revisions and partly
+            downloaded files.
+
+    Raises:
+        CheckpointNotFoundError: the cache does not have the model or the revision.
+        CheckpointError: the revision is the beginning of several commits, or a file cannot be deleted.
+    """
+    from huggingface_hub import scan_cache_dir
+
+    models = models_named(name, revision)
+    folder = _cache_folder() / (_PREFIX + name.replace("/", "--"))
+    try:
+        if revision is None:
+            size = sum(file.lstat().st_size for file in folder.rglob("*") if _is_own(file))
+            shutil.rmtree(folder)
+            shutil.rmtree(folder.parent / ".locks" / folder.name, ignore_errors=True)
+            return size
+        strategy = scan_cache_dir(_cache_folder()).delete_revisions(
+            *(one.revision for one in models if one.revision is not None)
+        )
+        strategy.execute()
+    except OSError as error:
+        raise CheckpointError(name, f"cannot be deleted: {error.strerror}: {error.filename}") from error
+    return strategy.expected_freed_size
+
+
+def models_named(name: str, revision: str | None = None) -> list[CachedModel]:
+    """Return the revisions of a model in the cache, or the one that `revision` names.
+
+    Raises:
+        CheckpointNotFoundError: there are none.
+        CheckpointError: `revision` is the beginning of several commits.
+    """
+    if not HUB_ID.fullmatch(name):
+        raise CheckpointNotFoundError(repr(name), "is not a hub id: write name or namespace/name")
+    found = [one for one in cached_models() if one.name == name]
+    if not found:
+        raise CheckpointNotFoundError(name, "is not in the cache: penstock list --local shows what is")
+    if revision is None:
+        return found
+    named = [one for one in found if revision in one.refs]
+    named = named or [one for one in found if one.revision is not None and one.revision.startswith(revision)]
+    known = ", ".join(str(one.revision)[:12] for one in found)
+    if not named:
+        raise CheckpointNotFoundError(name, f"has no revision {revision!r} in the cache: it has {known}")
+    if len(named) > 1:
+        raise CheckpointError(name, f"has several revisions that begin with {revision!r}: {known}")
+    return named
+
+
+def _cache_folder() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _partial_files(folder: Path) -> Iterator[Path]:
+    return (folder / "blobs").glob(_PARTIAL)
+
+
+def _size_of(files: Sequence[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
+
+
+def _is_own(file: Path) -> bool:
+    """Return whether a path is a file and not a link to one."""
+    return file.is_file() and not file.is_symlink()

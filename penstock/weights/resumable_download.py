@@ -1,0 +1,125 @@
+"""Download large files of the hub into its cache, so that an interrupted download continues where it stopped.
+
+The client of the hub keeps finished files only. Here, an unfinished file stays beside the finished ones, and
+the next download asks the server for the rest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import re
+import time
+from pathlib import Path
+from typing import BinaryIO, Protocol
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from penstock.errors import CheckpointError, CheckpointNotFoundError
+
+LARGE_BYTES = 8 * 2**20
+"""Smaller files are left to the client of the hub."""
+_PIECE_BYTES = 2**20
+_ATTEMPTS = 5
+_TIMEOUT = 30.0
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_PARTIAL = ".incomplete"
+
+
+class ProgressBar(Protocol):
+    """Shows how many bytes have arrived."""
+
+    def update(self, n: float | None = 1, /) -> bool | None: ...
+
+
+def download_large_files(model_id: str, revision: str, allowed: list[str], ignored: list[str]) -> None:
+    """Download the large files of a model that match; finished files are kept.
+
+    Does nothing if the hub cannot be asked which files there are: the caller then finds out why.
+
+    Args:
+        model_id: the id of the model.
+        revision: branch, tag or commit.
+        allowed: patterns of the files.
+        ignored: patterns of files that are not downloaded.
+
+    Raises:
+        CheckpointNotFoundError: the connection broke repeatedly; the next call continues.
+        CheckpointError: a file differs from the checksum of the hub.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, list_repo_files
+    from huggingface_hub.utils import build_hf_headers, filter_repo_objects
+    from huggingface_hub.utils import tqdm as hub_tqdm
+
+    try:
+        names = list_repo_files(model_id, revision=revision)
+    except Exception:  # errors of the client, the network and the disk have no common class
+        return
+    blobs = Path(constants.HF_HUB_CACHE) / f"models--{model_id.replace('/', '--')}" / "blobs"
+    for name in filter_repo_objects(names, allow_patterns=allowed, ignore_patterns=ignored):
+        url = hf_hub_url(model_id, name, revision=revision)
+        try:
+            about = get_hf_file_metadata(url)
+        except Exception:  # as above
+            return
+        size, etag = about.size, about.etag
+        if size is None or etag is None or size < LARGE_BYTES or (blobs / etag).exists():
+            continue
+        is_hub = urlsplit(about.location).netloc == urlsplit(url).netloc
+        headers = build_hf_headers() if is_hub else {}  # the token is not for other hosts
+        blobs.mkdir(parents=True, exist_ok=True)
+        partial = blobs / (etag + _PARTIAL)
+        with partial.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # another process downloads it
+                continue
+            start = file.tell()
+            with hub_tqdm(total=size, initial=start, unit="B", unit_scale=True, desc=name) as bar:
+                _fetch(model_id, Request(about.location, headers=headers), file, size, bar)
+            _check(model_id, name, partial, etag)
+            partial.rename(blobs / etag)
+
+
+def _fetch(model_id: str, request: Request, file: BinaryIO, size: int, bar: ProgressBar) -> None:
+    """Append the rest of a file."""
+    reason = "the server sent too little"
+    for attempt in range(_ATTEMPTS):
+        if attempt > 0:
+            time.sleep(2**attempt / 2)
+        start = file.tell()
+        if start > 0:
+            request.add_header("Range", f"bytes={start}-")
+        try:
+            if start < size:
+                with urlopen(request, timeout=_TIMEOUT) as response:
+                    if start > 0 and response.status != 206:  # the server has sent the whole file
+                        file.truncate(0)
+                        file.seek(0)
+                        bar.update(-start)
+                    while piece := response.read(_PIECE_BYTES):
+                        file.write(piece)
+                        file.flush()
+                        bar.update(len(piece))
+        except HTTPError as error:
+            raise CheckpointNotFoundError(model_id, f"cannot be downloaded: {error}") from error
+        except (URLError, OSError) as error:
+            reason = str(error)
+        if file.tell() >= size:
+            return
+    raise CheckpointNotFoundError(
+        model_id, f"the download broke off ({reason}): run the command again to continue it"
+    )
+
+
+def _check(model_id: str, name: str, path: Path, etag: str) -> None:
+    """Compare a file with its checksum, which is the tag of large files."""
+    if _SHA256.fullmatch(etag):
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != etag:
+            path.unlink()
+            raise CheckpointError(
+                model_id, f"{name} was not downloaded correctly, and is deleted: run the command again"
+            )

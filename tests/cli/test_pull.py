@@ -1,0 +1,288 @@
+"""``penstock pull``, ``rm`` and ``list --local`` with a hub on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OLDER = "89abcdef0123456789abcdef0123456789abcdef"
+LARGE = 24 * 2**20
+"""Bytes of the large file. The client writes pieces of 10 MiB."""
+STALL = 21 * 2**20
+
+FILES: dict[str, bytes] = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "README.md": b"# Not needed",
+    "pytorch_model.bin": b"not needed",
+    "onnx/model.onnx": b"not needed",
+    "original/model.safetensors": b"not needed",
+    "model.safetensors": b"\x01" * LARGE,
+}
+GGUF_FILES: dict[str, bytes] = {
+    "config.json": b"{}",
+    "m-Q4_K_M.gguf": b"four" * 100,
+    "m-Q8_0.gguf": b"eight" * 100,
+}
+REPOSITORIES = {"tiny/llama": FILES, "tiny/gguf": GGUF_FILES}
+
+
+class Hub:
+    """What the server has seen, and what it shall do."""
+
+    def __init__(self, url: str, cache: Path) -> None:
+        self.url, self.cache = url, cache
+        self.ranges: list[tuple[str, str | None]] = []
+        """The file and the header ``Range`` of each download."""
+        self.commit = COMMIT
+        self.stalls = False
+        self.breaks = 0
+        """How many downloads of the large file end early."""
+        self.etag: str | None = None
+        """The checksum that the server states, if it is a wrong one."""
+        self.stalled = threading.Event()
+        self.released = threading.Event()
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start the command line, with this hub and an empty cache."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": self.url, "HF_HOME": str(self.cache), "HF_HUB_DISABLE_XET": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "penstock", *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def run(self, *arguments: str, status: int = 0) -> tuple[str, str]:
+        """Run the command line. Returns its output and its errors."""
+        process = self.start(*arguments)
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == status, errors
+        return output, errors
+
+    def local(self) -> list[dict[str, Any]]:
+        """Return the rows of ``penstock list --local``."""
+        rows: list[dict[str, Any]] = json.loads(self.run("list", "--local", "--json")[0])["models"]
+        return rows
+
+
+def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self._file(with_body=False)
+
+        def do_GET(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            if match := re.fullmatch(r"/api/models/([\w-]+/[\w-]+)(/(revision|tree)/([\w-]+))?/?", path):
+                files = REPOSITORIES.get(match[1])
+                if files is None:
+                    self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+                    return
+                entries = [
+                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for name, data in files.items()
+                ]
+                siblings = [{"rfilename": name} for name in files]
+                about = {"id": match[1], "sha": hub.commit, "siblings": siblings, "private": False}
+                self._send(200, json.dumps(entries if match[3] == "tree" else about).encode(), {})
+            else:
+                self._file(with_body=True)
+
+        def _file(self, with_body: bool) -> None:
+            path = unquote(urlsplit(self.path).path)
+            match = re.fullmatch(r"/([\w-]+/[\w-]+)/resolve/([\w-]+)/(.*)", path)
+            data = REPOSITORIES.get(match[1], {}).get(match[3]) if match else None
+            if match is None or data is None:
+                self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+                return
+            etag = hub.etag or hashlib.sha256(data).hexdigest()
+            headers = {"ETag": f'"{etag}"', "X-Repo-Commit": hub.commit}
+            if not with_body:
+                self._send(200, data, headers, with_body=False)
+                return
+            given = self.headers.get("Range")
+            hub.ranges.append((match[3], given))
+            start = int(given.removeprefix("bytes=").partition("-")[0]) if given else 0
+            if start:
+                headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            self._send(206 if start else 200, data[start:], headers)
+
+        def _send(self, status: int, data: bytes, headers: dict[str, str], with_body: bool = True) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(data)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if not with_body:
+                return
+            if hub.stalls and len(data) > STALL:
+                self.wfile.write(data[:STALL])
+                self.wfile.flush()
+                hub.stalled.set()
+                hub.released.wait(60)
+                self.close_connection = True
+                return
+            if hub.breaks > 0 and len(data) > 2**21:
+                hub.breaks -= 1
+                self.wfile.write(data[: 2**21])
+                self.close_connection = True
+                return
+            self.wfile.write(data)
+
+    return Handler
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    found = Hub("", tmp_path / "hf")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(found))
+    found.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield found
+    found.released.set()
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def test_pull_list_and_rm(hub: Hub) -> None:
+    output, errors = hub.run("pull", "tiny/llama")
+    assert output.startswith("tiny/llama: 24.0 MiB in 3 files, ")
+    assert "100%" in errors  # the progress bar
+    assert {name for name, _ in hub.ranges} == {"config.json", "tokenizer.json", "model.safetensors"}
+    folder = Path(output.strip().rpartition(", ")[2])
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    hub.ranges.clear()
+    assert json.loads(hub.run("pull", "tiny/llama", "--json")[0]) == {
+        "model": "tiny/llama",
+        "path": str(folder),
+        "revision": COMMIT,
+        "num_files": 3,
+        "num_bytes": LARGE + len(FILES["config.json"]) + 2,
+    }
+    assert not hub.ranges  # nothing is downloaded twice
+    (row,) = hub.local()
+    assert (row["model"], row["revision"], row["refs"], row["is_complete"]) == (
+        "tiny/llama",
+        COMMIT,
+        ["main"],
+        True,
+    )
+    assert (row["num_files"], row["num_bytes"]) == (3, LARGE + len(FILES["config.json"]) + 2)
+    assert abs(row["last_used"] - time.time()) < 600
+    shown = hub.run("list", "--local")[0]
+    assert re.search(r"^tiny/llama +0123456789ab +main +24\.0 MiB +now *$", shown, re.MULTILINE)
+    hub.commit = OLDER  # another revision of the same files
+    hub.run("pull", "tiny/llama", "--revision", "older")
+    assert [row["refs"] for row in hub.local()] == [["main"], ["older"]]
+    assert "total 24.0 MiB" in hub.run("list", "--local")[0]  # the revisions share their files
+    hub.run("rm", "tiny/llama", "--revision", "older", "--yes")
+    assert [row["refs"] for row in hub.local()] == [["main"]]
+    assert folder.exists()
+    output, _ = hub.run("rm", "tiny/llama", "--yes")
+    assert output == "tiny/llama: 24.0 MiB freed\n"
+    assert not folder.exists()
+    assert hub.local() == []
+    assert not [file for file in hub.cache.rglob("*") if file.is_file() and "tiny" in str(file)]
+
+
+def test_an_interrupted_download_continues(hub: Hub) -> None:
+    hub.stalls = True
+    process = hub.start("pull", "tiny/llama")
+    assert hub.stalled.wait(60)
+    blobs = hub.cache / "hub" / "models--tiny--llama" / "blobs"
+    deadline = time.monotonic() + 30
+    while not (partial := [one for one in blobs.glob("*.incomplete") if one.stat().st_size > 2**20]):
+        assert time.monotonic() < deadline, "no part of the file was written"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    written = partial[0].stat().st_size
+    assert 0 < written < LARGE
+    (row,) = hub.local()
+    assert not row["is_complete"]
+    assert row["num_bytes"] >= written
+    assert "incomplete" in hub.run("list", "--local")[0]
+    hub.stalls = False
+    hub.released.set()
+    hub.ranges.clear()
+    output, _ = hub.run("pull", "tiny/llama")
+    assert ("model.safetensors", f"bytes={written}-") in hub.ranges
+    folder = Path(output.strip().rpartition(", ")[2])
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert hub.local()[0]["is_complete"]
+
+
+def test_a_connection_that_breaks(hub: Hub) -> None:
+    hub.breaks = 2
+    output, _ = hub.run("pull", "tiny/llama")
+    ranges = [given for name, given in hub.ranges if name == "model.safetensors"]
+    assert ranges == [None, f"bytes={2**21}-", f"bytes={2**22}-"]
+    folder = Path(output.strip().rpartition(", ")[2])
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_a_file_with_another_checksum_is_deleted(hub: Hub) -> None:
+    hub.etag = "0" * 64
+    _, errors = hub.run("pull", "tiny/llama", status=2)
+    assert "model.safetensors was not downloaded correctly" in errors
+    assert not [*hub.cache.rglob("*.incomplete")]
+
+
+def test_rm_deletes_a_partial_download(hub: Hub) -> None:
+    blobs = hub.cache / "hub" / "models--tiny--llama" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "0.incomplete").write_bytes(b"x" * 2**20)
+    (row,) = hub.local()
+    assert (row["model"], row["revision"], row["is_complete"]) == ("tiny/llama", None, False)
+    assert hub.run("rm", "tiny/llama", "-y")[0] == "tiny/llama: 1.0 MiB freed\n"
+    assert not blobs.exists()
+
+
+def test_one_gguf_file(hub: Hub) -> None:
+    hub.run("pull", "tiny/gguf", "--gguf-file", "q4_k_m")
+    assert {name for name, _ in hub.ranges} == {"config.json", "m-Q4_K_M.gguf"}
+
+
+def test_mistakes(hub: Hub) -> None:
+    for arguments, message in (
+        (("pull", "tiny/none"), "no such model on the hub"),
+        (("pull", "./folder"), "is not a model of the hub"),
+        (("pull", "demo"), "is not a model of the hub"),
+        (("pull", "tiny/gguf"), "has 2 matching GGUF files"),
+        (("rm", "tiny/llama"), "is not in the cache"),
+        (("rm", "../x", "-y"), "is not a hub id"),
+    ):
+        _, errors = hub.run(*arguments, status=2)
+        line = errors.strip().splitlines()[-1]
+        assert line.startswith("penstock: error: "), errors
+        assert message in line
+    hub.run("pull", "tiny/gguf", "--gguf-file", "q8_0")
+    _, errors = hub.run("rm", "tiny/gguf", "--revision", "ff", "-y", status=2)
+    assert "has no revision 'ff' in the cache" in errors
+    _, errors = hub.run("rm", "tiny/gguf", status=130)  # the question has no answer
+    assert "Delete tiny/gguf (0123456789ab)?" in errors
+    assert len(hub.local()) == 1
