@@ -49,15 +49,16 @@ def download_large_files(model_id: str, revision: str, allowed: list[str], ignor
         CheckpointError: a file differs from the checksum of the hub.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, list_repo_files
-    from huggingface_hub.utils import build_hf_headers, filter_repo_objects
-    from huggingface_hub.utils import tqdm as hub_tqdm
+    from huggingface_hub.utils import build_hf_headers as authorization  # type: ignore[attr-defined]
+    from huggingface_hub.utils import filter_repo_objects as matching  # type: ignore[attr-defined]
+    from huggingface_hub.utils import tqdm as progress  # type: ignore[attr-defined]
 
     try:
         names = list_repo_files(model_id, revision=revision)
     except Exception:  # errors of the client, the network and the disk have no common class
         return
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{model_id.replace('/', '--')}" / "blobs"
-    for name in filter_repo_objects(names, allow_patterns=allowed, ignore_patterns=ignored):
+    for name in matching(names, allow_patterns=allowed, ignore_patterns=ignored):
         url = hf_hub_url(model_id, name, revision=revision)
         try:
             about = get_hf_file_metadata(url)
@@ -67,7 +68,7 @@ def download_large_files(model_id: str, revision: str, allowed: list[str], ignor
         if size is None or etag is None or size < LARGE_BYTES or (blobs / etag).exists():
             continue
         is_hub = urlsplit(about.location).netloc == urlsplit(url).netloc
-        headers = build_hf_headers() if is_hub else {}  # the token is not for other hosts
+        headers = authorization() if is_hub else {}  # the token is not for other hosts
         blobs.mkdir(parents=True, exist_ok=True)
         partial = blobs / (etag + _PARTIAL)
         with partial.open("ab") as file:
@@ -76,7 +77,9 @@ def download_large_files(model_id: str, revision: str, allowed: list[str], ignor
             except OSError:  # another process downloads it
                 continue
             start = file.tell()
-            with hub_tqdm(total=size, initial=start, unit="B", unit_scale=True, desc=name) as bar:
+            with progress(  # type: ignore[no-untyped-call]
+                total=size, initial=start, unit="B", unit_scale=True, desc=name
+            ) as bar:
                 _fetch(model_id, Request(about.location, headers=headers), file, size, bar)
             _check(model_id, name, partial, etag)
             partial.rename(blobs / etag)
