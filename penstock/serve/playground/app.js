@@ -2,6 +2,7 @@
 
 import { Message, Receiver } from "./answer.js";
 import { ApiError, getJson, key, postStream, urlOf } from "./api.js";
+import { Conversations } from "./conversations.js";
 import { button, byId, copyText, fitHeight } from "./dom.js";
 import { Attachments } from "./images.js";
 import { MessageView } from "./messages.js";
@@ -14,7 +15,7 @@ import { hideAlternatives } from "./tokens.js";
 
 const EXAMPLES = ["What is a penstock?", "Tell me a story about a river.", "Write a JSON object that describes a cat."];
 const SNIPPETS = { curl, python };
-const CHAT_ONLY = ["log", "composer", "settings", "show-settings", "show-code", "new-chat"];
+const CHAT_ONLY = ["log", "composer", "settings", "show-settings", "show-code", "new-chat", "conversations"];
 const NEAR_END = 80; // pixels; closer to its end, the conversation scrolls with new text
 
 const log = byId("log");
@@ -25,12 +26,14 @@ class App {
     this._views = [];
     this._running = null; // the AbortController of a running response
     this._language = "curl";
+    this._conversations = new Conversations();
     this._settings = new Settings({ onshade: (shades) => this._shade(shades) });
     this._attachments = new Attachments();
     this._listen();
     new SimilarityView({ onerror: (error) => this._onError(error) });
     this._speech = new SpeechView({ onerror: (error) => this._onError(error) });
     this._panel = new Panel({ onstate: (state) => this._onState(state) });
+    this._listConversations();
   }
 
   // Actions of the user.
@@ -64,6 +67,18 @@ class App {
       this._answer();
     }
     this.updateButtons();
+    this._save();
+  }
+
+  /** Copies the conversation up to a message into a new one, and continues there. */
+  branch(message) {
+    const kept = this._views.slice(0, this._views.indexOf(this._view(message)) + 1);
+    this._save();
+    this._conversations.begin();
+    this._show(kept.map((view) => view.message));
+    this._save();
+    this._announce("This is a new conversation with the messages up to the chosen one.");
+    draft.focus();
   }
 
   remove(message) {
@@ -71,6 +86,7 @@ class App {
     this._views = this._views.filter((one) => one !== view);
     view.element.remove();
     this.updateButtons();
+    this._save();
     draft.focus();
   }
 
@@ -92,7 +108,10 @@ class App {
 
   clear() {
     this.stop();
+    this._save();
+    this._conversations.begin();
     this._cut(0);
+    this._listConversations();
     this.updateButtons();
     draft.focus();
   }
@@ -124,6 +143,7 @@ class App {
       else this._fail(message, receiver, error);
     }
     this._running = null;
+    if (this._views.includes(view)) this._save();
     this._keepScrolled(() => view.shade(this._settings.shades));
     this.updateButtons();
     this._announceEnd(message);
@@ -157,6 +177,37 @@ class App {
   }
 
   // The conversation.
+
+  /** Stores the conversation in the browser. */
+  _save() {
+    this._conversations.save(this._views.map((view) => view.message).filter((message) => !message.isEmpty));
+    this._listConversations();
+  }
+
+  _open(id) {
+    this.stop();
+    const messages = this._conversations.open(id);
+    if (messages === null) this._conversations.begin();
+    this._show(messages ?? []);
+    this._listConversations();
+    draft.focus();
+  }
+
+  _show(messages) {
+    this._cut(0);
+    for (const message of messages) this._add(message);
+    this.updateButtons();
+  }
+
+  _listConversations() {
+    const { all, current } = this._conversations;
+    const select = byId("conversations");
+    const options = all.map(({ id, title }) => new Option(title, id, false, id === current));
+    if (current === null) options.unshift(new Option("New conversation", "", true, true));
+    select.replaceChildren(...options);
+    select.disabled = options.length < 2;
+    byId("delete-chat").hidden = current === null;
+  }
 
   /** Returns the next request; with `withDraft` it includes the draft, for the code view. */
   _request(withDraft = false) {
@@ -293,6 +344,11 @@ class App {
     log.addEventListener("scroll", () => hideAlternatives(), { passive: true });
     byId("stop-answer").addEventListener("click", () => (this.stop(), draft.focus()));
     byId("new-chat").addEventListener("click", () => this.clear());
+    byId("conversations").addEventListener("change", () => this._open(byId("conversations").value));
+    byId("delete-chat").addEventListener("click", () => {
+      this._conversations.remove(this._conversations.current);
+      this._open(null);
+    });
     byId("key-form").addEventListener("submit", (event) => {
       event.preventDefault();
       key.set(byId("key").value.trim());

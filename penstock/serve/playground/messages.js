@@ -2,6 +2,7 @@
 
 import { button, copyText, fitHeight, make } from "./dom.js";
 import { thumbnails } from "./images.js";
+import { MarkdownText } from "./markdown.js";
 import { ShadedText } from "./tokens.js";
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
@@ -32,7 +33,7 @@ class GrowingText {
  * The article of a message.
  *
  * `actions` are the functions of its buttons: edit(message, text, andAnswer), remove(message),
- * regenerate(message), retry(message), sendResults(message, results).
+ * branch(message), regenerate(message), retry(message), sendResults(message, results).
  */
 export class MessageView {
   constructor(message, { actions, shades }) {
@@ -80,7 +81,8 @@ export class MessageView {
     this._reasoningTitle = make("summary", { textContent: "Reasoning" });
     this._reasoning = make("details", { class: "reasoning" }, this._reasoningTitle, this._thoughts.element);
     this._images = make("div", { class: "images", hidden: !message.images.length }, ...thumbnails(message.images));
-    this._plain = new GrowingText({ class: "text" });
+    const isPlain = message.role !== "assistant";
+    this._plain = isPlain ? new GrowingText({ class: "text" }) : new MarkdownText({ class: "text markdown" });
     this._tokens = new ShadedText(message.tokens);
     this._calls = make("div", { class: "calls" });
     this._callTexts = [];
@@ -134,6 +136,7 @@ export class MessageView {
     return [
       copy,
       button("Edit", () => this._edit()),
+      button("Branch", () => actions.branch(message), { title: "Continue from here in a new conversation" }),
       ...(message.role === "assistant" ? [regenerate] : []),
       button("Remove", () => actions.remove(message)),
     ];

@@ -13,6 +13,13 @@ const EXAMPLE = [
   },
 ];
 
+const EXAMPLE_SCHEMA = {
+  type: "object",
+  properties: { name: { type: "string" }, age: { type: "integer" } },
+  required: ["name", "age"],
+  additionalProperties: false,
+};
+
 /** The value of a control is invalid. */
 export class WrongSetting extends Error {}
 
@@ -25,8 +32,13 @@ export class Settings {
       this._checkTools();
     });
     byId("tools").addEventListener("change", () => this._checkTools());
+    byId("example-schema").addEventListener("click", () => {
+      byId("schema").value = JSON.stringify(EXAMPLE_SCHEMA, null, 2);
+      this._checkSchema();
+    });
+    byId("schema").addEventListener("change", () => this._checkSchema());
     this._form.addEventListener("submit", (event) => event.preventDefault());
-    this._form.addEventListener("reset", () => setTimeout(() => (this._checkTools(), onshade(this.shades))));
+    this._form.addEventListener("reset", () => setTimeout(() => (this._checkTools(), this._checkSchema(), onshade(this.shades))));
     byId("show-settings").addEventListener("click", () => this.show(!this._form.classList.contains("open")));
   }
 
@@ -56,14 +68,19 @@ export class Settings {
     if (stop.length) body.stop = stop;
     if (this.shades) Object.assign(body, { logprobs: true, top_logprobs: byId("top-logprobs").valueAsNumber });
     const tools = this._checkTools();
-    if (tools === undefined) {
-      this.show(true);
-      byId("tools-box").open = true;
-      byId("tools").focus();
-      throw new WrongSetting("the tools are not a JSON array");
-    }
+    if (tools === undefined) this._refuse("tools", "the tools are not a JSON array");
     if (tools.length) body.tools = tools;
+    const schema = this._checkSchema();
+    if (schema === undefined) this._refuse("schema", "the schema is not a JSON object");
+    if (schema) body.response_format = { type: "json_schema", json_schema: { name: "response", schema } };
     return body;
+  }
+
+  _refuse(id, message) {
+    this.show(true);
+    byId(`${id}-box`).open = true;
+    byId(id).focus();
+    throw new WrongSetting(message);
   }
 
   _check(field) {
@@ -75,17 +92,27 @@ export class Settings {
 
   /** Returns the tools, [] if there are none; on invalid JSON shows the error and returns undefined. */
   _checkTools() {
-    const text = byId("tools").value.trim();
-    let tools;
+    return this._json("tools", [], (value) => (Array.isArray(value) ? "" : "This must be an array."));
+  }
+
+  /** Returns the schema, null if there is none; on invalid JSON shows the error and returns undefined. */
+  _checkSchema() {
+    const isObject = (value) => value === null || (typeof value === "object" && !Array.isArray(value));
+    return this._json("schema", null, (value) => (isObject(value) ? "" : "This must be an object."));
+  }
+
+  _json(id, empty, check) {
+    const text = byId(id).value.trim();
+    let value;
     let problem = "";
     try {
-      tools = text ? JSON.parse(text) : [];
-      if (!Array.isArray(tools)) problem = "This must be an array.";
+      value = text ? JSON.parse(text) : empty;
+      problem = check(value);
     } catch (error) {
       problem = error.message;
     }
-    byId("tools-error").textContent = problem;
-    byId("tools").setAttribute("aria-invalid", String(problem !== ""));
-    return problem ? undefined : tools;
+    byId(`${id}-error`).textContent = problem;
+    byId(id).setAttribute("aria-invalid", String(problem !== ""));
+    return problem ? undefined : value;
   }
 }

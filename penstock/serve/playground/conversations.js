@@ -1,0 +1,75 @@
+// The conversations that the browser keeps, in localStorage: the newest first, with a limit.
+
+import { Message } from "./answer.js";
+
+const KEY = "penstock.conversations";
+const MAX_COUNT = 100;
+const MAX_TITLE = 60;
+
+/** The stored conversations. */
+export class Conversations {
+  constructor(storage = globalThis.localStorage) {
+    this._storage = storage;
+    this.current = null; // the id of the conversation on the page; null before its first message
+  }
+
+  /** Returns all conversations: {id, title, messages}, the newest first. */
+  get all() {
+    try {
+      const found = JSON.parse(this._storage.getItem(KEY) ?? "[]");
+      return Array.isArray(found) ? found : [];
+    } catch {
+      return [];
+    }
+  }
+
+  /** Stores the messages of the current conversation. Without messages it is deleted. */
+  save(messages) {
+    if (!messages.length) {
+      if (this.current !== null) this.remove(this.current);
+      return;
+    }
+    this.current ??= crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
+    const first = messages.find((one) => one.role === "user")?.text ?? "";
+    const title = first.trim().replace(/\s+/g, " ").slice(0, MAX_TITLE) || "Without text";
+    const entry = { id: this.current, title, messages: messages.map(stored) };
+    const others = this.all.filter((one) => one.id !== this.current);
+    this._write([entry, ...others].slice(0, MAX_COUNT));
+  }
+
+  /** Makes a stored conversation the current one and returns its messages; null if it does not exist. */
+  open(id) {
+    const found = this.all.find((one) => one.id === id);
+    if (!found) return null;
+    this.current = id;
+    return found.messages.map(restored);
+  }
+
+  /** Begins a new conversation. It is stored with its first message. */
+  begin() {
+    this.current = null;
+  }
+
+  remove(id) {
+    if (this.current === id) this.current = null;
+    this._write(this.all.filter((one) => one.id !== id));
+  }
+
+  /** Writes the list; while the browser has too little room, drops the oldest conversation. */
+  _write(list) {
+    for (let count = list.length; count >= 0; count -= 1) {
+      try {
+        this._storage.setItem(KEY, JSON.stringify(list.slice(0, count)));
+        return;
+      } catch (error) {
+        if (error.name !== "QuotaExceededError") throw error;
+      }
+    }
+  }
+}
+
+function stored({ role, text, images, reasoning, calls, callId, numbers }) {
+  return { role, text, images, reasoning, calls, callId, numbers };
+}
+
+const restored = ({ role, text, ...more }) => new Message(role, text, more);

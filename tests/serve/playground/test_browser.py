@@ -1,0 +1,186 @@
+"""The playground in headless Chromium. Needs the package playwright and the program chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from support.chatting import Chatting, chatting
+
+from penstock.serve.app import create_app
+from penstock.testing import FakePipeline
+
+playwright = pytest.importorskip("playwright.async_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+
+MARKDOWN = """# Title
+
+Some **bold**, *thin* and `x < 1` text, see [docs](https://example.org/a).
+
+- one
+  - inner
+- two
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+```python
+print("<b>")
+```
+
+<img src=x onerror=alert(1)> [bad](javascript:alert(1))
+"""
+
+FOCUSED = """() => {
+  const e = document.activeElement;
+  const labels = [...(e.labels ?? [])].map((one) => one.textContent).join(" ");
+  return [e.tagName, (e.getAttribute("aria-label") || labels || e.textContent || "").trim(), e.id];
+}"""
+"""Returns tag, name and id of the element that has the focus."""
+
+
+@asynccontextmanager
+async def page_of(pipeline: FakePipeline, expected: str = "nothing") -> AsyncIterator[tuple[Any, Chatting]]:
+    """Open the playground of a server. The test fails if the page reports an error other than `expected`."""
+    async with chatting(pipeline) as chat:
+        chat.services.gate.open()
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(create_app(chat.services), log_config=None))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        problems: list[str] = []
+        try:
+            async with playwright.async_playwright() as driver:
+                browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+                page = await browser.new_page()
+                page.on("pageerror", lambda error: problems.append(str(error)))
+                page.on("console", lambda one: problems.append(one.text) if one.type == "error" else None)
+                await page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+                await until(page, READY)
+                yield page, chat
+                await browser.close()
+        finally:
+            server.should_exit = True
+            await serving
+        assert not [one for one in problems if expected not in one]
+
+
+READY = "document.getElementById('model').value === 'demo'"
+
+
+async def until(page: Any, condition: str) -> None:
+    """Wait until an expression is true. The policy of the page forbids Playwright's own function for this."""
+    async with asyncio.timeout(30):
+        while not await page.evaluate(condition):
+            await asyncio.sleep(0.02)
+
+
+async def send(page: Any, text: str) -> None:
+    """Send a message and wait for the end of the answer."""
+    count = await page.locator("article.assistant").count()
+    await page.fill("#draft", text)
+    await page.press("#draft", "Enter")
+    await until(
+        page,
+        f"document.querySelectorAll('article.assistant').length === {count + 1}"
+        " && document.getElementById('stop-answer').hidden",
+    )
+
+
+async def test_markdown() -> None:
+    async with page_of(FakePipeline.saying(MARKDOWN)) as (page, _):
+        await send(page, "Hi **you**")
+        assert await page.locator("article.user .text:visible").inner_text() == "Hi **you**"
+        answer = page.locator("article.assistant .markdown")
+        assert await answer.locator("h3").inner_text() == "Title"
+        assert await answer.locator("strong").inner_text() == "bold"
+        assert await answer.locator("em").inner_text() == "thin"
+        assert await answer.locator("p code").inner_text() == "x < 1"
+        assert await answer.locator("a").get_attribute("href") == "https://example.org/a"
+        assert await answer.locator("a").count() == 1
+        assert await answer.locator("li").all_inner_texts() == ["one\ninner", "inner", "two"]
+        assert await answer.locator("td").all_inner_texts() == ["1", "2"]
+        assert await answer.locator("pre").inner_text() == 'print("<b>")'
+        assert await answer.locator("img").count() == 0
+        assert "<img src=x" in await answer.inner_text()
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await answer.get_by_role("button", name="Copy code").click()
+        await answer.get_by_role("button", name="Copied").wait_for()
+        assert await page.evaluate("navigator.clipboard.readText()") == 'print("<b>")'
+
+
+async def test_conversations_are_kept_and_branched() -> None:
+    model = FakePipeline.answering(lambda prompt: f"I see {prompt.count('user: ')}.")
+    async with page_of(model) as (page, _):
+        await send(page, "First")
+        await send(page, "Second")
+        await page.reload()
+        await until(page, READY)
+        names = page.locator("#conversations option")
+        assert await names.all_inner_texts() == ["New conversation", "First"]
+        await page.select_option("#conversations", label="First")
+        shown = page.locator("article .text:visible")
+        assert await shown.all_inner_texts() == ["First", "I see 1.", "Second", "I see 2."]
+        branch = page.locator("article.assistant").first.get_by_role("button", name="Branch")
+        await branch.click()
+        assert await shown.all_inner_texts() == ["First", "I see 1."]
+        await send(page, "Other")
+        assert await shown.all_inner_texts() == ["First", "I see 1.", "Other", "I see 2."]
+        kept = json.loads(await page.evaluate("localStorage.getItem('penstock.conversations')"))
+        assert [[one["text"] for one in entry["messages"]] for entry in kept] == [
+            ["First", "I see 1.", "Other", "I see 2."],
+            ["First", "I see 1.", "Second", "I see 2."],
+        ]
+        await page.click("#delete-chat")
+        assert await names.all_inner_texts() == ["New conversation", "First"]
+        assert await page.locator("article").count() == 0
+
+
+async def test_json_schema() -> None:
+    async with page_of(FakePipeline.saying("{}"), "status of 400") as (page, _):
+        bodies: list[Any] = []
+        page.on(
+            "request",
+            lambda one: bodies.append(one.post_data_json) if one.url.endswith("completions") else None,
+        )
+        await page.click("#schema-box summary")
+        await page.fill("#schema", "[1")
+        await page.fill("#draft", "Hi")
+        await page.press("#draft", "Enter")
+        assert await page.get_attribute("#schema", "aria-invalid") == "true"
+        assert await page.inner_text("#schema-error")
+        assert not bodies
+        await page.click("#example-schema")
+        assert await page.get_attribute("#schema", "aria-invalid") == "false"
+        await page.press("#draft", "Enter")
+        await page.wait_for_selector("article.assistant")
+        assert bodies[0]["response_format"]["type"] == "json_schema"
+        assert bodies[0]["response_format"]["json_schema"]["schema"]["required"] == ["name", "age"]
+        await page.wait_for_selector("article .error p")  # this server has no grammars
+
+
+async def test_the_page_by_keyboard(tmp_path: Path) -> None:
+    """Each control that can be reached by Tab has a name for screen readers."""
+    async with page_of(FakePipeline.saying("Hello.")) as (page, _chat):
+        await send(page, "Hi")
+        await page.click("#new-chat")
+        await send(page, "Again")
+        await page.screenshot(path=tmp_path / "page.png")
+        await page.evaluate("document.activeElement.blur()")
+        seen: list[tuple[str, str]] = []
+        for _step in range(80):
+            await page.keyboard.press("Tab")
+            found = await page.evaluate(FOCUSED)
+            if found[0] != "BODY":
+                seen.append((found[2], found[1]))
+        assert {"conversations", "delete-chat", "new-chat", "draft", "model"} <= {name for name, _ in seen}
+        assert all(label for _, label in seen), seen
