@@ -6,7 +6,7 @@ import os
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -21,8 +21,8 @@ class BatchResult(msgspec.Struct):
     """The parts of a result line that files need."""
 
     custom_id: str
-    response: dict[str, Any] | None = None
-    error: dict[str, Any] | None = None
+    response: dict[str, object] | None = None
+    error: dict[str, object] | None = None
 
 
 # -- Requests --------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def chunks_of_lines(path: Path, done: Container[str], size: int) -> tuple[list[C
     return chunks, pending
 
 
-def read_chunk(path: Path, chunk: Chunk) -> Iterator[dict[str, Any]]:
+def read_chunk(path: Path, chunk: Chunk) -> Iterator[dict[str, object]]:
     """Yield the lines of a chunk as rows: ``line`` (bytes) and ``number``."""
     with path.open("rb") as file:
         for offset, number in zip(chunk.offsets, chunk.numbers, strict=True):
@@ -115,14 +115,14 @@ def pending_rows(path: Path, done: Container[str]) -> set[str]:
     return pending
 
 
-def line_of_row(row: dict[str, Any]) -> bytes:
+def line_of_row(row: dict[str, object]) -> bytes:
     """Return the JSON line of a parquet row: ``body`` is JSON text or a structure, without null members."""
     body = row["body"]
     given = msgspec.Raw(body.encode()) if isinstance(body, str) else _without_nulls(body)
     return msgspec.json.encode({"custom_id": row["custom_id"], "url": row["url"], "body": given})
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     """Return a structure without null members, which parquet adds where rows have different members."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
@@ -192,7 +192,7 @@ class ParquetParts:
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[dict[str, object]] = []
         self._number = len(list(path.glob(f"part-*{PARQUET}")))
 
     def add(self, line: bytes) -> None:

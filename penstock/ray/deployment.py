@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from penstock.config import PipelineConfig
 from penstock.driver import DeviceSpec
@@ -55,7 +54,7 @@ class Resources:
         return cls(num_cpus, num_gpus)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """The resources as options of an actor."""
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
 
@@ -84,13 +83,13 @@ def replica_config(config: PipelineConfig, resources: Resources) -> PipelineConf
 
 def engine_options(
     config: PipelineConfig, serve: ServeConfig, ray: RayConfig, resources: Resources
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the options of the deployment of replicas, for ``serve.deployment``.
 
     The processes of a divided model share memory, so that they must be on one node: their resources are one
     bundle of a placement group, which a node has as a whole or does not get.
     """
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "name": ENGINE,
         "ray_actor_options": resources.options,
         "max_ongoing_requests": ray.ray_max_requests,
@@ -117,7 +116,7 @@ def engine_options(
     return options
 
 
-def ingress_options(serve: ServeConfig, ray: RayConfig) -> dict[str, Any]:
+def ingress_options(serve: ServeConfig, ray: RayConfig) -> dict[str, object]:
     """Return the options of the deployment that serves HTTP."""
     return {
         "name": INGRESS,

@@ -54,7 +54,7 @@ class PenstockServer:
         self._server = LocalServer(own, replace(serve_config, access_log=False), engine)
 
     @classmethod
-    def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
+    def get_deployment_options(cls, llm_config: Any) -> dict[str, object]:
         """Return the options of the deployment: those of ``deployment_config``, else Penstock's."""
         config, serve_config, ray_config = configs_of(llm_config)
         options = engine_options(config, serve_config, ray_config, Resources.of(config, ray_config))
@@ -83,39 +83,49 @@ class PenstockServer:
         if state in ("stopping", "stopped"):
             raise UnavailableError(f"the worker is {state}")
 
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def chat(self, request: object, raw_request_info: object = None) -> AsyncGenerator[object, None]:
         """Yield the response of ``/v1/chat/completions``, or the events of its stream."""
         async for one in self._answer(
             "/v1/chat/completions", "ChatCompletionResponse", request, raw_request_info
         ):
             yield one
 
-    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def completions(
+        self, request: object, raw_request_info: object = None
+    ) -> AsyncGenerator[object, None]:
         """Yield the response of ``/v1/completions``, or the events of its stream."""
         async for one in self._answer("/v1/completions", "CompletionResponse", request, raw_request_info):
             yield one
 
-    async def embeddings(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def embeddings(
+        self, request: object, raw_request_info: object = None
+    ) -> AsyncGenerator[object, None]:
         """Yield the response of ``/v1/embeddings``."""
         async for one in self._answer("/v1/embeddings", "EmbeddingResponse", request, raw_request_info):
             yield one
 
-    async def score(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def score(self, request: object, raw_request_info: object = None) -> AsyncGenerator[object, None]:
         """Yield the response of ``/v1/score``."""
         async for one in self._answer("/v1/score", "ScoreResponse", request, raw_request_info):
             yield one
 
-    async def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def tokenize(
+        self, request: object, raw_request_info: object = None
+    ) -> AsyncGenerator[object, None]:
         """Yield the response of ``/tokenize``."""
         async for one in self._answer("/tokenize", "TokenizeResponse", request, raw_request_info):
             yield one
 
-    async def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def detokenize(
+        self, request: object, raw_request_info: object = None
+    ) -> AsyncGenerator[object, None]:
         """Yield the response of ``/detokenize``."""
         async for one in self._answer("/detokenize", "DetokenizeResponse", request, raw_request_info):
             yield one
 
-    async def transcriptions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def transcriptions(
+        self, request: object, raw_request_info: object = None
+    ) -> AsyncGenerator[object, None]:
         """Refuse: no model of Penstock transcribes."""
         yield _error(400, "transcriptions are not supported", "invalid_request_error")
 
@@ -131,7 +141,7 @@ class PenstockServer:
         """Stop to record, and write the profile."""
         await self._server.engine.stop_profile()
 
-    async def sleep(self, **options: Any) -> None:
+    async def sleep(self, **options: object) -> None:
         """Release memory. The option ``level`` is 1 for the KV cache, 2 for the weights as well."""
         level = options.pop("level", 1)
         if options or level not in (1, 2):
@@ -140,7 +150,7 @@ class PenstockServer:
             )
         await self._server.engine.sleep(level, self._server.services.config.shutdown_grace)
 
-    async def wakeup(self, **options: Any) -> None:
+    async def wakeup(self, **options: object) -> None:
         """Accept requests again. There are no options."""
         if options:
             raise UnsupportedFeatureError(f"wakeup with {', '.join(options)}", "there are no options")
@@ -150,11 +160,11 @@ class PenstockServer:
         """Return whether the model is asleep."""
         return self._server.engine.state == "asleep"
 
-    async def pause(self, **options: Any) -> None:
+    async def pause(self, **options: object) -> None:
         """Refuse: a worker runs or sleeps."""
         raise UnsupportedFeatureError("pause", "use sleep")
 
-    async def resume(self, **options: Any) -> None:
+    async def resume(self, **options: object) -> None:
         """Refuse: a worker runs or sleeps."""
         raise UnsupportedFeatureError("resume", "use wakeup")
 
