@@ -45,7 +45,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
     Args:
         pipeline: executes the batches; its ``kv`` decides what fits.
         max_batch_size: maximum number of contexts that run at once; never more than
-        ``max_batch_input_tokens``.
+            ``max_batch_input_tokens``.
         max_batch_input_tokens: maximum number of tokens of one step.
         min_chunk_size: smallest chunk of a prompt, as far as the budget allows.
         enable_chunked_prefill: whether prompts are cut into chunks. Without it a prompt that exceeds the
