@@ -9,7 +9,9 @@ Importing this module does not import Ray. The functions need the extra ``ray``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.host.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from penstock.ray.config import RayConfig
@@ -18,15 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["RayConfig", "build_app", "embed", "generate"]
 
-_MODULES = {"RayConfig": "config", "build_app": "online", "embed": "dataset", "generate": "dataset"}
+_HOMES = {
+    "RayConfig": "penstock.ray.config",
+    "build_app": "penstock.ray.online",
+    "embed": "penstock.ray.dataset",
+    "generate": "penstock.ray.dataset",
+}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:  # a type checker must report names that do not exist
+    __getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:
