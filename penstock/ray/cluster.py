@@ -60,7 +60,7 @@ def connected(config: RayConfig, purpose: str) -> Iterator[bool]:
 
 def _joined(ray: Any, address: str | None) -> bool:
     """Connect to a cluster; return False if Ray should start here: no address is given and there is none."""
-    if address == _LOCAL:
+    if (address or os.environ.get("RAY_ADDRESS")) == _LOCAL:
         return False
     try:
         ray.init(address=address or "auto")

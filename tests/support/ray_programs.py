@@ -44,7 +44,7 @@ class RayProgram:
             "RAY_DEDUP_LOGS": "0",
             "PYTHONPATH": str(ROOT),
         }
-        environment.pop("RAY_ADDRESS", None)
+        environment["RAY_ADDRESS"] = "local"  # never the cluster of another program
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *arguments], stdout=log, stderr=log, env=environment, cwd=folder
