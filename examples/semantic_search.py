@@ -40,8 +40,8 @@ def search(llm: LLM, query: str, texts: list[str], top_n: int) -> list[tuple[int
     """Return the indices and the similarities of the best texts for a query."""
     layout = llm.tokenizer.layout
     # Sections longer than the model's maximum are cut: the beginning of a section names its topic.
-    vectors = llm.embed(texts, normalize=True, truncate=True, **layout.prompt_for("document"))
-    wanted = llm.embed(query, normalize=True, **layout.prompt_for("query"))
+    vectors = llm.embed(texts, normalize=True, truncate=True, prompt_name=layout.prompt_for("document"))
+    wanted = llm.embed(query, normalize=True, prompt_name=layout.prompt_for("query"))
     scores = vectors @ wanted
     return [(int(i), float(scores[i])) for i in np.argsort(-scores)[:top_n]]
 

@@ -27,8 +27,8 @@ FLAGS = {
     "misspelt command with flags": (["warmcache", "--json"], "Did you mean 'warm-cache'?"),
     "unknown command": (
         ["turbine"],
-        "Use one of generate, chat, speak, encode, rerank, serve, batch, bench, list, warm-cache, quantize, "
-        "env.",
+        "Use one of generate, chat, speak, encode, rerank, serve, batch, bench, list, pull, rm, warm-cache, "
+        "quantize, env.",
     ),
     "unknown flag": (["generate", "--promt", "Hello"], "No such option '--promt'. Did you mean '--prompt'?"),
     "misspelt setting": (["generate", *PROMPT, "--maxlength", "9"], "Did you mean '--max-length'?"),

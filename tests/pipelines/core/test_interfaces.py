@@ -97,4 +97,5 @@ def test_importing_core_loads_numpy_and_msgspec_alone() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = run.stdout.split()
     above = {"penstock", "penstock.errors", "penstock.pipelines", "penstock.plain_numbers"}
+    above |= {"penstock.host", "penstock.host.lazy_names"}
     assert {name for name in loaded if not name.startswith("penstock.pipelines.core")} == above
