@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.checkpoints import DECODERS
 
+from penstock.architectures.apertus.model import stored_numbers
 from penstock.architectures.gpt2.config import GPT2Config
 from penstock.config import HuggingFaceConfig
 from penstock.errors import CheckpointError, ConfigError
@@ -91,6 +92,13 @@ def read(family: str, changes: dict[str, Any]) -> Any:
 def test_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(family, changes)
+
+
+@pytest.mark.parametrize("values", [None, [0.5], [0.5, "1"], 0.5])
+def test_damaged_numbers_of_an_activation(values: object) -> None:
+    config = HuggingFaceConfig({"xielu": {"alpha_p": values}})
+    with pytest.raises(ConfigError, match=r"xielu\.alpha_p: must"):
+        stored_numbers(config, 2)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
 }
 """The rotary embedding if ``config.json`` defines none."""
+
+_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
+"""The numbers of an activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +111,26 @@ class ApertusModel(TransformerModel):
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        def load_layer(name: str, layer: int) -> XIELUMLP:
-            # A GGUF file has the numbers of all layers in its metadata.
-            stored = cast("Mapping[str, list[float]]", huggingface_config.section("xielu"))
-            numbers = {part: values[layer] for part, values in stored.items()} if stored else None
-            return XIELUMLP.load(load, blueprint, name, numbers)
+        stored = stored_numbers(huggingface_config, blueprint.layers)
+        return lambda name, layer: XIELUMLP.load(load, blueprint, name, stored[layer] if stored else None)
 
-        return load_layer
+
+def stored_numbers(config: HuggingFaceConfig, num_layers: int) -> list[dict[str, float]] | None:
+    """Return the numbers of each layer's activation that a GGUF file has in its metadata; None without any.
+
+    Raises:
+        ConfigError: ``xielu`` is not one list of numbers per part, with one number per layer.
+    """
+    section = config.section("xielu")
+    if not section:
+        return None
+    layers: list[dict[str, float]] = [{} for _ in range(num_layers)]
+    for part in _PARTS:
+        values = section.get(part)
+        if not isinstance(values, list) or len(values) != num_layers:
+            raise ConfigError(f"xielu.{part}", f"must be a list of {num_layers} numbers, was {values!r:.100}")
+        for layer, value in zip(layers, values, strict=True):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"xielu.{part}", f"must be a list of numbers, has {value!r:.100}")
+            layer[part] = float(value)
+    return layers

@@ -112,12 +112,23 @@ def _take_floats(tensors: StoredTensors, layer: str) -> None:
     tensors.put(layer, shape, "fp8", parts, layout=LAYOUT, bits=8, group=(1, shape[1]))
 
 
-def _take_integers(tensors: StoredTensors, layer: str, bits: int) -> None:
-    data, scale = tensors.take(layer, _DATA, ("I8",)), tensors.peek(layer, _SCALE)
-    outputs, inputs = data.shape
-    groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
+def _num_groups(tensors: StoredTensors, layer: str, inputs: int, *, axis: int) -> int:
+    """Return the number of groups along ``axis`` of the scales. One group if they are no matrix.
+
+    Raises:
+        WeightsError: the groups do not divide the inputs.
+    """
+    scale = tensors.peek(layer, _SCALE)
+    groups = scale.shape[axis] if scale is not None and len(scale.shape) == 2 else 1
     if not groups or inputs % groups:
         tensors.refuse(layer, _SCALE, f"has {groups} groups for {inputs} inputs")
+    return groups
+
+
+def _take_integers(tensors: StoredTensors, layer: str, bits: int) -> None:
+    data = tensors.take(layer, _DATA, ("I8",))
+    outputs, inputs = data.shape
+    groups = _num_groups(tensors, layer, inputs, axis=1)
     parts = {
         "weight": data,
         "scale": tensors.take(layer, _SCALE, FLOATS, (outputs, groups)),
@@ -133,11 +144,9 @@ def _take_integers(tensors: StoredTensors, layer: str, bits: int) -> None:
 
 
 def _take_packed(tensors: StoredTensors, layer: str) -> None:
-    data, scale = tensors.take(layer, _DATA, ("I8", "U8")), tensors.peek(layer, _SCALE)
+    data = tensors.take(layer, _DATA, ("I8", "U8"))
     outputs, inputs = data.shape[0], 2 * data.shape[1]
-    groups = scale.shape[0] if scale is not None and len(scale.shape) == 2 else 1
-    if not groups or inputs % groups:
-        tensors.refuse(layer, _SCALE, f"has {groups} groups for {inputs} inputs")
+    groups = _num_groups(tensors, layer, inputs, axis=0)
     parts = {
         "weight": data,
         "scale": tensors.take(layer, _SCALE, FLOATS, (groups, outputs)),
