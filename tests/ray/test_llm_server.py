@@ -16,7 +16,7 @@ from support.workers import Gate, GatedPipeline, fake_work, letters
 from penstock.errors import ConfigError, UnavailableError, UnsupportedFeatureError
 from penstock.ray import llm_server
 from penstock.ray.llm_server import PenstockServer, configs_of
-from penstock.ray.local_server import internal_request
+from penstock.serve.http.internal_request import internal_request
 from penstock.testing import FakePipeline
 from penstock.worker.client import WorkerClient
 
@@ -140,8 +140,8 @@ async def test_an_application_that_fails_raises_its_error() -> None:
         raise LookupError(scope["path"])
 
     with pytest.raises(LookupError, match="/early"):
-        async with internal_request(failing, "/early", {}, {}):
+        async with internal_request(failing, "/early", {}, {}, client="test"):
             pass
-    async with internal_request(failing, "/late", {}, {}) as response:
+    async with internal_request(failing, "/late", {}, {}, client="test") as response:
         with pytest.raises(LookupError, match="/late"):
             await response.body()

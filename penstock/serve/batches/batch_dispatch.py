@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from threading import Lock
 
 import msgspec
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from penstock.serve.batches.batch_lines import BadLine, BatchRequest, result_line
-from penstock.serve.http.middleware import INTERNAL
+from penstock.serve.http.internal_request import internal_request
 
 CLIENT = "batch"
 """The client of all batches, for fair scheduling."""
@@ -38,40 +38,9 @@ async def post(app: ASGIApp, path: str, body: dict[str, object]) -> Answer:
 
     Cancelling the task cancels the request.
     """
-    messages: list[Message] = [
-        {"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}
-    ]
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()  # an internal client does not disconnect
-        raise AssertionError
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-        "client": (CLIENT, 0),
-        "server": ("localhost", 80),
-        "state": {},
-        INTERNAL: True,
-    }
-    await app(scope, receive, send)
-    headers = dict(sent[0]["headers"])
-    data = b"".join(message.get("body", b"") for message in sent[1:])
-    return Answer(sent[0]["status"], headers.get(b"x-request-id", b"").decode(), data)
+    async with internal_request(app, path, body, {}, client=CLIENT) as response:
+        request_id = response.headers.get(b"x-request-id", b"").decode()
+        return Answer(response.status, request_id, await response.body())
 
 
 class BatchDispatcher:

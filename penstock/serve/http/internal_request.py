@@ -1,0 +1,103 @@
+"""Requests to an application of this process, without a connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from penstock.serve.http.middleware import INTERNAL
+
+
+@dataclass(frozen=True, slots=True)
+class InternalResponse:
+    """The response to an internal request, whose body arrives in parts."""
+
+    status: int
+    headers: Mapping[bytes, bytes]
+    """Name in lower case -> value."""
+    parts: AsyncIterator[bytes]
+
+    async def body(self) -> bytes:
+        """Return the whole body."""
+        return b"".join([part async for part in self.parts])
+
+
+@asynccontextmanager
+async def internal_request(
+    app: ASGIApp, path: str, body: Mapping[str, object], headers: Mapping[str, str], *, client: str
+) -> AsyncIterator[InternalResponse]:
+    """Send a request to an application and yield the beginning response. Leaving the block cancels it.
+
+    Args:
+        app: the application.
+        path: the path of the route.
+        body: the JSON body.
+        headers: additional headers.
+        client: the address of the client, for fair scheduling.
+    """
+    requests: list[Message] = [
+        {"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}
+    ]
+    sent: asyncio.Queue[Message] = asyncio.Queue()
+
+    async def receive() -> Message:
+        if requests:
+            return requests.pop()
+        await asyncio.Event().wait()  # an internal client does not disconnect
+        raise AssertionError
+
+    given = {"host": "localhost", "content-type": "application/json", **headers}
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in given.items()],
+        "client": (client, 0),
+        "server": ("localhost", 80),
+        "state": {},
+        INTERNAL: True,
+    }
+    task = asyncio.ensure_future(_run(app, scope, receive, sent))
+
+    async def parts() -> AsyncIterator[bytes]:
+        more = True
+        while more:
+            message = await sent.get()
+            if message["type"] != "http.response.body":
+                raise await _error_of(task)
+            if part := message.get("body"):
+                yield part
+            more = message.get("more_body", False)
+
+    try:
+        start = await sent.get()
+        if start["type"] != "http.response.start":
+            raise await _error_of(task)
+        yield InternalResponse(start["status"], dict(start["headers"]), parts())
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _run(app: ASGIApp, scope: Message, receive: object, sent: asyncio.Queue[Message]) -> None:
+    try:
+        await app(scope, receive, sent.put)  # type: ignore[arg-type]
+    finally:
+        sent.put_nowait({"type": "ended"})
+
+
+async def _error_of(task: asyncio.Task[None]) -> BaseException:
+    """Return the error of an application that ended before its response."""
+    (error,) = await asyncio.gather(task, return_exceptions=True)
+    return error if isinstance(error, BaseException) else RuntimeError("the response has no end")
