@@ -42,7 +42,7 @@ class BlockPool:
         self.on_evict: Callable[[bytes], None] | None = None
         """Called with the digest of each block whose content is forgotten."""
         self.on_reuse: Callable[[int, bytes], None] | None = None
-        """Called with each of these blocks and its digest, while the block still has the content."""
+        """Called with the block and its digest before that, while the block still has the content."""
 
     @property
     def num_blocks(self) -> int:
@@ -98,7 +98,7 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one reference from each block.
 
-        Of blocks that are released together the last ones are evicted first. The beginning of a prompt is
+        Among blocks that are released together, the last ones are evicted first. The beginning of a prompt is
         shared more often than its end, and the end is useless without the beginning.
         """
         for block in reversed(list(blocks)):
@@ -127,7 +127,7 @@ class BlockPool:
         return True
 
     def forget(self) -> None:
-        """Forget the content of all blocks. Cached blocks become free; referenced blocks keep their rows."""
+        """Unregister the content of all blocks. Cached blocks become free; referenced blocks stay in use."""
         self._free += reversed(self._cached)
         self._cached.clear()
         self._block_of.clear()

@@ -8,7 +8,7 @@ from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, B
 
 
 class CacheEventLog:
-    """Collects events in order, until `take` returns them. Evictions in a row become one event."""
+    """Collects events in order, until `take` returns them. Consecutive evictions become one event."""
 
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []

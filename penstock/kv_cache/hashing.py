@@ -33,9 +33,9 @@ def context_root(
     """Return the root of a context's digests, or None if its blocks must not be shared.
 
     An adapter changes keys and values, so the digest of its content is part of the root. The name of an
-    adapter is not enough, because it can later refer to another adapter. Without a digest nothing is
-    shared. All images have the same tokens, so blocks with images are shared only if
-    ``token_hash_overrides`` identifies the images. The regime is part of the root as well.
+    adapter is not enough, because it can later refer to another adapter. Without a digest, no blocks are
+    shared. All images have the same tokens, so blocks with images are shared only if ``token_hash_overrides``
+    identifies the images. The regime is part of the root as well.
     """
     if isinstance(context, TextAndVisionContext) and not context.identifies_images:
         return None
@@ -72,7 +72,8 @@ def chain_digests(
     data, width = ids.tobytes(), 8 * block_size
     digests = []
     for offset, block in enumerate(blocks):
-        # The positions of overrides are hashed too: an override differs from a token with the same id.
+        # The positions of overrides are hashed too, so that an override differs from a token with the same
+        # id.
         overridden = np.array(marks[block], dtype="<u8").tobytes() if block in marks else b""
         parent = _digest(parent + data[offset * width : (offset + 1) * width] + overridden)
         digests.append(parent)

@@ -53,7 +53,7 @@ class HostBlocks:
     def restore(self, digests: Sequence[bytes], hit: int) -> None:
         """Copy the blocks after a hit back, in order, until one is missing or no device block is free.
 
-        They are cached blocks of the device then, found by their digests.
+        The copies are cached blocks of the device, registered under their digests.
 
         Args:
             digests: the chain of a context, up to the last block that it may use.
@@ -66,7 +66,7 @@ class HostBlocks:
             for pool in self._pools
         ]
         for pool, blocks in zip(self._pools, held, strict=True):
-            pool.retain(blocks)  # so that they are not evicted meanwhile
+            pool.retain(blocks)  # prevents their eviction during the copies
         for digest in digests[hit:]:
             missing = [index for index, pool in enumerate(self._pools) if pool.lookup(digest) is None]
             if any(digest not in self._slots[i] or not self._pools[i].num_free for i in missing):

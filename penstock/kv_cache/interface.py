@@ -45,7 +45,7 @@ class KVCache(Protocol):
 
     @property
     def prefix_limits(self) -> tuple[int, ...] | None:
-        """Lengths, ascending: block digests of contexts on two sides of a limit differ.
+        """Ascending sequence lengths. Contexts on different sides of a limit have different block digests.
 
         None means that contexts share no prefixes.
         """
@@ -144,7 +144,7 @@ class KVCache(Protocol):
         ...
 
     def forget_prefixes(self) -> None:
-        """Make no cached block findable any more. Claimed contexts keep their blocks."""
+        """Remove all blocks from the prefix index. Claimed contexts keep their blocks."""
         ...
 
     def record_events(self) -> None:

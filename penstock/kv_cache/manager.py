@@ -41,7 +41,7 @@ class _Sequence:
     request_id: str
     slot: int
     num_dropped: list[int]  # for each group: number of blocks before the window, which are freed
-    regime: int  # regime of its keys, see `KVCacheSpec.regime`
+    regime: int  # regime of the keys, see `KVCacheSpec.regime`
     root: bytes | None = None  # None: its blocks must not be shared
     num_blocks: int = 0  # length of each table
     num_full: int = 0  # number of committed blocks, which are read-only

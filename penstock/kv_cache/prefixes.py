@@ -98,7 +98,7 @@ class PrefixIndex:
         return digests
 
     def record_events(self) -> None:
-        """Record events from now on, of the first pool without a window, or else of the first pool."""
+        """Record events from now on, for the first pool without a window, or else for the first pool."""
         if self._events is None:
             self._events = CacheEventLog()
             self._reported.on_evict = self._events.removed
@@ -113,7 +113,7 @@ class PrefixIndex:
             self.host.restore(chain.digests[:limit], self.hit(chain, limit))
 
     def forget_all(self) -> None:
-        """Make no block findable any more."""
+        """Remove all blocks from the index."""
         if self.host is not None:
             self.host.clear()
         for pool in self._pools:
@@ -194,7 +194,7 @@ class PrefixIndex:
         return block >= 0 and all(pool.lookup(chain.digests[block]) is not None for pool in self._whole)
 
     def _gap(self, chain: Chain, hit: int) -> int | None:
-        """Return the last block before ``hit`` that a window needs and that is not cached."""
+        """Return the last block before ``hit`` that a window needs and the cache lacks."""
         for pool, group in self._windowed:
             first = group.first_visible(hit * self._block_size) // self._block_size
             for block in range(hit - 1, first - 1, -1):
@@ -204,7 +204,7 @@ class PrefixIndex:
 
 
 class PrefixCacheControls:
-    """The methods of a `KVCache` that concern its prefix index only."""
+    """The methods of a `KVCache` that only access its prefix index."""
 
     _prefixes: PrefixIndex
 

@@ -30,8 +30,8 @@ def claim(kv: KVCache, context: InputContext) -> None:
 def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int) -> int:
     """Reserve cache blocks for the next steps of claimed contexts and return how many steps they can run.
 
-    The result is 1 if a context must be examined after each token, or if the cache has too few free blocks
-    for more steps of all contexts. It is never larger than the number of tokens that a context may gain.
+    The result is 1 if a context must be checked after each token, or if the cache has too few free blocks for
+    more steps of all contexts. It is never larger than the number of tokens that a context may gain.
 
     Args:
         kv: the cache.
@@ -87,7 +87,7 @@ def _max_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int) ->
 
 
 def _needs_single_steps(context: InputContext) -> bool:
-    """Return whether a context must be examined after each token, or is a chunk of a prompt."""
+    """Return whether a context must be checked after each token, or computes a chunk of a prompt."""
     params = context.sampling_params
     return (
         context.active_idx < context.end_idx

@@ -55,7 +55,7 @@ class KVGroup:
 
         Args:
             num_tokens: the final length of the sequence.
-            block_size: tokens of a block.
+            block_size: tokens per block.
             chunk_size: the maximum number of tokens that a step computes; None for no limit.
         """
         whole = -(-num_tokens // block_size)
@@ -91,7 +91,7 @@ class KVCacheSpec:
             raise ConfigError("key_limits", f"must ascend from 1 on, were {self.key_limits}")
 
     def regime(self, length: int) -> int:
-        """Return the number of limits that a sequence of ``length`` tokens exceeds."""
+        """Return the regime: the number of limits that a sequence of ``length`` tokens exceeds."""
         return bisect_left(self.key_limits, length)
 
     def shortest(self, length: int) -> int:

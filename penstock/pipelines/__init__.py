@@ -1,4 +1,4 @@
-"""Task pipelines: a batch of contexts to outputs, and the public names of `max.pipelines`.
+"""Task pipelines, which turn a batch of contexts into outputs, and the public names of `max.pipelines`.
 
 The public names are loaded on first use: importing this package loads no torch.
 """

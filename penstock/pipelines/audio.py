@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _FIRST_CHUNK, _LARGEST_CHUNK, _WHOLE_CHUNK = 0.15, 2.0, 10.0
-"""Seconds of audio: the first and the largest chunk of a stream, and the chunks of other requests.
-Short chunks come early; long chunks compute less context."""
+"""Seconds of audio per chunk: the first and the largest chunk of a stream, and chunks of other requests.
+Short chunks reduce latency; long chunks recompute less context."""
 
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """The sizes of the chunks of a context, in frames: the first one, then doubled up to the largest."""
+    """The chunk sizes of a context, in frames: the first size, doubled for each chunk up to the largest."""
 
     first: int
     largest: int
@@ -68,7 +68,7 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
     """Load the codec and the model, and return their pipeline.
 
     Args:
-        required: what the pipeline is made from; the tokenizer is a `SpeechTokenizer`.
+        required: the parts of the pipeline; the tokenizer is a `SpeechTokenizer`.
         codecs: the codecs to choose from.
 
     Raises:
@@ -102,7 +102,7 @@ def codec_folder(config: PipelineConfig, form: SpeechFormat) -> Path:
 
 
 def codec_encoding(config: PipelineConfig, codec: SupportedCodec) -> str | None:
-    """Return the encoding of the codec: as configured, else that of the model if the codec supports it."""
+    """Return the encoding of the codec: the configured one, else the model's if the codec supports it."""
     if config.speech.codec_encoding is not None:
         return config.speech.codec_encoding
     return config.model.encoding if config.model.encoding in codec.encodings else None
@@ -112,7 +112,7 @@ def check_codec(codec: AudioCodec, form: SpeechFormat) -> None:
     """Check that the codes of the format are those of the codec.
 
     Raises:
-        ConfigError: they are not; has the numbers.
+        ConfigError: they differ; the message has both numbers.
     """
     theirs = (form.codes.codes_per_frame, form.codes.codebook_size)
     ours = (codec.codes_per_frame, codec.codebook_size)
@@ -156,7 +156,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         self._streamed, self._whole = ChunkSizes(first, largest), ChunkSizes(whole, whole)
         self._chunk_ends: dict[int, int] = {}
         self._max_frames = max(whole, largest)
-        """Most frames decoded in one call, apart from the last chunk of each context."""
+        """Maximum number of frames decoded in one call, apart from the last chunk of each context."""
 
     # -- AudioGenerator ---------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     ) -> dict[str, AudioGenerationResponse]:
         """Generate up to ``num_tokens`` speech tokens for each context, and decode all whole frames.
 
-        Frames that the codec needs as right context of the last samples stay for the next call.
+        Frames that the codec needs as right context of the last samples are decoded in the next call.
 
         Raises:
             InputError: ``num_tokens`` is less than 1, or a context has ended.
@@ -190,8 +190,8 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     ) -> dict[str, AudioGenerationResponse]:
         """Run up to ``num_steps`` steps of the language model, and decode the chunks that are due.
 
-        Contexts whose tokens have ended are only decoded. As soon as the tokens of a context have ended, its
-        cache blocks are free.
+        Contexts whose tokens have ended are only decoded. The cache blocks of a context are freed as soon as
+        its tokens have ended.
         """
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
@@ -206,7 +206,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         return self.speech_lm_pipeline.ready(context)
 
     def release(self, context: TTSContext) -> None:
-        """Free what the pipeline holds for a context. Does nothing if that is freed already."""
+        """Free the resources of a context. Does nothing if they are freed already."""
         self.speech_lm_pipeline.release(context)
 
     def num_steps_for(self, seconds: float) -> int:
@@ -233,7 +233,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     # -- Tokens -----------------------------------------------------------------------------------------
 
     def _check(self, batch: Mapping[str, TTSContext]) -> None:
-        """Check that all contexts can be served, before anything changes."""
+        """Check that all contexts can be served, before any state changes."""
         self.session.check_process()
         self.check_context_types(batch.values())
         for request_id, context in batch.items():
@@ -287,7 +287,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     def _next_chunk(
         self, context: TTSContext, sizes: ChunkSizes | None, *, takes_rest: bool
     ) -> CodecChunk | None:
-        """Return the next chunk of a context; None if its frames are not there yet."""
+        """Return the next chunk of a context; None if its frames are not generated yet."""
         codec, size = self.codec, self.codec.codes_per_frame
         start, num_frames = context.decoded_index // size, len(context.speech_tokens) // size
         has_ended = context.generation_status.is_done
@@ -305,7 +305,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         return CodecChunk(frames, start, start - first, end - stop, has_ended and end == num_frames)
 
     def _chunk_end(self, stop: int) -> int:
-        """Return the end of a chunk of a stream that goes on: the first end from ``stop`` on.
+        """Return the end of a chunk of an unfinished stream: the first valid end at or after ``stop``.
 
         A codec that decodes whole blocks ends chunks at the ends of blocks.
         """
@@ -336,7 +336,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         return {name: one.float().cpu().numpy() for name, one in zip(due, samples, strict=True)}
 
     def _finish(self, request_id: str, context: TTSContext) -> None:
-        """End a context whose tokens have ended and are decoded."""
+        """End a context whose tokens have ended and are all decoded."""
         status = context.generation_status
         if not status.is_done:
             return

@@ -1,4 +1,4 @@
-"""Rules of single contexts in a text pipeline: which contexts may run, and how they take sampled tokens."""
+"""Rules of a single context in a text pipeline: whether it may run, and how it takes sampled tokens."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def append_tokens(context: TextContext, sampled: SampledTokens) -> None:
 def appends_forced_tokens(context: TextContext) -> bool:
     """Return whether tokens forced by the grammar are appended without sampling.
 
-    They are not if each token must be examined: with log probabilities, end sequences or forbidden tokens.
-    Then forced tokens are drafts, which are always accepted.
+    They are not appended if each token must be checked: with log probabilities, end sequences or forbidden
+    tokens. Then forced tokens are drafts, which are always accepted.
     """
     params = context.sampling_params
     is_banned = params.banned_token_ids or params.banned_sequences

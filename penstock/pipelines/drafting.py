@@ -1,4 +1,4 @@
-"""Drafts of a batch: how many, from the grammar or the proposer, and what is reported about them."""
+"""Drafts of a batch: their number, their tokens (from the grammar or the proposer), and their results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from penstock.pipelines.core import TextContext
 from penstock.pipelines.speculative import DraftLengthPolicy, DraftProposer, SpeculationStats, known_tokens
 
 _MAX_FORCED_TOKENS = 64
-"""Most forced tokens of one context in one step."""
+"""Maximum number of forced tokens of one context in one step."""
 
 
 def draft_limits(contexts: Sequence[TextContext], kv: KVCache, max_rows: int) -> list[int]:
-    """Return the most drafts for each context. The rows left in the step are divided evenly.
+    """Return the maximum number of drafts for each context. The unused rows of the step are divided evenly.
 
     Args:
         contexts: the batch.
-        kv: the cache, which knows how many more tokens a context may get.
+        kv: the cache, which limits how many more tokens a context may get.
         max_rows: the planned number of rows of a step.
     """
     num_rows = sum(context.active_length for context in contexts)
@@ -43,14 +43,14 @@ def draft_tokens(
 
     Args:
         contexts: the batch.
-        limits: the most drafts of each context.
-        proposer: drafts tokens for contexts whose grammar forces none; None drafts none for them.
+        limits: the maximum number of drafts of each context.
+        proposer: drafts tokens for contexts whose grammar forces none; None disables these drafts.
         draft_lengths: limits the drafts of the proposer further; None sets no limit.
         vocabulary: V; 0 if it is not known before the first forward.
     """
     drafts: list[list[int]] = [[] for _ in contexts]
     for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
-        # If forced tokens are appended after each token, none are left to draft.
+        # Contexts that append forced tokens after each token have none left to draft.
         is_appended = appends_forced_tokens(context) and len(context.generated_tokens)
         if context.matcher is not None and vocabulary and not is_appended:
             drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary)

@@ -62,7 +62,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     Args:
         model: an encoder.
         layout: how its hidden states become embeddings.
-        trained_dimensions: lengths that a dense embedding may be cut to; None allows each.
+        trained_dimensions: lengths to which a dense embedding may be cut; None allows any.
         heads: the heads on the hidden state of each token.
     """
 
@@ -184,7 +184,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     def _vectors(
         self, contexts: Sequence[EmbeddingsContext], rows: Sequence[Tensor], chosen: Sequence[int]
     ) -> dict[int, npt.NDArray[np.floating]]:
-        """Return the dense embeddings of the chosen contexts."""
+        """Return the dense embeddings of the selected contexts."""
         if not chosen:
             return {}
         vectors = torch.stack([self._pooled(contexts[i], rows[i]) for i in chosen])  # [n, E]
@@ -201,7 +201,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         contexts: Sequence[EmbeddingsContext],
         vectors: Tensor,  # [n, E]
     ) -> list[npt.NDArray[np.floating]]:
-        """Return vectors with the length and the norm that their contexts ask for."""
+        """Return the vectors cut to the length and scaled to the norm that their contexts request."""
         asked = [
             (one.dimensions, self.layout.normalize if one.normalize is None else one.normalize)
             for one in contexts
@@ -222,7 +222,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         chosen: Sequence[int],
         step: StepInputs,
     ) -> dict[int, npt.NDArray[np.floating]]:
-        """Return the scores ``[labels]`` of the chosen contexts."""
+        """Return the scores ``[labels]`` of the selected contexts."""
         classifier = self.model.network.classifier
         if not chosen or classifier is None:
             return {}
@@ -241,7 +241,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         """Return the weight of each token id, by default the largest ``log(1 + relu(logit))``.
 
         SPLADE (arXiv:2109.10086); the logarithm is applied twice for ``log1p_relu`` (arXiv:2504.14839). A
-        model with a head that weighs tokens has weights for the tokens of the input only, see `TokenHeads`.
+        model with a token-weight head computes weights for the tokens of the input only, see `TokenHeads`.
         """
         if self.heads.weights is not None:
             return self.heads.sparse(context.next_tokens, hidden, step)
@@ -273,8 +273,8 @@ def hidden_size(config: HuggingFaceConfig) -> int:
 def scores_activation(config: HuggingFaceConfig) -> Callable[[Tensor], Tensor]:
     """Return the function from the logits ``[labels]`` of a classifier to its scores.
 
-    It is the one that the checkpoint names for cross-encoders. Otherwise one label, or labels that do not
-    exclude each other, get a sigmoid, and others a softmax.
+    The checkpoint can name the function of a cross-encoder. Otherwise it is a sigmoid for a single label and
+    for multi-label classifiers, else a softmax.
     """
     settings = config.section("sentence_transformers")
     named = settings.get("activation_fn") or config.get("sbert_ce_default_activation_function")

@@ -1,4 +1,4 @@
-"""`EncoderCache`: the rows of encoded images, by content, within a byte budget."""
+"""`EncoderCache`: the rows of encoded images, keyed by content, within a byte budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class EncoderCache:
-    """The rows of encoded images; the images used longest ago are removed first.
+    """The rows of encoded images. The least recently used images are evicted first.
 
     Args:
         max_bytes: the largest sum of the bytes of all rows; 0 keeps nothing.

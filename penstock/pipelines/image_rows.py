@@ -1,4 +1,4 @@
-"""`ImageRows`: the embeddings of images for the rows of a step."""
+"""`ImageRows`: the image embeddings for the rows of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.pipelines.encoder_cache import EncoderCache
 
 
 class ImageRows:
-    """Encodes the images that a step touches, and returns the rows that their placeholders get.
+    """Encodes the images of a step, and returns the embeddings that replace their placeholders.
 
     An image is encoded when a step first computes one of its placeholders. Its rows are cached by its digest,
     for the other chunks of its span and for other requests. An image whose span is in the prefix cache is not
@@ -62,7 +62,7 @@ class ImageRows:
             rows.append(indices[start:stop].astype(np.int64) - context.start_idx + first)
             values.append(one[start:stop])
         all_rows = np.concatenate(rows)
-        if not len(all_rows):  # the step has separators of an image only
+        if not len(all_rows):  # the step covers only separators of an image
             return None
         return upload(all_rows, self._device), torch.cat(values)
 
@@ -103,5 +103,5 @@ class ImageRows:
 
 
 def _key(image: ImageMetadata) -> bytes | int:
-    """Return what identifies an image within a step: its digest, or the object if it has none."""
+    """Return the key of an image within a step: its digest, or the object itself without a digest."""
     return id(image) if image.image_hash is None else image.image_hash

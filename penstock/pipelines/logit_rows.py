@@ -1,4 +1,4 @@
-"""The rows of logits of a batch: which context each row belongs to, and which rows are scored."""
+"""The rows of logits of a batch: the context of each row, and the rows that are scored."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def rows_as_sequences(
     """Return the rows to score as a batch: the active rows of a context, then one row per accepted draft.
 
     Args:
-        inputs: of the forward; the rows of a context are contiguous, its drafts last.
-        outputs: of the forward.
+        inputs: inputs of the forward; the rows of a context are contiguous, its drafts last.
+        outputs: outputs of the forward.
         drafts: the verified drafts.
-        owners: the context of each token to score. Its first token is scored by the active rows.
+        owners: the context of each token to score. The active rows score the first token of a context.
     """
     assert outputs.logits is not None, "the model returned no logits"
     row_ends, logit_ends = inputs.row_offsets.tolist(), inputs.logit_offsets.tolist()

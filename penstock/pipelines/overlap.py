@@ -1,7 +1,7 @@
-"""`OverlappedSteps`: steps of a text pipeline whose forward is launched while the step before it runs.
+"""`OverlappedSteps`: launches the forward of a step while the previous step of a text pipeline runs.
 
-One step is launched in two parts. The forward needs the tokens of the step before, but only on the device.
-Sampling needs them in the contexts: a grammar, penalties and stop conditions depend on them::
+One step is launched in two parts. The forward needs the previous step's tokens on the device only. Sampling
+needs them in the contexts, because grammars, penalties and stop conditions depend on them::
 
     launch(1)  sample(1)  advance(1)  launch(2)  collect(1)  sample(2)  advance(2)  launch(3)  collect(2)  ...
 
@@ -44,7 +44,7 @@ class _Window(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """What a forward leaves on the device."""
+    """The outputs of a forward, on the device."""
 
     inputs: ModelInputs
     outputs: ModelOutputs
@@ -64,7 +64,7 @@ class OverlappedStep:
     sampled: Submitted[Tensor] | None = None  # [len(kept)] int64
     """The tokens on the device; None before `OverlappedSteps.sample`."""
     fetched: Fetched | None = None
-    """The tokens on their way to the host."""
+    """The copy of the tokens to the host, which may still be running."""
     unknown: dict[str, int] = field(default_factory=dict)
     """Request id -> index in ``sampled`` of the last token of its context, after ``advance``."""
     advanced: list[int] = field(default_factory=list)
@@ -76,7 +76,7 @@ class OverlappedStep:
 
 
 class OverlappedSteps:
-    """Launches steps of a pipeline before the step before them is collected.
+    """Launches steps of a pipeline before the previous step is collected.
 
     Args:
         runner: prepares inputs and samples.
@@ -106,7 +106,7 @@ class OverlappedSteps:
 
         Args:
             batch: the contexts, claimed and with the blocks of one step.
-            after: the step that is not collected yet. Its contexts in ``batch`` have advanced.
+            after: the previous step, if it is not collected yet. Its contexts in ``batch`` have advanced.
 
         Raises:
             PenstockError: a context cannot be served. Nothing was launched.
@@ -143,7 +143,7 @@ class OverlappedSteps:
         return OverlappedStep(batch, windows, rows, self._queue.submit(forward))
 
     def sample(self, step: OverlappedStep) -> list[str]:
-        """Launch the sampling of a step, after the step before it was collected.
+        """Launch the sampling of a step, after the previous step was collected.
 
         Drops the rows of contexts that have ended or continue with other tokens than the forward assumed.
 
@@ -160,7 +160,7 @@ class OverlappedSteps:
             if not context.generation_status.is_done
             and (context.start_idx, context.end_idx) == (window.start_idx, window.end_idx)
         ]
-        for index in step.kept:  # the step before has moved the end of a chunk to the end of the prompt
+        for index in step.kept:  # the previous step has moved the end of a chunk to the end of the prompt
             every[index].set_token_indices(active_idx=step.windows[index].active_idx)
         contexts = [every[index] for index in step.kept]
         forward = step.forward
@@ -193,7 +193,8 @@ class OverlappedSteps:
     def collects_first(self, step: OverlappedStep) -> bool:
         """Return whether a step must be collected before the next one is launched.
 
-        Log probabilities are computed when it is collected. The device would run the next step before them.
+        Log probabilities are computed when it is collected. The device would otherwise run the next step
+        first.
         """
         contexts = step.contexts
         return any(contexts[index].log_probabilities for index in step.kept)

@@ -1,4 +1,4 @@
-"""From the hidden states of one text to its embedding: pooling, dense layers, normalisation."""
+"""The embedding of one text from its hidden states: pooling, dense layers, normalisation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pool(hidden: Tensor, poolings: Sequence[PoolingType], num_unpooled: int = 0)
     Args:
         hidden: the hidden states of the text, special tokens included.
         poolings: their results are concatenated.
-        num_unpooled: leading rows that do not count, such as those of a prompt.
+        num_unpooled: number of leading rows to skip, such as those of a prompt.
     """
     rows = hidden.float()
     pooled = [_POOLINGS[kind](rows, rows[num_unpooled:]) for kind in poolings]

@@ -32,7 +32,7 @@ from penstock.pipelines.speculative import accept
 _NO_CHOICE = -2
 """The sampled token of a row whose grammar allows no token."""
 _MAX_FUSED_STEPS = 8
-"""Most decode steps in one call if the configuration sets no number. More steps save little time."""
+"""Maximum number of decode steps per call if the configuration sets none. More steps save little time."""
 
 
 @dataclass(slots=True)
@@ -44,14 +44,14 @@ class SampledTokens:
     log_probabilities: list[LogProbabilities] = field(default_factory=list)
     """One entry per token if they were requested. The first may begin with those of the prompt."""
     fault: str | None = None
-    """Why the tokens must not be used."""
+    """The reason why the tokens must not be used; empty if they are valid."""
     has_no_choice: bool = False
-    """Whether the fault is that the grammar allows no token of the model."""
+    """Whether the reason is that the grammar allows no token of the model's vocabulary."""
 
 
 @dataclass(slots=True)
 class LaunchHandle:
-    """A launched batch whose tokens were not collected yet."""
+    """A launched batch whose tokens are not collected yet."""
 
     contexts: Sequence[TextContext]
     drafts: Sequence[list[int]]
@@ -65,7 +65,7 @@ class LaunchHandle:
     """The sampled tokens of each step, ``[R]`` int64; -1 marks logits that are not finite, `_NO_CHOICE` a row
     whose grammar allows no token."""
     fused: Tensor | None = None
-    """The sampled tokens ``[n, B]`` of all steps if they ran as one call, in place of ``sampled``."""
+    """The sampled tokens ``[n, B]`` of all steps if they ran as one call, instead of ``sampled``."""
     outputs: ModelOutputs | None = None
     """Outputs of the forward if log probabilities were requested."""
 
@@ -110,7 +110,8 @@ class ModelRunner:
 
         Args:
             contexts: the batch; its cache blocks are reserved.
-            num_logits: number of last rows of each context whose logits are returned; None for one each.
+            num_logits: number of trailing rows of each context whose logits are returned; None for one row
+                each.
         """
         outputs = self._model.execute(self._prepare(contexts, None, 1 if num_logits is None else num_logits))
         return last_rows(outputs, num_logits or [1] * len(contexts))
@@ -133,7 +134,7 @@ class ModelRunner:
         drafts: Sequence[list[int]] | None = None,
         after: LaunchHandle | None = None,
     ) -> LaunchHandle:
-        """Start ``num_steps`` forwards of a batch, each followed by sampling, or one that verifies drafts.
+        """Start ``num_steps`` forwards of a batch with sampling, or one forward that verifies drafts.
 
         Args:
             contexts: the batch; its cache blocks are reserved for all steps.
@@ -185,7 +186,7 @@ class ModelRunner:
         return results
 
     def _run_steps(self, sampler: Sampler, handle: LaunchHandle, is_scored: bool) -> None:
-        """Run the steps of a launch one by one."""
+        """Run the steps of a launch one after the other."""
         for step in range(handle.num_steps):
             if step:
                 # A row without finite logits continues with any token: its result is not used.
@@ -226,7 +227,7 @@ class ModelRunner:
         return inputs
 
     def sampler_of(self, params: list[SamplingParams]) -> Sampler:
-        """Return the sampler of a batch; the previous one if the parameters are equal."""
+        """Return the sampler of a batch; reuses the previous one if the parameters are equal."""
         if self._sampler is None or self._sampler.params != params:
             self._sampler = Sampler.for_batch(params, self._device)
         return self._sampler
@@ -254,7 +255,7 @@ class ModelRunner:
         if drafts is not None:
             counts = [count + len(draft) for count, draft in zip(counts, drafts, strict=True)]
         kv = self._kv.inputs(contexts, counts=counts) if isinstance(self._kv, KVCacheManager) else None
-        if drafts is None:  # a model without `drafts` works as long as nothing is drafted
+        if drafts is None:  # models without `drafts` work as long as nothing is drafted
             inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits)
         else:
             inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits, drafts=drafts)
@@ -280,11 +281,11 @@ class ModelRunner:
         rows: LogitRows,
         vocabulary: int,
     ) -> Callable[[Tensor], Tensor]:  # [R, V] -> [R] tokens
-        """Return a function that samples from logits. It reads nothing of the contexts, which may change.
+        """Return a function that samples from logits. The contexts may change before it is called.
 
         Args:
             sampler: the sampler of the contexts.
-            contexts: the contexts, which have taken all tokens before the sampled ones.
+            contexts: the contexts, updated with all tokens before the sampled ones.
             drafts: drafted tokens of each context.
             rows: the rows of logits.
             vocabulary: V.
@@ -312,8 +313,8 @@ class ModelRunner:
     def _score(self, handle: LaunchHandle, outputs: ModelOutputs, results: Sequence[SampledTokens]) -> None:
         """Append the log probabilities of a step's tokens to the results.
 
-        The token after a chunk of a prompt is the prompt's own next token. Each accepted draft is scored as
-        if its row were a sequence of one row.
+        The token after a chunk of a prompt is the prompt's own next token. Each accepted draft is scored as a
+        separate sequence of one row.
         """
         contexts, drafts, inputs = handle.contexts, handle.drafts, handle.inputs
         targets, top_n, echo, owners = [], [], [], []
@@ -358,6 +359,6 @@ def _append_sampled(
                 if result.has_no_choice
                 else "the model returned logits that are not finite numbers"
             )
-            accepted = [max(token, 0) for token in accepted]  # unused, but they may be scored
+            accepted = [max(token, 0) for token in accepted]  # unused, but may be scored
         result.tokens += accepted
         start = end

@@ -23,10 +23,12 @@ __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "unifo
 _LIMIT = 1e15
 """Upper bound of logits after penalties."""
 _SUPPRESSED = -1e20
-"""The logit of an end token before ``min_new_tokens``. It is below all tokens that may be sampled."""
+"""The logit of an end token before ``min_new_tokens``. It is below the logits of all allowed tokens."""
 _FORBIDDEN = -1e30
-"""The logit of a forbidden token. It is finite, so that a grammar which allows only forbidden tokens still
-yields one, and the softmax is never NaN. It stays finite in float32 at a temperature of 1e-8."""
+"""The logit of a forbidden token. It is finite: if a grammar allows only forbidden tokens, one of them is
+still sampled, and the softmax is never NaN. Divided by a temperature of 1e-8, it is still finite in
+float32.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,12 @@ def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> li
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Changes of logits. All that they depend on besides the logits is on the device."""
+    """Changes of logits. All of their operands are on the device."""
 
     vocabulary: int
     device: torch.device
     edits: list[Callable[[Tensor], None]] = field(default_factory=list)
-    """Each changes the scores ``[R, V]`` that it is given."""
+    """Functions that change scores ``[R, V]`` in place."""
 
     @classmethod
     def of(
@@ -154,12 +156,13 @@ class LogitEdits:
         vocabulary: int,
         device: torch.device,
     ) -> LogitEdits | None:
-        """Return the changes that the sampling parameters of a batch ask for; None without any.
+        """Return the changes that the sampling parameters of a batch require; None if there are none.
 
         The order is that of transformers' processors: logit bias; repetition penalty, frequency and presence
         penalty; min_new_tokens; allowed and banned tokens. The grammar's bitmask is applied later, in
-        `Ops.sample`. Later rules take precedence. If a row has no other token, tokens suppressed by
-        min_new_tokens are sampled before forbidden ones, and a grammar gets one of the tokens that it allows.
+        `Ops.sample`. Later rules take precedence. If no other token is left in a row, tokens suppressed by
+        min_new_tokens are preferred to forbidden tokens. With a grammar, one of the tokens that it allows is
+        always sampled.
 
         Args:
             contexts: the batch.
@@ -201,7 +204,7 @@ class LogitEdits:
         return upload(values, self.device)
 
     def change(self, cells: Tensor, new: Callable[[Tensor], Tensor]) -> None:
-        """Replace the scores of cells ``[n]`` by a function of them."""
+        """Apply a function to the scores of cells ``[n]``."""
 
         def edit(scores: Tensor) -> None:
             flat = scores.view(-1)
@@ -218,7 +221,7 @@ class LogitEdits:
         self.edits.append(edit)
 
     def keep_only(self, rows: Sequence[_Row], cells: Tensor) -> None:
-        """Forbid all tokens of rows but those of cells ``[n]``."""
+        """Forbid all tokens of the rows except the cells ``[n]``."""
         indices = self.tensor(np.array([row.index for row in rows]))
 
         def edit(scores: Tensor) -> None:
@@ -254,7 +257,7 @@ def _penalise(
         context, params = row.context, row.context.sampling_params
         ahead = max(int(positions[row.index]) - context.active_idx, 0)
         tokens, times = context.token_counts.after(drafts[row.sequence][:ahead] if drafts else ())
-        if len(tokens) and tokens.max() >= cells.vocabulary:  # a prompt may have ids beyond the head
+        if len(tokens) and tokens.max() >= cells.vocabulary:  # ids that the head does not output
             tokens, times = tokens[tokens < cells.vocabulary], times[tokens < cells.vocabulary]
         ids.append(tokens)
         counts.append(times)
@@ -283,7 +286,7 @@ def _suppress_ends(cells: LogitEdits, rows: Sequence[_Row], positions: np.ndarra
         steps = int(positions[row.index]) - context.active_idx + 1
         ends = context.get_min_token_logit_mask(steps)[-1][:, 1].astype(np.int64)  # [n]
         short.append(row)
-        # A checkpoint may name end tokens beyond its head.
+        # A checkpoint may name end tokens that its head does not output.
         ids.append(ends[(ends >= 0) & (ends < cells.vocabulary)])
     if short:
         cells.put(cells.at(short, ids), _SUPPRESSED)

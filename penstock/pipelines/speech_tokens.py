@@ -24,7 +24,7 @@ def create_speech_tokens(
     """Load the model and return its pipeline.
 
     Args:
-        required: what the pipeline is made from; the tokenizer is a `SpeechTokenizer`.
+        required: the parts of the pipeline; the tokenizer is a `SpeechTokenizer`.
         session: devices and kernels; by default a new one.
 
     Raises:
@@ -43,13 +43,13 @@ def create_speech_tokens(
 
 
 class SpeechTokenGenerationPipeline(TextGenerationPipeline):
-    """Generates tokens and adds the codes that they stand for to ``TTSContext.speech_tokens``.
+    """Generates tokens and adds the codes that they represent to ``TTSContext.speech_tokens``.
 
     Args:
         pipeline_config: the configuration.
         pipeline_model: the class of the model; the pipeline creates the instance.
         eos_token_id: see `TextGenerationPipeline`.
-        codes: the tokens that stand for codes.
+        codes: the tokens that represent codes.
         **options: see `TextGenerationPipeline`.
     """
 
@@ -69,7 +69,7 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
         self.codes = codes
 
     def collect(self, handle: BatchHandle) -> dict[str, TextGenerationResponse]:
-        """Return the new tokens of a launched batch, after its contexts have taken tokens and codes."""
+        """Return the new tokens of a launched batch, after updating its contexts with tokens and codes."""
         responses = super().collect(handle)
         for request_id in responses:
             context = handle.batch[request_id]
@@ -84,15 +84,15 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
 
         Args:
             batch: the contexts, by request id. Contexts whose tokens have ended are left out.
-            num_steps: most tokens of a context.
-            tokens_to_generate: most tokens of each context, by request id.
+            num_steps: maximum number of tokens of a context.
+            tokens_to_generate: maximum number of tokens of each context, by request id.
 
         Returns:
             The new tokens of each context that generated any.
 
         Raises:
             InputError: ``tokens_to_generate`` has no entry for a context.
-            PenstockError: as of `execute`.
+            PenstockError: see `execute`.
         """
         missing = [request_id for request_id in batch if request_id not in tokens_to_generate]
         if missing:

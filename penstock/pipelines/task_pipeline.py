@@ -1,4 +1,4 @@
-"""`TaskPipeline`: what `assembly` and the worker need of a pipeline, whichever task it serves."""
+"""`TaskPipeline`: the interface that `assembly` and the worker use for pipelines of all tasks."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ OutputT = TypeVar("OutputT", bound=PipelineOutput)
 class TaskPipeline(ABC, Generic[ContextT, OutputT]):
     """The base class of the pipelines of all tasks.
 
-    A subclass sets `task` and `context_types`, gives `execute`, and overrides what it supports besides.
-    Everything else here is a default for a pipeline without KV cache, adapters, grammars and speculation.
+    A subclass sets `task` and `context_types`, implements `execute`, and overrides the methods of optional
+    features. The defaults here are those of a pipeline without KV cache, adapters, grammars and speculation.
 
     Args:
         session: devices, kernels and threads.
-        memory_plan: the limits that the scheduler keeps to.
+        memory_plan: the limits for the scheduler.
         kv: the KV cache; by default one that stores nothing.
     """
 
     task: ClassVar[PipelineTask]
     context_types: ClassVar[tuple[type[InputContext], ...]]
-    """The contexts that `execute` takes; a context of another type is refused."""
+    """The context types that `execute` accepts; other types are refused."""
     chunks_prompts: ClassVar[bool] = True
-    """Whether `execute` takes a part of a prompt. Bidirectional attention needs the whole input in one step:
-    then the scheduler runs an input that exceeds the token budget in a separate step."""
+    """Whether `execute` accepts parts of a prompt. Bidirectional attention needs the whole input in one step.
+    The scheduler then runs an input that exceeds the token budget in a separate step.
+    """
 
     speculation_stats: SpeculationStats | None = None
     """Counts of drafted tokens; None without speculation."""
@@ -63,7 +64,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         """
 
     def release(self, context: ContextT) -> None:
-        """Free what the pipeline holds for a context. Does nothing if that is freed already."""
+        """Free the resources of a context. Does nothing if they are freed already."""
         self.kv.release(context)
 
     def discard_cache(self) -> None:
@@ -96,7 +97,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
 
     @property
     def overlapped_steps(self) -> StepLauncher[ContextT, OutputT, Any] | None:
-        """Launches a step while the step before it runs; None if `execute` runs each step."""
+        """Launches a step while the previous step runs; None if `execute` runs each step."""
         return None
 
     def num_steps_for(self, seconds: float) -> int:
@@ -129,7 +130,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
 
     @property
     def image_counts(self) -> tuple[int, int]:
-        """The numbers of encoded images and of hits in the cache of their rows."""
+        """The numbers of encoded images and of hits in the encoder cache."""
         return 0, 0
 
     @property

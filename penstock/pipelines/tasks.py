@@ -1,4 +1,4 @@
-"""The table of tasks: which pipeline, contexts, outputs and tokenizer serve a `PipelineTask`.
+"""The table of tasks: the pipeline, contexts, outputs and tokenizer of each `PipelineTask`.
 
 `penstock.assembly` reads this table. The scheduler and the worker do not: they treat all pipelines as
 `penstock.pipelines.task_pipeline.TaskPipeline`. ``docs/adding-a-task.md`` describes how to add a row.
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRequirements:
-    """What a factory makes a pipeline from."""
+    """The parts from which a factory builds a pipeline."""
 
     config: PipelineConfig
     architecture: SupportedArchitecture
     """The architecture of the configured checkpoint, for the task."""
     tokenizer: Any
-    """The tokenizer that `TaskRecord.load_tokenizer_class` gave, constructed."""
+    """The tokenizer, an instance of the class that `TaskRecord.load_tokenizer_class` returned."""
     registry: PipelineRegistry
-    """Where the architecture of another checkpoint is found, such as that of a draft model."""
+    """The registry in which architectures of other checkpoints, such as a draft model's, are looked up."""
     prefaulted: PrefaultedMemory = field(default_factory=PrefaultedMemory)
     """Memory for the packed weights of the model; given to its `penstock.engine.InferenceSession`."""
     ranks: Ranks | None = None
@@ -79,13 +79,15 @@ class TaskRecord:
     """Loads the model and returns the pipeline; as ``"module:function"`` it is imported when the pipeline is
     loaded."""
     context_types: tuple[type[InputContext], ...]
-    """The contexts that the pipeline takes; all are members of `penstock.pipelines.core.RequestContext`."""
+    """The context types that the pipeline accepts; all are members of
+    `penstock.pipelines.core.RequestContext`.
+    """
     output_type: type[PipelineOutput]
     """What ``execute`` returns for each context; `penstock.worker.outputs` sends it to the server."""
     tokenizer: str | type = "penstock.text.tokenizer:TextTokenizer"
-    """The tokenizer or processor of architectures that name none."""
+    """The tokenizer or processor of architectures that do not name one."""
     tokenizer_settings: tuple[str, ...] = ()
-    """Flat names of settings that the tokenizer is constructed with, as keyword arguments."""
+    """Flat names of the settings that are passed to the tokenizer's constructor as keyword arguments."""
 
     def load_factory(self) -> PipelineFactory:
         """Return the factory; loads torch."""
@@ -131,4 +133,4 @@ TASKS: TaskTable = MappingProxyType(
         ),
     }
 )
-"""The tasks that Penstock has pipelines for."""
+"""The tasks for which Penstock has pipelines."""

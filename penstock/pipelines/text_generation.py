@@ -1,4 +1,4 @@
-"""`TextGenerationPipeline`: a batch of contexts to generated tokens.
+"""`TextGenerationPipeline`: generates tokens for a batch of contexts.
 
 One call does the following steps:
 
@@ -70,7 +70,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BatchHandle:
-    """A launched batch whose tokens were not collected yet."""
+    """A launched batch whose tokens are not collected yet."""
 
     batch: Mapping[str, TextContext]
     drafts: list[list[int]]
@@ -206,7 +206,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         return BatchHandle(batch, drafts, is_forced, launched, proposed - begin, proposed)
 
     def collect(self, handle: BatchHandle) -> dict[str, TextGenerationResponse]:
-        """Return the new tokens of a launched batch, after its contexts have taken them."""
+        """Return the new tokens of a launched batch, after updating its contexts with them."""
         if handle.launched is None:
             return {}
         batch, drafts, contexts = handle.batch, handle.drafts, list(handle.batch.values())
@@ -231,8 +231,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         """Return how many steps to request from `execute`, from the configuration or from a time budget.
 
         Without ``max_num_steps`` in the configuration, estimate how many decode steps take ``seconds``.
-        Several steps in one call share the time that Python takes between calls. The estimate is 1 if steps
-        do not run as one call, or have not yet, and with a draft proposer.
+        Several steps in one call share the Python overhead between calls. The estimate is 1 with a draft
+        proposer, and if steps do not run, or have not yet run, as one call.
         """
         if self.config.max_num_steps is not None:
             return self.config.max_num_steps
@@ -245,8 +245,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def overlapped_steps(self) -> OverlappedSteps | None:
         """Launches the next step while a step runs.
 
-        None if the back end runs operations when they are called, with drafts, with several ranks, or if
-        `overlap_steps` is not configured. The scheduler then calls `execute`.
+        None if the back end is synchronous, with drafts, with several ranks, or if `overlap_steps` is not
+        set. The scheduler then calls `execute`.
         """
         queue = self.session.queue
         is_possible = self.proposer is None and self.session.ranks is None and self.config.overlap_steps
@@ -266,7 +266,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
 
     @property
     def image_counts(self) -> tuple[int, int]:
-        """The numbers of encoded images and of hits in the cache of their rows."""
+        """The numbers of encoded images and of hits in the encoder cache."""
         images = self.runner.images
         return (0, 0) if images is None else (images.cache.num_encoded, images.cache.num_hits)
 
@@ -317,7 +317,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             self.proposer.discard_cache()
 
     def _check(self, contexts: Sequence[TextContext]) -> None:
-        """Check that all contexts can be served, before anything changes.
+        """Check that all contexts can be served, before any state changes.
 
         Raises:
             PenstockError: a context cannot be served.
@@ -339,7 +339,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             self.model.lora_manager.check(contexts)
 
     def _set_end_tokens(self, contexts: Sequence[TextContext]) -> None:
-        """Give the contexts without end-of-sequence tokens that of the tokenizer, unless they ignore it."""
+        """Set the tokenizer's end-of-sequence token on contexts without one, unless they ignore it."""
         if self.eos_token_id is not None:
             for context in contexts:
                 if not (context.eos_token_ids or context.ignore_eos):

@@ -38,10 +38,10 @@ def create_text_pipeline(
     eos: int | None,
     session: InferenceSession | None = None,
 ) -> TextGenerationPipeline:
-    """Load the model and return a pipeline of a kind, with the configured speculation.
+    """Load the model and return a pipeline of class ``kind``, with the configured speculation.
 
     Args:
-        required: what the pipeline is made from.
+        required: the parts of the pipeline.
         kind: the class of the pipeline, or a function with its parameters.
         eos: end-of-sequence id of contexts without such ids.
         session: devices and kernels; by default a new one.
@@ -60,7 +60,7 @@ def _create_speculating(
     eos: int | None,
     session: InferenceSession,
 ) -> TextGenerationPipeline:
-    """Return a pipeline whose drafts come from a draft model or from the text itself."""
+    """Return a pipeline with drafts from a draft model or from n-grams of the text."""
     config, prefaulted = required.config, required.prefaulted
     speculative = config.speculative
     policy = AdaptiveDraftLength if speculative.adaptive_speculation else FixedDraftLength
@@ -72,7 +72,7 @@ def _create_speculating(
     draft = required.registry.retrieve_architecture(
         draft_model.huggingface_config, draft_model.checkpoint, encoding=draft_model.encoding
     ).load_pipeline_model()
-    free_memory = prefaulted.num_idle  # read first: it grows at the expense of the free memory
+    free_memory = prefaulted.num_idle  # read before loading: it grows while the free memory shrinks
     free_memory += InferenceSession.free_memory_of(load_devices(config.model.devices))
     config, drafting = share_memory(config, model, draft, free_memory=free_memory)
     pipeline = kind(config, model, eos, draft_lengths=draft_lengths, session=session)

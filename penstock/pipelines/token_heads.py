@@ -1,7 +1,7 @@
 """Heads on the hidden state of each token: weights for sparse embeddings, vectors for multi-vector output.
 
-BGE-M3 (Chen et al. 2024, arXiv:2402.03216) publishes them as files of torch beside the model. In other
-families, such as GTE, the head of the weights is part of the checkpoint of the model.
+BGE-M3 (Chen et al. 2024, arXiv:2402.03216) publishes them as separate torch files. In other families, such as
+GTE, the token-weight head is part of the model's checkpoint.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from penstock.weights.hub import TOKEN_VECTORS_FILE, TOKEN_WEIGHTS_FILE
 from penstock.weights.pickled import PickledWeights
 
 _UNWEIGHTED = ("cls_token", "eos_token", "pad_token", "unk_token")
-"""The special tokens that sparse embeddings leave out, by their names in the tokenizer's files."""
+"""The special tokens that sparse embeddings skip, by their names in the tokenizer's files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenHeads:
-    """The heads of a model; None for those that it lacks."""
+    """The heads of a model; a missing head is None."""
 
     weights: Callable[[Tensor, StepInputs], Tensor] | None = None
     """``[n, E] -> [n, 1]``: the weight of each token; weights below 0 count as 0."""
     unweighted: frozenset[int] = frozenset()
     """Token ids that get no weight."""
     vectors: Dense | None = None
-    """``[n, E] -> [n, out]``: the vector of each token. The first token of an input has none."""
+    """``[n, E] -> [n, out]``: the vector of each token. The first token of an input gets no vector."""
 
     def sparse(
         self,
@@ -45,8 +45,8 @@ class TokenHeads:
         hidden: Tensor,  # [n, E]
         step: StepInputs,
     ) -> SparseEmbedding:
-        """Return the largest weight of each token id of an input, ids ascending, without weights of 0."""
-        assert self.weights is not None, "the model has no head that weighs tokens"
+        """Return the largest weight of each token id of an input, ids ascending, zero weights omitted."""
+        assert self.weights is not None, "the model has no token-weight head"
         found = self.weights(hidden, step)[:, 0].float().numpy(force=True)  # [n]
         counted = (found > 0) & ~np.isin(tokens, list(self.unweighted))
         ids, places = np.unique(tokens[counted], return_inverse=True)
@@ -60,7 +60,7 @@ def load_token_heads(checkpoint: Path, model: EncoderModel, hidden_size: int) ->
 
     Args:
         checkpoint: the folder of the checkpoint.
-        model: the model; it may have a head of its own that weighs tokens.
+        model: the model, which may include a token-weight head.
         hidden_size: E, the size of the hidden states.
 
     Raises:
@@ -83,7 +83,7 @@ def load_token_heads(checkpoint: Path, model: EncoderModel, hidden_size: int) ->
 def _read_linear(
     file: Path, out_features: int | None, in_features: int, ops: Ops, device: torch.device
 ) -> Dense:
-    """Read the linear layer that is the content of a file, in float32; None accepts any number of outputs."""
+    """Read a linear layer from a file, in float32; None accepts any number of outputs."""
     weights = PickledWeights(file)
     size = weights.shape("weight")[0] if out_features is None else out_features
     weight = weights.tensor("weight", (size, in_features)).float().to(device)

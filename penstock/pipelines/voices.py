@@ -1,4 +1,4 @@
-"""Voices to imitate: files and codes of ``--voice``, encoded once."""
+"""Voices to imitate, from the files and codes of ``--voice``. Recordings are encoded once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_SECONDS = 60.0
 def load_voices(given: Iterable[str], codec: AudioCodec, folder: Path) -> dict[str, VoicePrompt]:
     """Return the voices of ``NAME=FILE`` and ``NAME=CODES``.
 
-    A file is a recording, or a JSON file with ``codes`` and ``transcription``. The transcription of a
+    A file is a recording or a JSON file with ``codes`` and ``transcription``. The transcription of a
     recording is in a file of the same name that ends in ``.txt``. Encoded recordings are kept in
     ``$XDG_CACHE_HOME/penstock/voices``.
 

@@ -1,4 +1,4 @@
-"""The scheduler: selects the contexts of each step. It knows no HTTP and no tensors."""
+"""The scheduler: selects the contexts of each step. It depends on neither HTTP nor torch."""
 
 from __future__ import annotations
 

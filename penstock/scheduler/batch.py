@@ -77,7 +77,7 @@ class Batch(Generic[ContextT]):
 
 
 def set_rows(context: InputContext, rows: int) -> None:
-    """Let the next forward compute ``rows`` tokens of a context."""
+    """Set the number of tokens of a context that the next forward computes."""
     active_idx = context.start_idx + rows
     if active_idx != context.active_idx:
         context.set_token_indices(active_idx=active_idx)

@@ -79,7 +79,7 @@ class PromptBudget:
         return self._min_chunk if may_cut else None
 
     def rows(self, context: ContextT, num_remaining: int, batch: Batch[ContextT]) -> int:
-        """Return how many of a prompt's remaining tokens this step computes; 0 if it has to wait."""
+        """Return how many of a prompt's remaining tokens this step computes; 0 if the prompt must wait."""
         if self._whole_prompts and not batch.entries:
             return num_remaining
         may_cut = self.chunk_size_of(context) is not None

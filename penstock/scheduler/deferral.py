@@ -11,23 +11,25 @@ from penstock.scheduler.batch import Entry
 ContextT = TypeVar("ContextT", bound=InputContext)
 
 _MAX_ROWS_WITH_PROMPT = 8
-"""Decode rows of another client in a step with a short prompt. A step of so few rows takes about as long as
-a step of one row, because it reads the same weights."""
+"""Maximum number of decode rows per other client in a step with a short prompt. A step with this few rows
+takes about as long as one with a single row, because both read the same weights.
+"""
 
 _PROMPT_TOKENS_PER_ROW = 4
-"""Prompt tokens that take about as long as one decode row. A decode row has an attention call over its whole
-cache, a product for its logits and a sampled token; a prompt token has none of these of its own."""
+"""Number of prompt tokens that take about as long as one decode row, which also needs attention over the
+whole cache, logits and sampling.
+"""
 
 
 class Deferral:
     """Selects the contexts that decode in a step.
 
     A step with hundreds of decode rows takes several times as long as a short prompt. If one client holds
-    many slots, the first token of another client would wait for such a step. Therefore each client except the
-    prompt's decodes at most `_MAX_ROWS_WITH_PROMPT` contexts in a step with a short prompt, and the rest of
-    them in the next step. Two consecutive steps never defer rows, so a client loses at most half of its
-    steps. A prompt is short if it takes less time than the rows that it would wait for, which is decided from
-    their numbers and `_PROMPT_TOKENS_PER_ROW`.
+    many slots, the first token of another client would be delayed by such a step. Therefore, in a step with a
+    short prompt, every client except the prompt's decodes at most `_MAX_ROWS_WITH_PROMPT` contexts; its other
+    contexts decode in the next step. Two consecutive steps never defer rows, so a client loses at most half
+    of its steps. A prompt is short if its tokens take less time than the deferred rows, estimated with
+    `_PROMPT_TOKENS_PER_ROW`.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ FAULT = "the request ended because of an internal error; the server's log shows 
 """Error message of a request that ended because of an internal error."""
 
 _MAX_FAULTS = 8
-"""The search stops after this many single contexts failed before any part of the batch has run."""
+"""The search stops if this many single contexts have failed and no part of the batch has run."""
 
 
 class Isolation(Generic[ContextT, OutputT]):
@@ -48,7 +48,7 @@ class Isolation(Generic[ContextT, OutputT]):
     def __init__(self, pipeline: Pipeline[ContextT, OutputT], *, is_enabled: bool = True) -> None:
         self._pipeline = pipeline
         self._is_enabled = is_enabled
-        self._num_faults = 0  # consecutive, since a part last ran
+        self._num_faults = 0  # consecutive failures since a part last ran
 
     def execute(
         self, batch: Mapping[str, ContextT], num_steps: int

@@ -1,4 +1,4 @@
-"""`OverlappedScheduler`: a scheduler that launches a step before it collects the step before.
+"""`OverlappedScheduler`: a scheduler that launches a step before it collects the previous step.
 
 A step of the scheduler, with batch n running on the device::
 
@@ -88,7 +88,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         """Launch one batch if any context can run, and collect the batch that was launched before.
 
         Args:
-            num_steps: not more than one token per context is generated, whatever the number.
+            num_steps: ignored: a step generates at most one token per context.
 
         Returns:
             The output of each context of the collected batch, by request id. Finished contexts are removed.
@@ -179,7 +179,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         self._open, self._next = self._next, None
 
     def _drop_next(self) -> None:
-        """Forget a step whose forward was launched. Its contexts compute the same tokens again."""
+        """Discard a step whose forward was launched. Its contexts compute the same tokens again."""
         if self._next is None:
             return
         dropped, self._next = self._next, None
@@ -189,7 +189,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         self._release_held(dropped)
 
     def _runs(self, request_id: str, launched: _Launched[ContextT]) -> bool:
-        """Return whether a context of a step has not been cancelled since."""
+        """Return whether a context of a step is still running, that is, was not cancelled."""
         entry = self._running.get(request_id)
         return entry is not None and entry.context is launched.batch.get(request_id)
 

@@ -1,4 +1,4 @@
-"""`RequestQueues`: which contexts wait and which run, from their submission to their end."""
+"""`RequestQueues`: the waiting and the running contexts, from submission to completion."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
         self._waiting.push(entry)
 
     def _check_collected(self) -> None:
-        """Called before blocks of a running context are taken away. A step must not be using them."""
+        """Called before a running context loses blocks. No launched step may be using them."""
 
     def _fail(self, entry: Entry[ContextT], error: PenstockError) -> None:
         self._remove(entry.request_id)

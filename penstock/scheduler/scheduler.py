@@ -20,7 +20,7 @@ ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
 
 _SLOT_FREE_STEPS = 64
-"""Steps for which one slot stays free for other clients after one client held all slots."""
+"""Number of steps for which one slot stays free for other clients after one client has held all slots."""
 
 
 class Scheduler(RequestQueues[ContextT, OutputT]):
@@ -33,7 +33,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
 
     Contexts of several clients (``client_id``) share the batch. Within a priority, the client that holds the
     fewest slots is admitted first, and clients take turns with prompts. The contexts of one client stay in
-    order. If slots or blocks lack for a waiting context, the youngest context of the client with the most
+    order. If a waiting context lacks a slot or blocks, the youngest context of the client with the most
     slots is preempted, if that client holds at least two slots more than the waiting context's client. If
     one client would then hold all slots again, one slot stays free for `_SLOT_FREE_STEPS` steps.
 
@@ -177,7 +177,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return True
 
     def _next_prompt(self) -> Entry[ContextT] | None:
-        """Return the prompt that the step computes first; None without a prompt that can run."""
+        """Return the prompt that the step computes first; None if no prompt can run."""
         waiting = self._waiting.first_ready(self._is_ready)
         if waiting is not None and not (self._has_slot() and self._has_blocks(waiting)):
             waiting = None
@@ -185,7 +185,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return min((*running, *filter(None, [waiting])), key=self._shares.turn_of, default=None)
 
     def _add_prompts(self, batch: Batch[ContextT]) -> None:
-        """Add prompts in order, running and waiting ones, while tokens, slots and blocks suffice."""
+        """Add running and waiting prompts in order, while tokens, slots and blocks suffice."""
         prompts = [entry for entry in self._running.values() if not entry.is_decoding]
         admits = True
         while batch.num_left > 0:
@@ -227,7 +227,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             self._slot_free_steps = _SLOT_FREE_STEPS
         num_cached = context.num_cached_tokens
         self._kv.claim(context)
-        if entry.was_admitted:  # a preempted context may find its own blocks: report the first count
+        if entry.was_admitted:  # a preempted context may hit its own blocks: keep the first count
             context.num_cached_tokens = num_cached
         else:
             entry.was_admitted = True
@@ -274,7 +274,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         *,
         may_preempt: bool,
     ) -> int:
-        """Reserve blocks for rows of a running context. Return the number of rows, 0 if blocks lack."""
+        """Reserve blocks for rows of a running context. Return the number of rows; 0 without free blocks."""
         context = entry.context
         while True:
             set_rows(context, rows)

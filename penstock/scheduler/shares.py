@@ -45,7 +45,7 @@ class Shares:
         return priority, self._turns[entry.client_id], arrival
 
     def expendability(self, entry: Entry[ContextT]) -> tuple[int, int, int]:
-        """Return the sort key for preemption of a running entry. The largest is preempted first."""
+        """Return the preemption sort key of a running entry. The largest key is preempted first."""
         priority, arrival = entry.key
         return priority, self.num_running(entry.client_id), arrival
 

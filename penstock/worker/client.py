@@ -35,7 +35,7 @@ from penstock.worker.supervisor import WorkerSupervisor
 _LOG = logging.getLogger("penstock.worker")
 
 _STOP_POLL_INTERVAL = 0.02
-"""Seconds between two checks whether all requests have ended, during a shutdown."""
+"""During a shutdown: seconds between two checks whether all requests have ended."""
 
 
 class WorkerClient:
@@ -45,9 +45,9 @@ class WorkerClient:
     Args:
         factory: loads the model in the worker's process; picklable, unless ``in_thread``.
         in_thread: run the worker in a thread of this process, for tests.
-        max_queue_size: requests that may wait for a place in the batch. Default: 4 batches, at least 64. A
-            client with less than one batch of outstanding requests may exceed the limit; all such requests
-            together exceed it by at most one batch.
+        max_queue_size: requests that may wait for a place in the batch. Default: 4 batches, at least 64.
+            Clients with less than one batch of outstanding requests may exceed the limit, by at most one
+            batch in total.
         hang_limit, memory_limit: see `WorkerSupervisor`.
         is_asleep: whether `wake_up` starts the worker, in place of `start`.
     """
@@ -78,7 +78,7 @@ class WorkerClient:
         self._generations: dict[str, Generation] = {}
         self._cancelled: set[str] = set()  # cancelled here, not yet confirmed by the worker
         self._client_ids: dict[str, str] = {}  # request id -> client id, of outstanding requests
-        self._changed_adapters: dict[str, str | None] = {}  # since the first start; None: unloaded
+        self._changed_adapters: dict[str, str | None] = {}  # changes since the first start; None: unloaded
         self._request_ended: asyncio.Future[None] | None = None
         self._listeners: list[CacheListener] = []
         self._stats = WorkerStats()

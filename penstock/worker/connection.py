@@ -34,12 +34,13 @@ _BOOT = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from penstock.worker.main import main; main()"
 )
-"""Program of the worker process. ``multiprocessing`` would run the user's main module a second time."""
+"""Program of the worker process. It replaces ``multiprocessing``, which would rerun the main module."""
 
 _SHORT_SPIN = {"GOMP_SPINCOUNT": "100"}
-"""Environment of the worker: OpenMP threads that wait for each other sleep soon. By default they spin for
-milliseconds. If the server needs a core at the same time, the spinning threads take it from the thread that
-they wait for, and a step takes ten times as long."""
+"""Environment of the worker: waiting OpenMP threads sleep early. By default they spin for milliseconds. If
+the server needs a core at the same time, the spinning threads take it from the thread that they wait for, and
+a step takes ten times as long.
+"""
 
 
 class _Body(Protocol):

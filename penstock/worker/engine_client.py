@@ -14,14 +14,14 @@ from penstock.worker.results import Generation
 EngineState: TypeAlias = Literal["starting", "ready", "asleep", "restarting", "stopping", "stopped"]
 
 SleepLevel: TypeAlias = Literal[1, 2]
-"""What a sleeping worker releases. 1: the memory of the KV cache. 2: its process, and so also the weights."""
+"""Memory that a sleeping worker releases. 1: the KV cache. 2: the whole process, weights included."""
 
 CacheListener: TypeAlias = Callable[[int, Sequence[CacheEvent]], None]
 """Receives the number of a worker and the events of its prefix cache."""
 
 
 class EngineClient(Protocol):
-    """The only interface of the workers that the server knows.
+    """The only interface through which the server uses workers.
 
     `WorkerClient` implements it for one worker, `WorkerRouter` for several. All methods run on the event
     loop and never block it. `Generation.cancel` cancels a request.
@@ -39,7 +39,7 @@ class EngineClient(Protocol):
 
     @property
     def info(self) -> WorkerInfo:
-        """The model and the limits that a worker reported when it had loaded. Needs a worker that started."""
+        """The model and the limits that a worker reported after loading. A worker must have started."""
         ...
 
     @property

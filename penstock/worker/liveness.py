@@ -1,4 +1,4 @@
-"""Detect a hanging worker by its answers and its progress counter."""
+"""Detects a hanging worker by its answers and its progress counter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Liveness:
     """Measure how long a worker has been silent: no answer and no progress.
 
     The time between two checks counts for at most twice the ``interval``. If the server itself was suspended
-    or busy for longer, it cannot know whether the worker was silent.
+    or busy for longer, it cannot tell whether the worker was silent.
 
     Args:
         worker: the worker.
@@ -42,12 +42,12 @@ class Liveness:
         self._checked_at = self._now()
         self._was_suspended = False
         self.awaits_answer = False
-        """Whether the worker owes an answer."""
+        """Whether an answer is pending."""
         self.silence = 0.0
         """Seconds without an answer and without progress, up to the last check."""
 
     def expect_answer(self) -> None:
-        """Start to wait for an answer."""
+        """Start waiting for an answer."""
         self.awaits_answer = True
         self._progress, self._checked_at = self._worker.progress, self._now()
 

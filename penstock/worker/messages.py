@@ -50,7 +50,7 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     def of(cls, error: BaseException) -> ErrorRecord:
         """Return the record of an error.
 
-        Other exceptions than `PenstockError` become a `RequestFailedError` without details, which may be
+        Exceptions other than `PenstockError` become a `RequestFailedError` without details, which may be
         confidential. The log contains them.
         """
         if not isinstance(error, PenstockError):
@@ -190,11 +190,11 @@ class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
     num_prefix_query_tokens: int = 0
     """Prompt tokens of all requests admitted so far."""
     num_prefix_hit_tokens: int = 0
-    """The part of `num_prefix_query_tokens` found in the prefix cache."""
+    """The tokens of `num_prefix_query_tokens` that were found in the prefix cache."""
     num_prompt_tokens: int = 0
     """Prompt tokens of all requests whose prompt is computed."""
     num_generated_tokens: int = 0
-    """Tokens sampled and kept, end-of-sequence tokens included."""
+    """Sampled tokens that were kept, end-of-sequence tokens included."""
     num_steps: int = 0
     """Steps with at least one context."""
     step_seconds: float = 0.0
@@ -255,7 +255,7 @@ class TextResult(msgspec.Struct, array_like=True, tag=0):
     tokens: list[int]
     status: TextGenerationStatus = TextGenerationStatus.ACTIVE
     log_probabilities: list[PackedLogProbabilities | None] | None = None
-    """One entry per token; None if no token has any."""
+    """One entry per token; None if no token has log probabilities."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
     """Set if the output of an echoed prompt has no token; otherwise the first token carries them."""
 

@@ -57,7 +57,7 @@ from penstock.worker.outputs import result_of
 _LOG = logging.getLogger("penstock.worker")
 
 _READY_POLL_MS = 4
-"""Milliseconds between two checks whether contexts are ready, if no other context runs."""
+"""Milliseconds between two checks whether waiting contexts are ready, if no context runs."""
 _LINGER_MS = 2000
 """Milliseconds to deliver the last messages when the worker ends."""
 
@@ -75,7 +75,7 @@ class WorkerRuntime:
     num_steps: Callable[[], int] = lambda: 1
     """Returns the maximum number of tokens per request in the next step of the scheduler."""
     add_counts: Callable[[WorkerStats], None] = lambda stats: None
-    """Writes the pipeline's own counts into the statistics."""
+    """Writes the counters of the pipeline into the statistics."""
     discard_cache: Callable[[], None] = lambda: None
     """Returns the memory of the KV cache to the system; no request runs."""
     profiler: StepProfiler | None = None
@@ -203,7 +203,7 @@ class _Loop:
             case Submit():
                 self._submit(command.context)
             case Cancel():
-                if self._forget(command.request_id):  # otherwise it has ended, and its end was reported
+                if self._forget(command.request_id):  # otherwise its end was already reported
                     self._scheduler.cancel(command.request_id)
                     self._cancelled.append(command.request_id)
             case LoadAdapter() | UnloadAdapter():

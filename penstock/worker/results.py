@@ -81,7 +81,7 @@ class Generation:
         return self._status.is_done or self._error is not None
 
     async def admitted(self) -> None:
-        """Return when the scheduler has admitted the request.
+        """Wait until the scheduler has admitted the request.
 
         Raises:
             PenstockError: the scheduler has refused it.

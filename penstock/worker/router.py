@@ -23,7 +23,7 @@ from penstock.worker.routing import PrefixAware, RoutingPolicy, digests_of
 _LOG = logging.getLogger("penstock.worker")
 
 _STATES: tuple[EngineState, ...] = ("ready", "asleep", "starting", "restarting", "stopping", "stopped")
-"""The router has the first of these states that one of its workers has."""
+"""States by precedence: the router reports the first of these that any worker has."""
 _POLL_INTERVAL = 0.02
 """Seconds between two checks whether the requests of a worker have ended."""
 MAX_WORKERS = 1024
@@ -63,7 +63,7 @@ class WorkerRouter:
         self._draining = 0  # workers that get no new requests, as a bit set
         self._is_reloading = False
         self._listeners: list[CacheListener] = []
-        self._num_lost_restarts = 0  # of workers that were replaced
+        self._num_lost_restarts = 0  # restarts of workers that were replaced
         self.prefixes = PrefixMap()
         """The blocks in the prefix caches of the workers."""
         if len(workers) > 1:
@@ -79,7 +79,7 @@ class WorkerRouter:
 
     @property
     def state(self) -> EngineState:
-        """``ready`` if a worker is ready, else the state that is closest to it."""
+        """``ready`` if any worker is ready; otherwise the first state of `_STATES` that any worker has."""
         return min((worker.state for worker in self._workers), key=_STATES.index)
 
     @property
@@ -266,7 +266,7 @@ class WorkerRouter:
         await _all(worker.start_profile() for worker in self._workers)
 
     async def stop_profile(self) -> None:
-        """Stop to record, and write the profiles."""
+        """Stop recording, and write the profiles."""
         await _all(worker.stop_profile() for worker in self._workers)
 
     # -- Start, reload and stop --------------------------------------------------------------------------
@@ -299,9 +299,9 @@ class WorkerRouter:
     async def reload(self, grace: float) -> None:
         """Replace the workers one after the other by new ones, which read the checkpoint again.
 
-        A worker gets no new requests, finishes those that it has, ends, and its replacement starts; meanwhile
-        all other workers serve. A single worker ends only after its replacement has started, so both need
-        memory at the same time. The replacements load the adapters of their predecessors.
+        A worker gets no new requests, finishes those that it has, ends, and its replacement starts. Meanwhile
+        all other workers serve requests. A single worker ends only after its replacement has started, so both
+        need memory at the same time. The replacements load the adapters of their predecessors.
 
         Args:
             grace: seconds that the running requests of a worker have to finish; then they fail.
@@ -368,7 +368,7 @@ async def _copy_adapters(old: EngineClient, new: EngineClient) -> None:
 
 
 async def _all(calls: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run calls at the same time; raise the first error when all have ended."""
+    """Run calls concurrently, wait for all, and raise the first error."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if result is not None:

@@ -16,9 +16,9 @@ MAX_DIGESTS = 512
 """Maximum number of blocks of a prompt to hash. Hashing runs in the event loop, and a longer common prefix
 rarely changes the choice."""
 REQUEST_COST = 256
-"""Cost of one running request, in prompt tokens that take as long to compute."""
+"""Cost of one running request, as the number of prompt tokens that take as long to compute."""
 MAX_SESSIONS = 100_000
-"""Sessions whose worker is known; the least recently used are forgotten."""
+"""Maximum number of sessions with an assigned worker; the least recently used are dropped."""
 
 
 class RoutingPolicy(Protocol):
@@ -39,7 +39,7 @@ class RoutingPolicy(Protocol):
 
 
 class LeastLoaded:
-    """Chooses the worker with the fewest requests; of several, the first."""
+    """Chooses the worker with the fewest requests, the first one in a tie."""
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: Sequence[int], workers: int
@@ -94,7 +94,7 @@ class PrefixAware:
 
 
 def least_loaded(loads: Sequence[int], workers: int) -> int:
-    """Return the worker of a set with the fewest requests; of several, the first."""
+    """Return the worker of a set with the fewest requests, the first one in a tie."""
     if workers + 1 == 1 << len(loads):
         return loads.index(min(loads))
     return min((worker for worker in range(len(loads)) if workers >> worker & 1), key=loads.__getitem__)
@@ -103,8 +103,8 @@ def least_loaded(loads: Sequence[int], workers: int) -> int:
 def digests_of(context: RequestContext, info: WorkerInfo) -> list[bytes]:
     """Return the digests of the full blocks that a worker looks up for a prompt, as its KV cache hashes them.
 
-    Empty if the request uses no cached prefix. The content of adapters is known to the workers only, so it
-    is empty for requests with an adapter, too. At most `MAX_DIGESTS` blocks are hashed.
+    Empty if the request uses no cached prefix. Also empty for requests with an adapter, because only the
+    workers have the digest of its content. At most `MAX_DIGESTS` blocks are hashed.
     """
     if info.prefix_limits is None or context.log_probabilities_echo or context.adapter is not None:
         return []

@@ -60,7 +60,7 @@ class WorkerSupervisor:
         factory: loads the model in the worker's process; picklable, unless ``in_thread``.
         on_report: called with each report from the worker, except those about its start.
         on_start: awaited after the model is loaded and before the worker is ready.
-        on_end: called with the reason each time that a started worker has ended unexpectedly.
+        on_end: called with the reason each time a started worker ends unexpectedly.
         in_thread: run the worker in a thread of this process, for tests.
         hang_limit: seconds without a report and without progress after which the worker is killed and
             restarted. A long step of a process counts as progress. A worker in a thread counts none: use a

@@ -20,7 +20,7 @@ _CACHE_TYPES = {**TYPES, torch.int8: 2}
 _ENCODER_BLOCK = 64
 """Tokens per block of the keys and values that `encoder_attention` copies."""
 _MAX_HEAD = 1024
-"""Sums of more products of integers could overflow 32 bits (csrc/attention_tile.inl)."""
+"""Largest head size. Sums of more integer products could overflow 32 bits (csrc/attention_tile.inl)."""
 
 
 class CpuAttention(CpuExperts):

@@ -1,4 +1,4 @@
-"""Collectives in memory that the ranks of one host share, and the lookup in a part of an embedding table."""
+"""Collectives in memory shared by the ranks of one host, and lookups in a split embedding table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.kernels.cpu.linear import TYPES
 
 
 class CpuCollectives(CpuConvolution):
-    """Collectives with C++ kernels. They release the GIL: another thread reports a rank that has ended."""
+    """Collectives with C++ kernels. They release the GIL: another thread detects ranks that have exited."""
 
     def all_reduce(self, x: Tensor, ranks: Collectives) -> Tensor:
         kind, region = TYPES.get(x.dtype), ranks.region

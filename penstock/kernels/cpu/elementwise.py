@@ -11,7 +11,7 @@ from penstock.kernels.cpu.linear import TYPES
 from penstock.kernels.experts import ClampedSwiGLU
 
 _SCALE, _SOFT_CAP, _CLAMP = 5, 6, 7
-"""Numbers of the functions of the kernel ``change`` that are not activations."""
+"""Function numbers of the kernel ``change`` for functions that are not activations."""
 
 
 class CpuElementwise(CpuAttention):

@@ -25,7 +25,7 @@ _CLAMPED = 5  # in addition to the activations
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Addresses of the weights of experts that have one encoding and shape."""
+    """Addresses of the weights of experts that all have the same encoding and shape."""
 
     addresses: Tensor  # [N, 2, 4] int64: panels, scales, order and bias of gate_up and down; 0 for none
     gate_up: PackedLinear  # of one expert; all have this form

@@ -18,11 +18,11 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.recording import ALIGNMENT, record
 
 _DOUBLED = 16 << 20
-"""Bytes: a smaller arena is made twice as large as needed, so that it grows rarely."""
+"""An arena smaller than this many bytes is allocated at twice the required size, so that it rarely grows."""
 
 
 class CpuGraphCompiler(GraphCompiler):
-    """Records steps and compiles the records. The graphs share one arena, because one step runs at a time.
+    """Records steps and compiles the recordings. The graphs share one arena: steps never run concurrently.
 
     A step is recorded without computing: its tensors get memory that no kernel writes to. The first replay
     computes its results.

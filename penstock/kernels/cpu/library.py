@@ -33,16 +33,16 @@ Kernel = Callable[..., int]
 """Returns -1, or the index of a bad argument."""
 
 FUNCTIONS: Mapping[str, CFunction] = {
-    "pack": CFunction("2q P q 4P 2q"),  # no operation: packs weights
+    "pack": CFunction("2q P q 4P 2q"),  # packs weights; not part of a step
     "pack_codes": CFunction("q P q 5P 2q"),
-    "from_rank_0": CFunction("P q P q", can_be_long=True),  # follows sampling in a loop of steps
+    "from_rank_0": CFunction("P q P q", can_be_long=True),  # runs after sampling in a loop of steps
     **{name: one for row in OPERATIONS.values() for name, one in row.functions.items()},
 }
 """The C functions by name: those of the table of operations, and those that pack weights."""
 
 
 class Kernels:
-    """The C functions of one instruction set, as attributes that take pointers and numbers in csrc's order.
+    """The C functions of one instruction set, as attributes. Arguments have the order of csrc's structs.
 
     ``long_<name>`` releases the GIL while it runs. Acquiring the GIL again while another thread is busy takes
     100 us, so short calls keep it.
@@ -82,7 +82,7 @@ def open_kernels(isa: str) -> Kernels:
 
 
 def capturing_kernels(isa: str, captured: list[Capture]) -> Kernels:
-    """Return kernels that compute nothing and append their calls to ``captured``."""
+    """Return kernels that append their calls to ``captured`` instead of computing."""
 
     def capture(name: str) -> Kernel:
         pack = struct.Struct(FUNCTIONS[name].arguments).pack
@@ -135,7 +135,7 @@ class CompiledSteps:
 
 
 class CompiledLoop:
-    """Captured calls that run several times as one call, which releases the GIL.
+    """Captured calls that run repeatedly within one C call, which releases the GIL.
 
     The last captured call samples one token per row and writes it to where the first call reads tokens.
 
@@ -164,7 +164,7 @@ class CompiledLoop:
 
         Args:
             varied: inputs that differ from step to step: destination, source, and bytes per step.
-            ends: address of ``[rows, n]`` int64, the tokens that end each row; and n.
+            ends: address of ``[rows, n]`` int64, the stop tokens of each row; and n.
             sampled: address of ``[num_steps, rows]`` int64 for the sampled tokens.
             num_steps: steps to run; fewer run if every row has ended.
         """
@@ -245,7 +245,7 @@ def is_usable() -> bool:
         return False
     try:
         return bool(ctypes.PyDLL(str(PATH)).penstock_abi() == ABI)
-    except (OSError, AttributeError):  # built for another machine, or too old to have an ABI number
+    except (OSError, AttributeError):  # built for a different machine, or older than the ABI number
         return False
 
 

@@ -1,4 +1,4 @@
-"""Linear layers: packed in panels, and multiplied by one family of kernels for any number of rows."""
+"""Linear layers: weights are packed in panels, and one family of kernels multiplies any number of rows."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class CpuLinear(ReferenceOps):
         slots, parts, work = len(lora.matrices[own[0].name][0]), [], 0
         for part in own:
             (down, up), ranks = lora.matrices[part.name], lora.ranks.get(part.name)
-            assert len(down) == slots, "layers have room for unlike numbers of adapters"
+            assert len(down) == slots, "layers with different numbers of adapter slots"
             most, width = down.shape[1], part.stop - part.start
             addresses = down.data_ptr(), up.data_ptr(), 0 if ranks is None else ranks.data_ptr()
             parts.append((*addresses, most, part.start, width))
@@ -236,7 +236,7 @@ class CpuLinear(ReferenceOps):
         return self._empty(shape, dtype)
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that is computed only from weights and that a kernel reads."""
+        """Return a tensor that depends on weights only and is an operand of a kernel."""
         return tensor
 
 
@@ -246,7 +246,7 @@ def takes(encoding: str, dtype: torch.dtype) -> bool:
 
 
 def takes_order(packed: PackedLinear) -> bool:
-    """Return whether the product can take inputs in the order of the weight: it quantizes groups of them."""
+    """Return whether the kernel reorders its inputs to match the weight: true if it quantizes groups."""
     groups = is_quantized(packed.encoding) and encoding_named(packed.encoding).group_size is not None
     return packed.order is None or groups
 

@@ -17,8 +17,7 @@ _CHUNK = 32 << 20
 
 
 class WeightMemory:
-    """Allocates tensors one after the other: from prefaulted memory while it lasts, then in chunks of its
-    own.
+    """Allocates tensors consecutively: first from prefaulted memory, then from chunks that it allocates.
 
     A chunk is freed with the last of its tensors.
 
@@ -28,7 +27,7 @@ class WeightMemory:
 
     def __init__(self, prefaulted: PrefaultedMemory | None = None) -> None:
         self._prefaulted = prefaulted or PrefaultedMemory()
-        self._chunk = torch.empty(0, dtype=torch.uint8)  # its unallocated rest
+        self._chunk = torch.empty(0, dtype=torch.uint8)  # the part that is not allocated yet
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor, aligned to a cache line."""
@@ -44,7 +43,7 @@ class WeightMemory:
 
 
 class SliceMemory:
-    """Memory for one slice of a weight at a time, small enough to stay in the processor's cache."""
+    """Memory for one slice of a weight at a time. A slice fits in the processor's cache."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes

@@ -11,13 +11,13 @@ from penstock.kernels.cpu.routing import CpuRouting
 from penstock.kernels.inputs import SamplingInputs
 
 _LONG_SAMPLE = 1 << 20
-"""Logits from which sampling takes long enough to release the GIL."""
+"""Number of logits above which sampling takes long enough to release the GIL."""
 
 
 class CpuOps(CpuCollectives, CpuRouting):
     """C++ kernels for float32 and bfloat16 activations.
 
-    The bits of a row depend on the row only, not on its batch, its position there, or the threads.
+    The result of a row is bit-equal in every batch, at every position in it, and for every number of threads.
 
     Args:
         kernels: the kernels of one instruction set.

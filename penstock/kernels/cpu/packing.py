@@ -22,10 +22,10 @@ _STORED = {"uint4": 5, "uint8": 6, "fp8": 7, **_BLOCKS}
 """Encodings whose rows are bytes. The kernel only reorders them; torch quantizes floats."""
 
 ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4, **_STORED}
-"""Encodings that have panels -> their numbers in csrc."""
+"""Encodings stored in panels, with their numbers in csrc."""
 
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""Types of rows -> their numbers in csrc: floats, and quantized integers."""
+"""Types of rows (floats and quantized integers), with their numbers in csrc."""
 
 
 class PanelMemory(Protocol):
@@ -68,7 +68,7 @@ def pack_panels(
         tensors["scales"] = torch.empty(rows) if scales is None else scales.contiguous()
     written = tensors.get("scales") if scales is None else None
     halves = scales.contiguous() if group_size and scales is not None else None
-    if importance is not None and group_size:  # whole groups of it
+    if importance is not None and group_size:  # whole groups of inputs
         importance = F.pad(importance.float(), (0, -inputs % group_size), value=1.0).contiguous()
     start = 0
     for part in parts:
@@ -93,7 +93,7 @@ def pack_panels(
 def pack_rows(
     kernels: Kernels, memory: PanelMemory, encoding: str, rows: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the panels of a weight that already has the form of its encoding.
+    """Return the panels of a weight that is already encoded.
 
     Args:
         kernels: the kernels of one instruction set.

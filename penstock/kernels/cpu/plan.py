@@ -1,8 +1,8 @@
-"""A compiled step: one call of the library, one parallel region for all operations of a recorded step.
+"""A compiled step: one library call runs all operations of a recorded step in one parallel region.
 
-The methods of `CpuOps` that run an eager step also pack the arguments here: they receive the plan's tensors
-at their final addresses, and kernels that store their arguments instead of running. A step with an operation
-that would run on the reference kernels cannot be compiled.
+Compilation calls the same methods of `CpuOps` as an eager step. They get the plan's tensors at their final
+addresses, and kernels that record their arguments instead of running. A step with an operation that would run
+on the reference kernels cannot be compiled.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from penstock.kernels.operations import Arguments, UnrecordableStepError
 from penstock.kernels.recording import ALIGNMENT, Plan, Record, tensors_of
 
 _LONG = 1 << 25
-"""A step with more multiplications than this takes a millisecond or more and releases the GIL."""
+"""A step with more multiplications than this takes at least a millisecond and releases the GIL."""
 
 _PART = 1 << 32
-"""Multiplications of products of more than `_DECODE_ROWS` rows after which a step continues in another call.
+"""Multiplications per call: a step with more than `_DECODE_ROWS` rows is split into calls of about this size.
 
-If another process uses a core, one thread runs the rest of the call. Calls of tens of milliseconds bound how
-long that lasts.
+If another process uses a core, a single thread runs the rest of the call. Calls of tens of milliseconds limit
+the duration of this slow mode.
 """
 
 _DECODE_ROWS = 64
-"""Steps of up to this many rows are one call."""
+"""Steps of up to this many rows run as one call."""
 
 _WAITING = ("all_reduce", "all_gather")
-"""Kernels that wait for other processes, so that the GIL is released."""
+"""Kernels that wait for other processes and therefore release the GIL."""
 
 
 class CompiledPlan(Graph):
@@ -72,7 +72,7 @@ class CompiledPlan(Graph):
         assert arena.nbytes >= plan.arena_bytes
         resolve = plan.resolver(arena, [inputs[name] for name in plan.inputs])
         lowering = _CapturingOps(ops, arena[-(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT :])
-        ends: list[int] = []  # numbers of captured kernels after which a call ends
+        ends: list[int] = []  # indices of the captured kernels after which a call ends
         work = part = 0
         for record in plan.records:
             arguments = record.resolved(resolve)
@@ -152,7 +152,7 @@ class _SamplingLoop:
     """The kernels of a plan followed by a sampling kernel, to run several steps in one call.
 
     Args:
-        lowering: has captured the kernels of the plan.
+        lowering: holds the captured kernels of the plan.
         logits: result of the plan, ``[R, V]``.
         tokens: input of the plan, ``[R]``.
         contention: as for the plan.
@@ -224,7 +224,7 @@ def _copied(result: Tensor) -> Tensor:
 def _work(record: Record, arguments: Arguments) -> tuple[int, int]:
     """Return the rows and the multiplications of a linear layer, of experts or of an encoder's attention.
 
-    Other operations count as nothing.
+    Other operations count as zero.
     """
     packed = arguments.get("packed")
     if isinstance(packed, PackedLinear):
@@ -248,7 +248,7 @@ def _multiplications(packed: PackedLinear) -> int:
 def _parts(
     captured: Sequence[Capture], ends: Sequence[int], contention: CoreContention
 ) -> Iterator[tuple[Sequence[Capture], CoreContention]]:
-    """Yield the kernels of each call and its contention. Calls of a step of several calls do not share it."""
+    """Yield the kernels and the contention state of each call. Calls of one step do not share it."""
     bounds = sorted({0, *ends, len(captured)})
     for start, end in pairwise(bounds):
         yield captured[start:end], contention if len(bounds) == 2 else CoreContention()
@@ -279,7 +279,7 @@ class _CapturingOps(CpuOps):
         self._kernels.from_rank_0(tensor.data_ptr(), tensor.nbytes, ranks.region, ranks.rank)
 
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks:
-        """Refuse to read lengths from an input, which changes."""
+        """Refuse to read the lengths, because they are an input that differs between replays."""
         raise UnrecordableStepError("an operation needs the lengths of the sequences")
 
     def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Requests, contexts and responses: what the parts of Penstock say to each other.
+"""Requests, contexts and responses: the types that the components of Penstock exchange.
 
 These are the names of the ``max.pipelines.core`` page, and our additions: ``Grammar``, ``GrammarMatcher``,
 ``ImageMetadata``, ``Pipeline``, ``TokenBuffer``, ``RequestContext`` and the types of embeddings requests.

@@ -1,4 +1,4 @@
-"""Events of the prefix cache: which blocks can be found, by the digests of their content."""
+"""Events of the prefix cache: the blocks in the index, identified by the digests of their content."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class BlocksStored(msgspec.Struct, array_like=True, frozen=True, tag="stored"):
-    """Consecutive blocks of a sequence are computed and can be found."""
+    """Consecutive blocks of a sequence were computed and added to the prefix index."""
 
     digests: list[bytes]
     parent: bytes | None
@@ -26,7 +26,7 @@ class BlocksRemoved(msgspec.Struct, array_like=True, frozen=True, tag="removed")
 
 
 class BlocksCleared(msgspec.Struct, array_like=True, frozen=True, tag="cleared"):
-    """No block can be found any more: the prefix cache was reset, or its worker has ended."""
+    """The index is empty: the prefix cache was reset, or its worker has ended."""
 
 
 CacheEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared

@@ -1,4 +1,4 @@
-"""`TextContext`: the object of a request. It is sent once to the worker and changed only by its methods."""
+"""`TextContext`: the state of a request. It is sent to the worker once and changed only by its methods."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     _draft_offset: int = 0
     _log_probabilities_data: dict[int, LogProbabilities] = msgspec.field(default_factory=dict)
     _prompt_log_probabilities: LogProbabilities | None = None
-    _scored_idx: int = 0  # log probabilities before this index were reported
+    _scored_idx: int = 0  # log probabilities before this index were already reported
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -263,7 +263,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def logit_rules(self) -> LogitRules | None:
-        """Logit bias, allowed and banned tokens as arrays; None where it has none of them."""
+        """Logit bias, allowed and banned tokens as arrays; None if the request sets none of them."""
         if not self.sampling_params.has_logit_rules:
             return None
         rules: LogitRules | None = self.__dict__.get("_logit_rules")
@@ -351,7 +351,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             return
         if self._prompt_len + counts.end == position:
             counts.add(token)
-        else:  # tokens were rolled back since
+        else:  # tokens were rolled back since the last count
             del self.__dict__["_token_counts"]
 
     def _advance_matcher(self, token: int) -> None:
@@ -375,7 +375,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     # Log probabilities: one row per position, the last one for the token at active_idx.
 
     def _not_scored_yet(self, rows: LogProbabilities) -> LogProbabilities:
-        """Return ``rows`` without rows of an earlier pass: preempted contexts that echo are scored again."""
+        """Return ``rows`` without those scored before a preemption of a context that echoes its prompt."""
         if not self.log_probabilities_echo:
             return rows
         scored, self._scored_idx = self._scored_idx, max(self._scored_idx, self._active_idx + 1)

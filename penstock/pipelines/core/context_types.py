@@ -16,7 +16,7 @@ CONTEXT_TYPES: tuple[type[TextContext], ...] = get_args(RequestContext)
 
 
 def context_type(context: InputContext) -> type[InputContext]:
-    """Return the member of `CONTEXT_TYPES` that a context is, or its own class if it is none of them.
+    """Return the member of `CONTEXT_TYPES` to which a context belongs, or its class if there is none.
 
     A subclass of the caller counts as the nearest of its base classes, so that ``class
     MyContext(TextContext)`` is a `TextContext`, but a `TTSContext` is not."""

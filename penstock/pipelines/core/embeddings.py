@@ -92,9 +92,11 @@ class EmbeddingsGenerationRequest:
     """The LoRA adapter, or the task adapter of the checkpoint, which then gets no prompt."""
     task: str | None = None
     """The task of a checkpoint with task adapters, such as ``retrieval.query``. It selects the adapter, and
-    the prompt of that name unless another is given. A `prompt_name` that is a task selects it, too."""
+    the prompt of that name unless another is given. A `prompt_name` that equals a task name selects the
+    adapter, too.
+    """
     priority: int = 0
-    """Requests of a higher number are scheduled first."""
+    """Requests with a higher number are scheduled first."""
 
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompt_name is not None:
@@ -144,7 +146,7 @@ class EmbeddingsContext(TextContext, kw_only=True, tag=True, omit_defaults=True)
     token_type_ids: npt.NDArray[np.integer] | None = None
     """``[T]``: the segment of each token, for models that distinguish the two texts of a pair."""
     num_unpooled_tokens: int = 0
-    """Leading tokens that pooling and multi-vector output leave out, such as those of a prompt."""
+    """Number of leading tokens that pooling and multi-vector output skip, such as those of a prompt."""
     pooling: PoolingType | None = None
     """None uses the checkpoint's pooling."""
     dimensions: int | None = None

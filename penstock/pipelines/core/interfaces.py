@@ -115,7 +115,7 @@ class InputContext(Protocol):
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """How the tokens are chosen."""
+        """The sampling parameters."""
 
     @property
     def log_probabilities(self) -> int | None:
@@ -318,10 +318,10 @@ LaunchedStep = TypeVar("LaunchedStep")
 
 
 class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
-    """Runs steps of a pipeline in parts, so that a step is launched while the step before it runs.
+    """Runs the steps of a pipeline in parts, so that a step is launched while the previous step runs.
 
-    The order of calls, for each step: ``launch``, ``collect`` of the step before, ``sample``, and ``advance``
-    before the next ``launch``.
+    Call order for each step: ``launch``, ``collect`` of the previous step, ``sample``, and ``advance`` before
+    the next ``launch``.
     """
 
     def launch(self, batch: Mapping[str, AcceptedContext], after: LaunchedStep | None) -> LaunchedStep:

@@ -30,7 +30,7 @@ class LogitRules:
             allowed = np.array(params.allowed_token_ids, np.int64)
             self.allowed = np.setdiff1d(allowed, self.banned)
         self.longest_prefix = max((len(ids) - 1 for ids in sequences), default=0)
-        """Number of last generated tokens that `banned_after` compares."""
+        """Number of trailing generated tokens that `banned_after` compares."""
         self._last_of: dict[tuple[int, ...], list[int]] = {}  # sequence without its last token -> last tokens
         for *prefix, last in sequences:
             if prefix:
@@ -62,7 +62,7 @@ class TokenCounts:
 
     def __init__(self, prompt: npt.NDArray[np.integer], generated: npt.NDArray[np.integer]) -> None:
         self.end = 0
-        """Number of generated tokens that are counted."""
+        """Number of generated tokens counted so far."""
         unique = np.unique(prompt)
         self._size = len(unique)
         self._ids: Ids = np.zeros(max(2 * self._size, 64), np.int64)

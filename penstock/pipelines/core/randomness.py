@@ -21,7 +21,7 @@ def splitmix64(seed: int, position: int) -> int:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """A float64 in [0, 1) for each (seed, position), from the upper 53 bits of `splitmix64`.
+    """Return a float64 in [0, 1) for each (seed, position), from the upper 53 bits of `splitmix64`.
 
     Args:
         seeds: ``[R]`` uint64.
@@ -32,12 +32,12 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def as_words(seeds: list[int]) -> np.ndarray:
-    """Seeds of either sign as ``[R]`` uint64, modulo 2**64."""
+    """Return seeds of either sign as ``[R]`` uint64, modulo 2**64."""
     return np.array([seed & _WORD for seed in seeds], dtype=np.uint64)
 
 
 def _splitmix64(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Vigna's public-domain finaliser over ``seed + (position + 1) * gamma``, all modulo 2**64."""
+    """Apply Vigna's public-domain finaliser to ``seed + (position + 1) * gamma``, all modulo 2**64."""
     z = seeds + (positions + _ONE) * _GAMMA
     z = (z ^ (z >> _SHIFTS[0])) * _MIXERS[0]
     z = (z ^ (z >> _SHIFTS[1])) * _MIXERS[1]

@@ -33,7 +33,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 def resolved_grammar(grammar: Grammar | None, json_schema: str | None) -> tuple[Grammar | None, str | None]:
-    """Return the grammar of an output and its JSON schema, if it has one, from either of them.
+    """Return the grammar of an output and its JSON schema, if any, given either of them.
 
     Raises:
         InputError: both are given and differ.
@@ -125,7 +125,7 @@ class TokenGeneratorRequest:
     priority: int = 0
     """Requests with a higher number are scheduled first."""
     image_details: list[str] | None = None
-    """The resolution that each image is wanted in, as OpenAI's ``detail``; None is ``auto`` for all."""
+    """The requested resolution of each image, as OpenAI's ``detail``; None is ``auto`` for all."""
 
     def __str__(self) -> str:
         limit = self.sampling_params.max_new_tokens
@@ -158,7 +158,7 @@ class AudioGenerationRequest:
     voice: str | None = None
     """The name of one of the voices that the model was trained on."""
     streaming: bool = False
-    """Whether the audio is read while it is made: the first chunk comes early, and chunks are short."""
+    """Whether the audio is streamed: the first chunk is short, for low latency."""
     adapter: str | None = None
     """The name of the LoRA adapter to use."""
     cache_salt: str | None = None

@@ -78,7 +78,7 @@ class SamplingParams:
 
     @cached_property
     def needs_penalties(self) -> bool:
-        """Whether a penalty is set: logits depend on earlier tokens."""
+        """Whether a penalty is set, so that logits depend on earlier tokens."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
     @cached_property

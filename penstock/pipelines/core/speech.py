@@ -1,4 +1,4 @@
-"""The context of a speech request: text tokens are the input, speech tokens and then audio the output."""
+"""The context of a speech request: text tokens in, speech tokens out, which are decoded to audio."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class VoicePrompt(msgspec.Struct, frozen=True):
     codes: list[int]
     """Codes of the audio codec, flattened frames."""
     transcription: str = ""
-    """What is spoken."""
+    """The transcription of the recording."""
 
 
 class _SpeechContext(TextContext, kw_only=True, omit_defaults=True):
     """The keyword-only fields of a `TTSContext`."""
 
     streaming: bool = False
-    """Whether audio is decoded in short chunks as it is made, rather than in long ones."""
+    """Whether audio is decoded in short chunks for streaming, instead of long ones."""
     num_dropped_tokens: int = 0
-    """Generated tokens that are no speech code, or belong to a frame that is not whole."""
+    """Number of generated tokens that are not speech codes or belong to an incomplete frame."""
 
     _num_parsed_tokens: int = 0
 
@@ -55,7 +55,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
     audio_prompt_tokens: npt.NDArray[np.int32] = msgspec.field(default_factory=_no_tokens)
     """Speech tokens of the voice to imitate."""
     prev_samples_beyond_offset: int = 0
-    """Number of audio samples of the last chunk after its end. Only the decoder uses it."""
+    """Number of samples after the end of the last chunk that the decoder keeps. Only the decoder uses it."""
 
     _speech_tokens: npt.NDArray[np.int32] = msgspec.field(default_factory=_empty_chunk)
     _speech_token_end_idx: int = 0

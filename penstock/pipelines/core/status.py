@@ -23,7 +23,7 @@ class TextGenerationStatus(str, Enum):
 
 
 class PipelineTask(str, Enum):
-    """What a pipeline makes of its contexts."""
+    """The task of a pipeline: the kind of output that it computes."""
 
     TEXT_GENERATION = "text_generation"
     EMBEDDINGS_GENERATION = "embeddings_generation"

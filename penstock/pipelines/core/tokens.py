@@ -1,4 +1,4 @@
-"""`TokenBuffer`: the token array of a context and the indices into it. It is their only writer.
+"""`TokenBuffer`: the token array of a context and its indices, which only this class changes.
 
     array   | prompt ............. | generated ..... | zeros ........................ |
             0                prompt_len             end              a multiple of CHUNK_SIZE
@@ -32,7 +32,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A growing array of token ids with a window of tokens to compute next (drawn at the top of the module).
 
     ``tokens`` is a one-dimensional integer array, the prompt; its dtype is kept and its values are copied.
-    All arrays that the properties give are views without copies, and not to be written to.
+    The properties return views of the array. Callers must not write to them.
     """
 
     tokens: npt.NDArray[np.integer]
@@ -40,7 +40,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     _start_idx: int = 0
     _active_idx: int = -1
-    _end_idx: int = -1  # -1: not set up yet; a decoded buffer comes with its indices
+    _end_idx: int = -1  # -1: not set up yet; a decoded buffer has its indices already
     _committed_idx: int = 0
     _completion_start_idx: int = -1
     _completion_end_idx: int = -1
@@ -205,7 +205,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Append ``token``, extend the window to it and return its position."""
         position = self._end_idx
         if position >= self.tokens.size:
-            chunks = max(1, position // CHUNK_SIZE // 8)  # an eighth of long sequences: amortised O(1)
+            chunks = max(1, position // CHUNK_SIZE // 8)  # grows long sequences by an eighth: amortised O(1)
             self.tokens = _padded(self.tokens, self.tokens.size + chunks * CHUNK_SIZE)
         self.tokens[position] = token
         self._active_idx = self._end_idx = position + 1

@@ -32,7 +32,8 @@ class ImageMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The image as returned by the model's processor, without a batch dimension."""
     image_hash: bytes | None = None
     """Digest of the content, of 32 bytes, see `image_digest`. Equal digests mean equal encoder rows. Without
-    it nothing of the image is cached."""
+    a digest, nothing of the image is cached.
+    """
     num_embedding_rows: int | None = None
     """Number of rows that the vision encoder returns; None: the length of the span."""
     arguments: dict[str, npt.NDArray[np.generic]] = msgspec.field(default_factory=dict)
@@ -201,7 +202,7 @@ def image_digest(
 def image_hash_overrides(image: ImageMetadata) -> dict[int, int]:
     """Return ids that replace the first tokens of an image in block hashes: the words of its digest.
 
-    Each placeholder has a key that depends on the whole image, therefore the first token is among them.
+    The first token is replaced too, because the keys of all placeholders depend on the whole image.
     """
     if image.image_hash is None:
         return {}

@@ -19,9 +19,9 @@ _INITIAL_RATE = 0.7
 _MAX_RATE = 0.98
 """Upper bound of the estimated acceptance rate: a context may end at any token."""
 _MIN_SPEEDUP = 1.03
-"""Smallest predicted speedup for which drafts are used. Prevents switching on and off by noise."""
+"""Smallest predicted speedup for which drafts are used. Prevents noise from switching drafts on and off."""
 _PROBE_LENGTH = 2
-"""Number of drafts of a probe."""
+"""Number of drafts in a probe."""
 _MIN_PAUSE, _MAX_PAUSE = 16, 256
 """Steps without drafts before a context is probed. The pause doubles after each rejected probe."""
 
@@ -30,12 +30,12 @@ class AdaptiveDraftLength:
     """Chooses the draft lengths of a step with the highest predicted tokens per second.
 
     Draft j of a context is accepted with probability ``p ** j``; p is the recent acceptance rate of the
-    context. Drafts of all contexts are sorted by probability. They are used from the most probable one on
-    while the predicted speed grows. If even the first draft does not pay, no context drafts, except for
+    context. Drafts of all contexts are sorted by probability. They are added in descending order while the
+    predicted speed grows. If even the most probable draft does not pay off, no context drafts, except for
     occasional probes.
 
     Args:
-        max_drafts: the most drafts of a context.
+        max_drafts: the maximum number of drafts of a context.
     """
 
     def __init__(self, max_drafts: int) -> None:
@@ -74,7 +74,7 @@ class AdaptiveDraftLength:
         self._of_context.pop(context.request_id, None)
 
     def _rate(self, context: TextContext) -> float:
-        """Return the estimated acceptance rate of a context; near the overall rate while data is scarce."""
+        """Return the estimated acceptance rate of a context; the overall rate dominates with few samples."""
         own = self._acceptance(context)
         return min((own.hits + 3 * self._overall.rate) / (own.tries + 3), _MAX_RATE)
 
@@ -141,11 +141,11 @@ class _Acceptance:
 
 
 class StepCosts:
-    """Estimates the duration of a step from its number of rows, learned from measured steps.
+    """Estimates the duration of a step from its number of rows, based on measured steps.
 
     The estimate never decreases with the number of rows, which corrects single slow measurements. It is
-    interpolated linearly between measured numbers of rows. Outside of them it is optimistic, so that new
-    numbers are tried: fewer rows cost proportionally less, more rows cost little.
+    interpolated linearly between measured numbers of rows. Outside the measured range it is optimistic, so
+    that new numbers are tried: fewer rows cost proportionally less, and more rows cost little.
     """
 
     def __init__(self) -> None:
@@ -188,8 +188,8 @@ _GUESS = 0.05
 class _Average:
     """A moving average that limits the effect of outliers. The first three samples yield their minimum.
 
-    With fewer than three samples the value is below the measurement. Otherwise one slow step of a busy
-    machine could prevent that number of rows from ever being tried again.
+    With fewer than three samples, the value is below the measurement: otherwise one slow step on a busy
+    machine could exclude that number of rows permanently.
     """
 
     def __init__(self) -> None:

@@ -9,8 +9,8 @@
     the target accepts d0, d1 and samples x:  t0 .. t5 d0 d1 x
                              `-- computed --------'             one row, x, is not computed yet
 
-The draft model samples with the seed and the positions of the context, so with the random numbers that the
-target will use. If both models have the same distribution, they sample the same token. Drafts obey the
+The draft model samples with the seed and the positions of the context, that is, with the same random numbers
+as the target. If both models have the same distribution, they sample the same token. Drafts obey the
 context's grammar.
 """
 
@@ -181,14 +181,14 @@ class DraftModelProposer:
         return self._reserve(text, max(lookahead, 0), contexts)
 
     def _num_drafts(self, state: _DraftState, limit: int) -> int:
-        """Return how many tokens to draft: all but the last must fit the draft model's maximum length."""
+        """Return how many tokens to draft. All except the last must fit the draft model's maximum length."""
         return max(min(limit, self._max_length(state) - state.text.end_idx + 1), 0)
 
     def _max_length(self, state: _DraftState) -> int:
         return min(self.model.max_seq_len, state.context.max_length)
 
     def _reserve(self, text: TextContext, lookahead: int, contexts: Sequence[TextContext]) -> bool:
-        """Reserve blocks for the next rows. Release states of contexts outside the batch if blocks lack."""
+        """Reserve blocks for the next rows. May release states of contexts outside the batch."""
         running = {context.request_id for context in contexts}
         idle = [state for name, state in self._states.items() if name not in running]
         while True:
@@ -287,7 +287,7 @@ def share_memory(
         config: the configuration of the target.
         model: its class.
         draft: the class of the draft model.
-        free_memory: bytes of all devices together before loading.
+        free_memory: total free bytes of all devices before loading.
 
     Returns:
         The configurations of target and draft with their memory.
@@ -336,7 +336,7 @@ def share_memory(
 
 
 def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
-    """Check that token ids of the draft model mean the same as those of the target.
+    """Check that the token ids of the draft model and of the target have the same meaning.
 
     Raises:
         ConfigError: names the difference.
@@ -345,7 +345,7 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
     known = [_vocabulary_of(one.checkpoint) for one in (target, draft)]
     if known[0] is not None and known[1] is not None:
         if known[0] == known[1]:
-            return  # matrices of different sizes are padding then
+            return  # then a difference in matrix size is padding only
         difference = "their tokenizer.json differ in vocabulary or merges"
     elif vocabularies[0] == vocabularies[1]:
         return

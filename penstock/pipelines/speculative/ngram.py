@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from penstock.pipelines.core import TextContext
 
 _MAX_CANDIDATES = 8
-"""Most earlier occurrences of the same longest n-gram that are compared for the longest match."""
+"""Maximum number of earlier occurrences of an n-gram that are compared to find the longest match."""
 _MAX_MATCH = 32
-"""Most tokens of a match that are compared."""
+"""Maximum number of tokens of a match that are compared."""
 
 
 class NGramProposer:
     """Finds an earlier occurrence of the last tokens of a context and drafts the tokens that followed it.
 
     Args:
-        min_size: the fewest tokens that must match.
-        max_size: longest n-gram that is indexed. Of several occurrences the one with the longest match is
-            used, and of equal matches the latest.
+        min_size: minimum number of tokens that must match.
+        max_size: longest n-gram that is indexed. Among several occurrences, the longest match is used, and
+            among equal matches the latest.
     """
 
     def __init__(self, min_size: int = 2, max_size: int = 4) -> None:
@@ -73,7 +73,7 @@ class _Index:
     sizes: range
     tokens: list[int] = field(default_factory=list)
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram to the index after it
-    earlier: dict[int, int] = field(default_factory=dict)  # longest n-gram: its end to the end before it
+    earlier: dict[int, int] = field(default_factory=dict)  # longest n-gram: end -> its previous end
 
     def extend(self, tokens: list[int]) -> None:
         """Add tokens. An n-gram is indexed when a token follows it, so the last one never matches itself."""
@@ -90,7 +90,7 @@ class _Index:
             text.append(token)
 
     def continuation(self, count: int) -> list[int]:
-        """Return the ``count`` tokens after the best match. They may repeat themselves past the end."""
+        """Return the ``count`` tokens after the best match. Past the end, the drafted tokens are repeated."""
         start = self._best_match()
         if start is None:
             return []

@@ -44,7 +44,7 @@ class DraftLengthPolicy(Protocol):
     """Decides how many tokens to draft. The decision changes the speed, never the output."""
 
     def lengths(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[int]:
-        """Return the most drafts for each context, at most ``limits [B]``."""
+        """Return the maximum number of drafts for each context, at most ``limits [B]``."""
         ...
 
     def observe(
@@ -104,6 +104,6 @@ def accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
 
 
 def known_tokens(drafts: list[int], vocabulary: int) -> list[int]:
-    """Return the drafts before the first id that the model does not have."""
+    """Return the drafts before the first id outside the model's vocabulary."""
     unknown = (index for index, token in enumerate(drafts) if not 0 <= token < vocabulary)
     return drafts[: next(unknown, len(drafts))]
