@@ -1,8 +1,8 @@
 """Structured output: converts schemas, regular expressions and choices to grammars, and computes token masks.
 
 `schema` converts a request's format to EBNF and loads no torch. `compiler` compiles grammars in threads, and
-`masks` computes from a context's matcher which tokens are allowed, forced or acceptable as drafts. The names
-below are loaded on first use, so importing this package loads no torch.
+`masks` computes from a context's matcher which tokens are allowed, which are forced, and which drafts are
+acceptable. The names below are loaded on first use, so importing this package loads no torch.
 """
 
 from __future__ import annotations

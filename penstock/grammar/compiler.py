@@ -1,4 +1,4 @@
-"""Compile grammars in background threads, and cache them."""
+"""Compiles grammars in background threads, and caches them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _logger = logging.getLogger(__name__)
 _EXTRAS = {"llguidance": "grammar", "xgrammar": "xgrammar"}
 _NICENESS = 5  # low priority, but not so low that a model on all cores starves the thread
 _SWITCH_INTERVAL = 0.0005  # seconds
-_EXCLUSIVE_SECONDS = 1.0  # other grammars wait this long for the current one
-_MAX_THREADS = 4  # includes threads of grammars that were refused: each uses a core and memory
+_EXCLUSIVE_SECONDS = 1.0  # seconds before the next grammar starts in parallel
+_MAX_THREADS = 4  # includes threads of refused grammars, which still use a core and memory
 _STACK_SIZE = 64 << 20  # llguidance recurses over rules that refer to rules (`grammars.lark.writer`)
 
 
@@ -41,7 +41,7 @@ class CompiledGrammar(Protocol):
     """A compiled grammar."""
 
     num_bytes: int
-    is_usable: bool  # False if it must be compiled again
+    is_usable: bool  # False: it must be compiled again
 
     def new_matcher(self, ends: Sequence[int]) -> GrammarMatcher:
         """Return a matcher at its initial state. ``ends`` are the tokens that end an output."""
@@ -218,7 +218,7 @@ class _Job:
     grammar: Grammar
     backend: GrammarBackend
     max_seconds: float
-    started: float | None = None  # None while the tokenizer loads, which does not count
+    started: float | None = None  # None while the tokenizer loads, which does not count as compile time
     result: CompiledGrammar | PenstockError | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 
@@ -277,7 +277,7 @@ def _num_bytes(grammar: Grammar, result: CompiledGrammar | PenstockError) -> int
 class _ShortSwitchInterval:
     """Sets the interpreter's switch interval to half a millisecond while Python code compiles a grammar.
 
-    A model step acquires the interpreter lock many times. With the default of 5 ms each, it would be slow.
+    A model step acquires the interpreter lock many times, each of which could take the default of 5 ms.
     """
 
     _lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Compile and match grammars with llguidance, within limits on cost."""
+"""Compiles and matches grammars with llguidance, within limits on cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 _BYTES_PER_GRAMMAR = 160 << 10  # measured: lexer tables of a small grammar with a large vocabulary
-_BYTES_PER_CHARACTER = 24  # of the compiled text; measured with schemas of 1 to 1,000 properties
+_BYTES_PER_CHARACTER = 24  # per byte of compiled text; measured with schemas of 1 to 1,000 properties
 _MAX_THREADS = 4
 
 
@@ -143,8 +143,8 @@ class CompiledLLGuidance:
 
     Attributes:
         num_bytes: estimated memory.
-        is_usable: False once a matcher has exceeded a limit. Lexer states are counted for all matchers
-        together, so later matchers would exceed it too: the grammar must be compiled again.
+        is_usable: False once a matcher has exceeded a limit. All matchers share the count of lexer states, so
+            later matchers would exceed the limit too. The grammar must be compiled again.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class LLGuidanceMatcher:
             return True
         self._check_failure()
         if self.failure is None and self._row is not None and self._row[token >> 5] >> (token & 31) & 1:
-            # The mask allows the token, so the lexer, which all matchers of the grammar share, hit a limit.
+            # The mask allows the token, so the shared lexer of the grammar has hit a limit.
             self._set_failure("the lexer exceeded a limit")
         if self.failure is not None:
             raise self.failure

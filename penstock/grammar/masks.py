@@ -1,4 +1,4 @@
-"""Compute which tokens a context's grammar allows next, without changing the state of its matcher."""
+"""Computes which tokens a context's grammar allows next, without changing the state of its matcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def grammar_bitmask(
     """Return a bitmask of the tokens that each row's grammar allows next; None if no context has a grammar.
 
     The first row of a context is for its next token, and each further row follows one more draft token.
-    Rows with a grammar do not allow ids without a token (a padded vocabulary). Rows after a draft that the
+    Rows with a grammar forbid ids without a token (padding of the vocabulary). Rows after a draft that the
     grammar refuses or that ends the output are never sampled and allow all tokens. Rows whose grammar
     exceeds a limit also allow all tokens: the matcher raises when it receives the token, which ends only that
     request.
@@ -116,10 +116,10 @@ def _new_row(vocabulary: int) -> Tensor:  # [1, ceil(V / 32)] int32
 
 
 def _is_certain(matcher: GrammarMatcher) -> bool:
-    """Return whether only one next byte is possible: a cheap test that excludes most positions."""
+    """Return whether only one next byte is possible. This cheap test excludes most positions."""
     try:
         return bool(matcher.find_jump_forward_string())
-    except UnicodeDecodeError:  # the only possible bytes are part of a character
+    except UnicodeDecodeError:  # the forced bytes end within a character
         return True
 
 

@@ -1,4 +1,4 @@
-"""Compile and match grammars with xgrammar, which has no limits on cost."""
+"""Compiles and matches grammars with xgrammar, which has no limits on cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class XGrammarBackend:
-    """Compiles grammars for one tokenizer. Arguments as for `LLGuidanceBackend`."""
+    """Compiles grammars for one tokenizer. Takes the arguments of `LLGuidanceBackend`."""
 
     library = "xgrammar"
 

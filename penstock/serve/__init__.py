@@ -1,1 +1,1 @@
-"""HTTP <-> requests. The only async code; nothing here loads torch."""
+"""The HTTP server: translates HTTP requests to model requests. Nothing here loads torch."""

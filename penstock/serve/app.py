@@ -57,7 +57,7 @@ TASK_ROUTERS: Mapping[PipelineTask, Sequence[APIRouter]] = {
     ),
     PipelineTask.AUDIO_GENERATION: (speech.router,),  # POST /v1/audio/speech, GET /v1/audio/voices
 }
-"""The routes that only models of one task can serve."""
+"""Routes that require a model of one task."""
 
 
 def create_app(services: Services, *more: APIRouter, is_inner: bool = False) -> FastAPI:
@@ -66,7 +66,7 @@ def create_app(services: Services, *more: APIRouter, is_inner: bool = False) -> 
     Args:
         services: the objects that the routes use.
         more: additional routes, matched first.
-        is_inner: whether the application is behind another one, which has the middleware.
+        is_inner: whether an outer application contains this one and has the middleware.
 
     The application has ``/openapi.json`` but no documentation pages, which would load scripts from other
     servers.
@@ -109,7 +109,7 @@ def create_app(services: Services, *more: APIRouter, is_inner: bool = False) -> 
 
 @dataclass(frozen=True)
 class TaskCheck:
-    """The dependency of routes that only a model of this task can serve; others answer 400."""
+    """The dependency of routes that require a model of this task; they return 400 for other models."""
 
     task: PipelineTask
 

@@ -103,7 +103,7 @@ class ServeConfig:
         50_000,
         COUNT,
         "Maximum number of objects, arrays and keys in a request body. The limit of numbers and texts is the "
-        "same, or four prompts of token ids if that is more.",
+        "same, or the tokens of four prompts if that is more.",
     )
     body_timeout: float = setting(60.0, _SECONDS, "Seconds within which the body of a request must arrive.")
     max_queue_size: int | None = setting(
@@ -232,7 +232,7 @@ class ServeConfig:
         "Limit of the worker's private memory, without mapped files. At the limit the worker is restarted.",
     )
     profile_dir: str | None = setting(
-        None, TEXT, "Folder for the profiles of /start_profile and /stop_profile. Default: none are recorded."
+        None, TEXT, "Folder for the profiles of /start_profile and /stop_profile. Default: no profiles."
     )
     model_memory: int | None = setting(
         None,
@@ -250,7 +250,7 @@ class ServeConfig:
         None,
         TEXT,
         "ZeroMQ address at which events of the prefix cache are published, with the tokens of prompts: for "
-        "example tcp://127.0.0.1:5557. Default: none are.",
+        "example tcp://127.0.0.1:5557. Default: none.",
     )
     cache_events_topic: str = setting(
         "kv-events", TEXT, "Topic of the messages with events of the prefix cache."

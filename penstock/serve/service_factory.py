@@ -28,7 +28,7 @@ def build_services(
     pipeline_config: PipelineConfig,
     worker: EngineClient,
     tokenizer: TextTokenizer,
-    beside: Services | None = None,
+    sibling: Services | None = None,
 ) -> Services:
     """Return services with a closed gate. The worker need not have started.
 
@@ -37,13 +37,13 @@ def build_services(
         pipeline_config: the configuration of the model.
         worker: the engine client of the model.
         tokenizer: the tokenizer of the model.
-        beside: the services of another model of the same server. Both share all that does not depend on the
-            model: gate, metrics, traces, thread pools, and the state of routes.
+        sibling: the services of another model of the same server. Both share everything that does not depend
+            on the model: gate, metrics, traces, thread pools, and the state of routes.
     """
-    if beside is not None:
-        beside.metrics.watch(worker, parse_gauges(config.router_gauge), pipeline_config.model.name)
+    if sibling is not None:
+        sibling.metrics.watch(worker, parse_gauges(config.router_gauge), pipeline_config.model.name)
         return replace(
-            beside,
+            sibling,
             pipeline_config=pipeline_config,
             task=pipeline_config.model.pipeline_task,
             tokenizer=tokenizer,

@@ -49,7 +49,7 @@ _MAX_PROMPTS_OF_IDS = 4
 
 
 class LargeBodyLimiter:
-    """Limits how many large bodies are held in memory while they wait for their only thread."""
+    """Limits the number of large bodies in memory that wait for the single thread that processes them."""
 
     def __init__(self, limit: int = _MAX_LARGE_BODIES) -> None:
         self._limit = limit
@@ -76,7 +76,7 @@ class LargeBodyLimiter:
 
 
 class RouteStates:
-    """The state of route families that have some, by type; created at the first use."""
+    """The state of route families, by type; created on first use."""
 
     def __init__(self) -> None:
         self._states: dict[type, Closable] = {}
@@ -88,7 +88,7 @@ class RouteStates:
         return self.of(kind)
 
     def of(self, kind: type[State]) -> State:
-        """Return the state of this type, which exists."""
+        """Return the state of this type, which must exist."""
         state = self._states[kind]
         assert isinstance(state, kind)
         return state
@@ -113,7 +113,7 @@ class Services:
     large_body_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
-    """Runs the same for large bodies, which take many seconds. Other requests do not wait for them."""
+    """Runs the same for large bodies, which take many seconds, so that other requests are not delayed."""
     decoder: JsonDecoder = field(default_factory=JsonDecoder)
     """Decodes bodies that would block the event loop for too long."""
     large_body_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))
@@ -129,12 +129,12 @@ class Services:
     states: RouteStates = field(default_factory=RouteStates)
     """State that belongs to a family of routes, such as stored responses."""
     warned: set[str] = field(default_factory=set)
-    """The warnings of `warn_once` that were logged."""
+    """The warnings that `warn_once` has logged."""
     turns: Turns = field(default_factory=Turns)
     """Shared by requests with responses that take long to encode."""
 
     def warn_once(self, warnings: Iterable[str]) -> None:
-        """Log what requests ask for and do not get; each text once."""
+        """Log requested features that are skipped; each text once."""
         for warning in warnings:
             if warning not in self.warned and len(self.warned) < _MAX_WARNINGS:
                 self.warned.add(warning)

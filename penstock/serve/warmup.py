@@ -1,4 +1,4 @@
-"""Warm-up requests, run before the server is ready, so that no user waits for one-time work."""
+"""Warm-up requests, run before the server is ready, so that no request of a user includes one-time work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.worker.engine_client import EngineClient
 
 _NUM_TOKENS = 3
 _INPUT_LENGTHS = (2, 64)
-"""Tokens of the inputs of an embeddings model."""
+"""Numbers of tokens of the warm-up inputs of an embeddings model."""
 
 
 async def warm_up_model(worker: EngineClient, tokenizer: TextTokenizer, task: PipelineTask) -> None:
@@ -92,12 +92,12 @@ async def warm_up_speech(worker: EngineClient, tokenizer: SpeechTokenizer) -> No
     frame = form.codes.token_ids([0] * form.codes.codes_per_frame)
     params = SamplingParams(max_new_tokens=2 * len(frame), ignore_eos=True, allowed_token_ids=frame)
     request = AudioGenerationRequest("warm-up", 0, "", prompt=frame, sampling_params=params, streaming=True)
-    with suppress(RequestFailedError):  # random weights may write no whole frame
+    with suppress(RequestFailedError):  # a model with random weights may generate no whole frame
         await _run(worker, tokenizer.build_speech_context(request))
 
 
 async def warm_up_grammars(worker: EngineClient, tokenizer: TextTokenizer) -> None:
-    """Run a request with a grammar. It may take longer than all other requests, so the start does not wait.
+    """Run a request with a grammar. This can take long, so the server does not wait for it.
 
     Raises:
         PenstockError: the request failed.

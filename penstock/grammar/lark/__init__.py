@@ -1,4 +1,4 @@
-"""Translate EBNF and structural tags to llguidance's Lark notation: rules over lexemes."""
+"""Translates EBNF and structural tags to llguidance's Lark notation: rules over lexemes."""
 
 from __future__ import annotations
 

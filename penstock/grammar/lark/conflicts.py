@@ -1,4 +1,4 @@
-"""Find lexemes whose longest match may differ from the match that the rules need.
+"""Finds lexemes whose longest match may differ from the match that the rules need.
 
 A longest-match lexer is exact if no text w of a lexeme, followed by a character that the rules allow after
 that lexeme, is the prefix of a longer text of any lexeme. This module searches for such texts among the
@@ -39,7 +39,7 @@ def find_conflicts(
     root: str,
     check_time: Callable[[], None],
 ) -> tuple[dict[str, str], int]:
-    """Return the lexemes that may continue where a lexeme must end.
+    """Return the lexemes that can continue at a position where a lexeme must end.
 
     Maps the name of each to the name of the lexeme that must end, which may be the same one.
 
@@ -92,7 +92,7 @@ def _longer_matches(
     """Search the deterministic automaton of lexemes that may start at the same position.
 
     Returns:
-        The lexemes that may continue where others must end, and the pairs that have a text in common.
+        The lexemes that can continue where others must end, and the pairs that have a text in common.
     """
     found: dict[str, str] = {}
     overlapping: set[frozenset[str]] = set()
@@ -139,7 +139,7 @@ def _steps(nfa: _Nfa, states: frozenset[int]) -> Iterator[set[int]]:
 
 
 class _Atoms:
-    """Classes of characters that no expression distinguishes, as bits of an integer."""
+    """Equivalence classes of characters that no expression distinguishes, as bits of an integer."""
 
     def __init__(self, lexemes: dict[str, Node], parts: Rules) -> None:
         bounds = {0, 0xD800, 0xE000, 0x110000}
@@ -219,7 +219,7 @@ class _Nfa:
         return result
 
     def closure(self, states: object) -> frozenset[int]:
-        """Return the states with those reachable by empty transitions."""
+        """Return the states and all states reachable from them by empty transitions."""
         result: set[int] = set()
         for state in states:  # type: ignore[attr-defined]
             if state not in self._closures:

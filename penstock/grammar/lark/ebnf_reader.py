@@ -24,7 +24,7 @@ from penstock.grammar.lark.nodes import (
 )
 from penstock.grammar.schema.ebnf import ALL_CHARACTERS, union, without
 
-_MAX_DEPTH = 100  # of groups inside each other
+_MAX_DEPTH = 100  # maximum nesting of groups
 _MAX_REPEAT = 100_000
 _SPACE = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
@@ -119,7 +119,7 @@ class _Reader:
     def _atom(self, depth: int, used: dict[str, int]) -> Node:
         sign = self._text[self._at]
         if sign == '"':
-            text = self._match(_TEXT, "a text without its end")[1]
+            text = self._match(_TEXT, "an unterminated text")[1]
             points = [point for point, _ in self._signs(text)]
             if any(0xD800 <= point <= 0xDFFF for point in points):
                 self._fail("a surrogate, which no text can have,")
@@ -147,7 +147,7 @@ class _Reader:
         return Ref(name[0])
 
     def _class(self) -> Node:
-        found = self._match(_CLASS, "a class of characters without its end")
+        found = self._match(_CLASS, "an unterminated class of characters")
         signs = self._signs(found[2])
         ranges: list[tuple[int, int]] = []
         place = 0

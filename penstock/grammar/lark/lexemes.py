@@ -1,4 +1,4 @@
-"""Divide a grammar into lexemes, which are regular expressions, and rules over lexemes.
+"""Divides a grammar into lexemes, which are regular expressions, and rules over lexemes.
 
 llguidance matches lexemes with lazily built automata, which is fast, and rules with an Earley parser, which
 is slow for single characters. Its lexer takes the longest match of all lexemes that may come next. A division
@@ -33,9 +33,9 @@ from penstock.grammar.lark.nodes import (
 )
 from penstock.grammar.lark.simplify import order
 
-MAX_LEXEME_SIZE = 1_000  # nodes of one of several lexemes, with its rules expanded
-MAX_ONLY_LEXEME_SIZE = 50_000  # nodes of a lexeme that is the whole grammar
-MAX_LEXEME_DEPTH = 300  # nested rules in a lexeme: the library recurses over them
+MAX_LEXEME_SIZE = 1_000  # maximum nodes of a lexeme, with its rules expanded
+MAX_ONLY_LEXEME_SIZE = 50_000  # maximum nodes of a lexeme that is the whole grammar
+MAX_LEXEME_DEPTH = 300  # maximum nesting of rules in a lexeme: the library recurses over them
 ANY_SIZE = 1 << 59
 _TOO_LARGE = 1 << 60
 
@@ -199,7 +199,7 @@ class _Divider:
     def _repeat_rule(self, node: Repeat) -> Node:
         """Return a repetition with one lexeme for all regular options between two other options.
 
-        With a regular option r and another option n, ``(r | n)*`` is written ``r* (n r*)*``.
+        With a regular option r and a non-regular option n, ``(r | n)*`` becomes ``r* (n r*)*``.
         """
         options = node.part.options if isinstance(node.part, Alt) else (node.part,)
         regular = [option for option in options if self._regular.is_lexeme(option)]

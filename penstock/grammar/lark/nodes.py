@@ -12,7 +12,7 @@ ANY_CHARACTER: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of these ranges."""
+    """One character in these ranges."""
 
     ranges: Ranges
 
@@ -73,7 +73,7 @@ class FreeText:
 class TextUntil:
     """Any text that ends with the first occurrence of ``end`` and contains none of ``excludes``.
 
-    None of ``others`` occurs before; one may end at the same character as ``end``.
+    None of ``others`` occurs before ``end``; one may end at the same character as ``end``.
     """
 
     end: str

@@ -50,7 +50,7 @@ class LexemePositions:
         return frozenset(self._owners[position] for position in _bits(group))
 
     def next_groups(self, group: int, overlapping: set[frozenset[str]]) -> list[int]:
-        """Return groups of positions that can follow a group, whose lexemes can start together.
+        """Return groups of positions that can follow a group. The lexemes of a group can start together.
 
         Args:
             group: the positions.

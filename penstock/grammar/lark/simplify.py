@@ -1,4 +1,4 @@
-"""Simplify rules without changing their language: remove unused rules, replace recursion by loops."""
+"""Simplifies rules without changing their language: removes unused rules and replaces recursion by loops."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _reachable(rules: Rules, root: str) -> Rules:
 
 
 def _with_counts(rules: Rules) -> Rules:
-    """Return the rules with repetitions instead of chains of rules that each add the same part."""
+    """Return the rules with repetitions in place of chains of rules that each add the same part."""
     counted: dict[str, tuple[Node, int, int, Node]] = {}  # part, minimum, maximum, following node
     result = dict(rules)
     for name in order(rules)[0]:
@@ -80,7 +80,7 @@ def _counted(
 
 
 def unrolled(rules: Rules, root: str, times: int) -> Rules:
-    """Return rules without recursion. They are stricter: recursion is limited to ``times`` levels."""
+    """Return rules without recursion. They match fewer texts: recursion is limited to ``times`` levels."""
     recursive = order(rules)[1]
     result: Rules = {}
     pending = [(root, times)]
@@ -96,7 +96,7 @@ def unrolled(rules: Rules, root: str, times: int) -> Rules:
 def _at_level(
     node: Node, user: str, recursive: set[str], left: int, times: int, pending: list[tuple[str, int]]
 ) -> Node:
-    """Return a node with references to copies of recursive rules, without too deep references."""
+    """Return a node with references to copies of recursive rules, without references below the last level."""
 
     def at_level(one: Node) -> Node:
         if isinstance(one, Ref):
@@ -180,7 +180,7 @@ def _matches_some(node: Node, productive: set[str]) -> bool:
 
 
 def _only(node: Node, productive: set[str]) -> Node:
-    """Return the node without options that match no finite text."""
+    """Return the node without the options that match no finite text."""
     if isinstance(node, Ref):
         return node if node.name in productive else NOTHING
     if isinstance(node, Alt):

@@ -1,4 +1,4 @@
-"""Read structural tags: trees of formats, whose schemas and expressions are already EBNF."""
+"""Reads structural tags: trees of formats whose schemas and regular expressions are already EBNF."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class _Reader:
         return tags if part.get("at_least_one") else choice([EMPTY, tags])
 
     def _triggered(self, part: TagFormat, ends: tuple[str, ...]) -> Node:
-        """Return free text in which triggers start formats, up to one of ``ends`` if there are any."""
+        """Return free text in which triggers start formats. It ends at one of ``ends``, if any are given."""
         contents = self._contents_by_trigger(part)
         excludes, triggers = _words(part, "excludes"), tuple(contents)
         only_one = part.get("stop_after_first") or (part["type"] == "dispatch" and not part.get("loop", True))
@@ -200,7 +200,7 @@ class _Reader:
         return {trigger: choice(options) for trigger, options in nodes.items()}
 
     def _token_triggered(self, part: TagFormat, ends: list[tuple[int, int]]) -> Node:
-        """As `_triggered`, but triggers are tokens, and all other tokens are allowed between them."""
+        """Like `_triggered`, but triggers are tokens, and all other tokens are allowed between them."""
         if part["type"] == "token_dispatch":
             rules = _list(part, "rules")
             if not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):

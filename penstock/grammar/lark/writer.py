@@ -1,4 +1,4 @@
-"""Write a divided grammar in llguidance's Lark notation."""
+"""Writes a divided grammar in llguidance's Lark notation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from penstock.grammar.lark.nodes import (
 )
 from penstock.grammar.lark.simplify import order, simplified, unrolled
 
-MAX_UNROLLED = 12  # levels of recursion in rules that must be one lexeme
-MAX_RULE_DEPTH = 3_000  # longest chain of references: the library recurses over them
+MAX_UNROLLED = 12  # maximum recursion in rules that must be one lexeme
+MAX_RULE_DEPTH = 3_000  # maximum chain of references: the library recurses over them
 
 
 def _no_limit() -> None:

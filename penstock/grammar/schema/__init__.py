@@ -1,4 +1,4 @@
-"""Convert the grammars of requests to EBNF, in plain Python without a grammar library or torch.
+"""Converts the grammars of requests to EBNF, in plain Python without a grammar library or torch.
 
 The server can therefore refuse unsupported grammars before it submits a request.
 """

@@ -1,8 +1,8 @@
 """Automata of strings that satisfy several conditions: expressions, excluded expressions and a length.
 
-States are built from partial derivatives: a position is the rest of the expression that is still to match,
-and a state is the set of positions that a text may have reached. Repetitions are expanded only as far as a
-text goes, so bounds such as {0,100000} cost nothing until they are reached.
+States are built from partial derivatives: a position is the unmatched rest of the expression, and a state is
+the set of positions that a text can reach. Repetitions are expanded lazily, so bounds such as {0,100000} cost
+nothing until they are reached.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from penstock.grammar.schema import regex
 from penstock.grammar.schema.ebnf import Ranges, union
 
 MAX_STATES = 400
-_MAX_FOUND = 2000  # states before minimisation
-_MAX_POSITIONS = 4000  # positions of one state, and steps to find them
-_MAX_WORK = 300_000  # character ranges and positions visited for one expression
+_MAX_FOUND = 2000  # maximum states before minimisation
+_MAX_POSITIONS = 4000  # maximum positions of one state, and steps to find them
+_MAX_WORK = 300_000  # maximum character ranges and positions visited for one expression
 
 _END = 0  # the position after the whole expression
 _Row: TypeAlias = list[tuple[int, int, frozenset[int]]]  # first and last character, next positions
@@ -99,7 +99,7 @@ class _Positions:
     """The positions of one expression."""
 
     def __init__(self, tree: regex.RegexNode) -> None:
-        self._nodes: dict[object, regex.RegexNode] = {}  # equal parts of the tree are one object
+        self._nodes: dict[object, regex.RegexNode] = {}  # shares equal parts of the tree
         self._numbers: dict[tuple[int, int], int] = {}
         self._made: list[tuple[regex.RegexNode, int] | None] = [None]
         self._lengths: list[tuple[int, int | None]] = [(0, 0)]
@@ -270,7 +270,7 @@ class _Product:
         )
 
     def _normalized(self, sets: tuple[frozenset[int], ...], count: int) -> _State:
-        """Return the state, with count -1 if the length can no longer violate a bound."""
+        """Return the state. Its count becomes -1 if the length can no longer violate a bound."""
         min_count, max_count = self._bound.min_count, self._bound.max_count
         if count >= 0 and max_count is not None:
             longest = [one.longest(positions) for one, positions in zip(self._wanted, sets, strict=False)]
@@ -360,8 +360,8 @@ def _sources(automaton: Automaton) -> list[list[int]]:
 def _by_distance(automaton: Automaton) -> list[int]:
     """Return classes of states by the minimum and maximum number of characters that follow.
 
-    Equivalent states are in the same class. Without this start, the refinement needs one round per character
-    of the longest text.
+    Equivalent states are in the same class. Starting from these classes saves one refinement round per
+    character of the longest text.
     """
     sources = _sources(automaton)
     fewest = automaton.shortest

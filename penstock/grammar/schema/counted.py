@@ -9,7 +9,7 @@ from penstock.grammar.schema.automata import Automaton
 from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, Ranges, choice, repeated, sequence
 
 MAX_COUNTED = 700  # rules
-_MAX_FINE = 400  # rules, for blocks smaller than necessary
+_MAX_FINE = 400  # maximum number of rules spent on smaller blocks
 _BLOCKS = 16
 
 
@@ -19,7 +19,7 @@ class _CountedState:
 
     state: int
     left: int
-    is_mixed: bool = False  # whether it was entered through a detour from itself
+    is_mixed: bool = False  # whether it was entered through a detour from the same state
 
 
 class Counting:
@@ -29,7 +29,7 @@ class Counting:
     then. This excludes some texts near the maximum length.
 
     A *detour* leads from a state with a repeated character back to it, such as an escaped character in a URI.
-    After the first detour, characters and detours count the same, so that not every detour costs a block.
+    After the first detour, a detour counts as one character, so that not every detour costs a block.
     """
 
     def __init__(self, automaton: Automaton, max_count: int, block: int) -> None:

@@ -1,4 +1,4 @@
-"""Write EBNF in xgrammar's notation: literals, character classes, named rules."""
+"""Writes EBNF in xgrammar's notation: literals, character classes, named rules."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LAST_CHARACTER = 0x10FFFF
 NOTHING = '""'
 _PLAIN_IN_TEXT = " !#$%&()*+,-./:;<=>?@[]_{|}~"  # punctuation without special meaning in quotes
 
-Ranges = Sequence[tuple[int, int]]  # code points, both ends included, ascending, with gaps between
-ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, LAST_CHARACTER))  # all that UTF-8 can encode
+Ranges = Sequence[tuple[int, int]]  # inclusive ranges of code points, ascending, not adjacent
+ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, LAST_CHARACTER))  # all code points that UTF-8 can encode
 
 
 class EbnfRules:

@@ -92,7 +92,7 @@ def _is_ldh_label(label: str) -> bool:
 
 def is_idn_hostname(value: str) -> bool:
     """Return whether a string is an internationalised host name of RFC 5890."""
-    if len(value) > 253:  # the ASCII form is at least as long
+    if len(value) > 253:  # the ASCII form is never shorter
         return False
     labels = _IDN_DOTS.split(value)
     total = 0

@@ -142,7 +142,7 @@ _IDN_EMAIL = (
 _UNRESERVED = "A-Za-z0-9._~"  # and -, which goes last in a class
 _SUB_DELIMS = "!$&'()*+,;="
 _ESCAPED = "%[0-9A-Fa-f]{2}"
-# Without the directional marks, which RFC 3987 forbids.
+# Excludes the directional marks, which RFC 3987 forbids.
 _UCS = (
     "\u00a0-\u200d\u2010-\u2029\u202f-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
     + "".join(f"{chr(plane << 16)}-{chr((plane << 16) + 0xFFFD)}" for plane in range(1, 14))
@@ -221,10 +221,11 @@ SIMPLE: Mapping[str, tuple[str, int | None]] = {
     "idn-email": (f"{_ATOM}+(?:\\.{_ATOM}+)*@{_LONG_HOST}", 63),
 }
 """Smaller expressions of most values of a format, for grammars that combine it with other bounds. Each is
-valid for strings up to a length."""
+valid up to a given string length.
+"""
 
 UNSUPPORTED = frozenset({"regex"})
-"""Further formats of the standard: only values of enum and const are tested. Other names are annotations."""
+"""Further formats of the standard, tested only on values of enum and const. Other names are annotations."""
 
 _CHECKS: Mapping[str, Callable[[str], bool]] = {
     "time": format_checks.is_time,

@@ -1,4 +1,4 @@
-"""Intersect shapes, and test values against shapes."""
+"""Intersects shapes, and tests values against shapes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _intersections(schemas: Schemas, first: Sequence[Shape], second: Sequence[Sh
     listed = {identity(b.value) for b in second if isinstance(b, Literal)}
     wide = [b for b in second if not isinstance(b, Literal)]
     for a in first:
-        if isinstance(a, Literal):  # avoids comparing each pair of long lists
+        if isinstance(a, Literal):  # avoids comparing all pairs of long lists
             if identity(a.value) in listed or any(has_shape(schemas, b, a.value) for b in wide):
                 yield a
         else:
@@ -112,7 +112,7 @@ def _intersect_objects(a: Object, b: Object) -> Object:
 
 
 def has_shape(schemas: Schemas, shape: Shape, value: object) -> bool:
-    """Return whether a value has a shape."""
+    """Return whether a value matches a shape."""
     if isinstance(shape, Literal):
         return bool(identity(shape.value) == identity(value))
     if isinstance(shape, Numeric):

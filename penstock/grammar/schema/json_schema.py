@@ -1,7 +1,7 @@
-"""Convert JSON schemas to EBNF. The grammar accepts only valid JSON that satisfies the schema.
+"""Converts JSON schemas to EBNF. The grammar accepts only valid JSON that satisfies the schema.
 
-The grammar is stricter than the schema in the spellings that `schema_ebnf` lists, and never less strict: a
-keyword that cannot be enforced is refused (`reader`).
+The grammar allows fewer spellings than the schema (`schema_ebnf` lists the differences). It never allows
+more: a keyword that cannot be enforced is refused (`reader`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.grammar.schema.shapes import (
 from penstock.grammar.schema.strings import ESCAPE, StringWriter
 from penstock.grammar.schema.unique import UniqueWriter
 
-_MAX_COUNTED = 200  # properties of an object with minProperties or maxProperties
+_MAX_COUNTED = 200  # maximum properties of an object with minProperties or maxProperties
 _MAX_FACTOR = 100
 _ENUMERATED = 1000
 
@@ -98,7 +98,7 @@ class _Writer:
         return name
 
     def _shape(self, shape: Shape) -> str | None:
-        """Return the expression of a shape; None if no value has it."""
+        """Return the expression of a shape; None if no value matches it."""
         if not self._productive.has(shape):
             return None
         if isinstance(shape, Literal):
@@ -222,7 +222,7 @@ class _Writer:
         if shape.min_count > len(names) + (others is not None):
             if others is None:
                 return None
-            reason = "of properties that may repeat a name only one counts: name them in properties"
+            reason = "unnamed properties may repeat a name, and count as one: name them in properties"
             raise UnsupportedSchemaError("minProperties", shape.minimum_at, reason)
         space = self._space or NOTHING
         members = Members(self._rules, shape, names, counted, sequence(literal(","), space), space)

@@ -1,4 +1,4 @@
-"""Read and check the values of single JSON schema keywords, and compare JSON values."""
+"""Reads and checks the values of single JSON schema keywords, and compares JSON values."""
 
 from __future__ import annotations
 

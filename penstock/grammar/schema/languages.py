@@ -1,4 +1,4 @@
-"""Convert the conditions of a string shape to one expression or one automaton."""
+"""Converts the conditions of a string shape to one expression or one automaton."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _narrowed(
 
 
 def _with_length(tree: regex.RegexNode, bound: Bound) -> regex.RegexNode | None:
-    """Return the expression if its length is within the bound or can be set in its only repetition."""
+    """Return the expression if its length is within the bound, or if its only repetition can be limited."""
     while isinstance(tree, regex.RegexSeq) and len(tree.parts) == 1:
         tree = tree.parts[0]
     low, high = regex.lengths(tree)
@@ -155,7 +155,7 @@ def _shortened_repeat(node: regex.RegexRepeat, max_count: int) -> regex.RegexNod
             node.part, node.min_count, max_count if node.max_count is None else min(node.max_count, max_count)
         )
     at_most = max_count if node.max_count is None else node.max_count
-    # A part of medium size, as often as it fits.
+    # A part of medium size is repeated as often as it fits.
     size = max(low, max_count if at_most <= 1 else isqrt(max_count * max(low, 1)))
     if high is not None:
         size = min(size, high)

@@ -1,4 +1,4 @@
-"""Write the members of an object as a grammar: their order and their number."""
+"""Writes the members of an object as a grammar, with their order and number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert numeric bounds to EBNF over decimal digits."""
+"""Converts numeric bounds to EBNF over decimal digits."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def integers_between(low: int | None, high: int | None) -> str | None:
 def numbers_between(bounds: Bounds) -> str | None:
     """Return an expression for the numbers in an interval, without exponents; None if there are none.
 
-    With bounds of 15 or more digits, numbers with a fraction stay clear of the bounds.
+    With bounds of 15 or more digits, numbers with a fraction that are too close to a bound are excluded.
     """
     if bounds.low is None and bounds.high is None:
         return ANY_NUMBER
     if any(bound is not None and bound.copy_abs() >= _FAR for bound in (bounds.low, bounds.high)):
-        # Parsed as a float, a number with a fraction could be rounded past the bound. An integer cannot.
+        # A parser of floats could round a number with a fraction past the bound, but not an integer.
         close = bounds.both(Bounds(-_NEAR, _NEAR))
         near = None if close.is_empty else numbers_between(close)
         parts = [part for part in (integers_between(*bounds.integers()), near) if part is not None]
@@ -191,7 +191,7 @@ _Bound = tuple[str, bool] | None  # digits after the point, and whether the boun
 
 
 def _fraction(low: _Bound, high: _Bound, digits: int) -> tuple[bool, str | None]:
-    """Return (whether the fraction may be missing, its expression) for at most ``digits`` digits."""
+    """Return (whether the fraction is optional, its expression) for at most ``digits`` digits."""
     may_be_absent = _allows_zero(low, high)
     options = []
     if digits > 0:

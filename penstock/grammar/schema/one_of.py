@@ -26,8 +26,8 @@ from penstock.grammar.schema.shapes import (
 def exactly_one(schemas: Schemas, node: SchemaNode, found: Sequence[Shape]) -> list[Shape]:
     """Return the shapes of ``found`` that are in exactly one branch; refuse schemas that are undecidable.
 
-    The intersection of two branches is removed from both. If two object shapes may overlap, each is taken
-    without a property that the other one requires.
+    The intersection of two branches is removed from both. If two object shapes may overlap, each must lack a
+    property that the other one requires.
     """
     options = [
         intersect_all(schemas, found, schemas.shapes((branch,)), node)
@@ -67,7 +67,7 @@ def _without(schemas: Schemas, shape: Shape, rival: Shape) -> Shape | None:
     """Return the part of an object shape that the rival does not match: without a property it requires."""
     if not isinstance(shape, Object) or not isinstance(rival, Object):
         return None
-    # A name that matches the shape's pattern would still be allowed.
+    # Not possible: a name that matches the shape's pattern would still be allowed.
     missing = [
         name
         for name in sorted(rival.required - shape.required)

@@ -1,4 +1,4 @@
-"""Find the schemas that some finite value satisfies."""
+"""Finds the schemas that some finite value satisfies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Productive:
         return self._known[key]
 
     def has(self, shape: Shape) -> bool:
-        """Return whether some value has the shape."""
+        """Return whether some value matches the shape."""
         if not self._is_possible(shape) or not all(self.holds(one) for one in _needed(shape)):
             return False
         if not isinstance(shape, Object) or shape.min_count <= len(shape.required):

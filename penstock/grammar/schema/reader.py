@@ -1,4 +1,4 @@
-"""Read JSON schemas: convert each to the shapes that a value may have, each of one JSON type.
+"""Reads JSON schemas: converts each to the shapes that a value may have, each of one JSON type.
 
 This module reads every keyword and refuses unsupported ones by name.
 """
@@ -67,7 +67,7 @@ class Reader:
 
     def _found(self, conjunction: Conjunction) -> list[Shape]:
         listed = next((values for node in conjunction if (values := self._listed(node)) is not None), None)
-        if listed is not None:  # each value is tested against all keywords, also unsupported ones
+        if listed is not None:  # values are tested against all keywords, including unsupported ones
             return [Literal(value) for value in listed if self.accepts(conjunction, value)]
         found = all_types()
         for node in conjunction:
@@ -145,7 +145,7 @@ class Reader:
         if isinstance(base, str) and target.startswith(f"{base.rstrip('#')}#"):
             target = target[len(base.rstrip("#")) :]
         if target != "#" and not target.startswith("#/"):
-            reason = f"only places in the same schema are looked up, written #/... (was {target!r})"
+            reason = f"only locations in the same schema are resolved, written #/... (was {target!r})"
             raise UnsupportedSchemaError("$ref", node.where, reason)
         found: object = self._document
         where = "#"

@@ -1,4 +1,4 @@
-"""Parse regular expressions: the part of ECMA 262 that describes regular languages.
+"""Parses regular expressions: the part of ECMA 262 that describes regular languages.
 
 Character classes contain the characters on which ECMA 262 and Python agree: ``\\d`` and ``\\w`` are ASCII;
 ``\\D``, ``\\W`` and ``\\S`` exclude the characters that one of the two dialects excludes.
@@ -32,7 +32,7 @@ _CLASSES = {
     "s": _SPACE_OF_BOTH,
     "S": without(ALL_CHARACTERS, [*_SPACE, *_ALSO_SPACE_IN_PYTHON]),
 }
-_WIDER: dict[str, Ranges] = {  # characters that only one of the two dialects has in a class
+_WIDER: dict[str, Ranges] = {  # characters that only one of the two dialects includes in a class
     "d": without(ALL_CHARACTERS, _ASCII),
     "w": without(ALL_CHARACTERS, _ASCII),
     "D": without(ALL_CHARACTERS, _DIGITS),
@@ -135,7 +135,7 @@ class _Parser:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._at = 0
-        # Whether a class contains the characters of either dialect instead of both. Negated lookaheads need
+        # Whether a class is the union of both dialects instead of the intersection. Negated lookaheads need
         # this.
         self._is_wide = False
         if any("\ud800" <= sign <= "\udfff" for sign in pattern):

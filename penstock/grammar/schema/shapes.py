@@ -88,7 +88,7 @@ class Array:
     items: Conjunction = ANYTHING
     min_count: int = 0
     max_count: int | None = None
-    unique_at: SchemaNode | None = field(default=None, compare=False)  # whose uniqueItems it is
+    unique_at: SchemaNode | None = field(default=None, compare=False)  # the schema that has uniqueItems
 
     def item(self, index: int) -> Conjunction:
         """Return the conjunction that the item at an index must satisfy."""
@@ -102,7 +102,7 @@ class Object:
     properties: dict[str, Conjunction] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
     others: Conjunction = ANYTHING
-    restricts_others: bool = False  # whether a schema has a rule for other properties
+    restricts_others: bool = False  # whether a schema constrains other properties
     names: StringShape | None = None  # the names of the other properties
     min_count: int = 0
     max_count: int | None = None

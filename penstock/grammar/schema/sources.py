@@ -1,4 +1,4 @@
-"""Convert each kind of grammar to EBNF, or to a structural tag whose parts are EBNF."""
+"""Converts each kind of grammar to EBNF, or to a structural tag whose parts are EBNF."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write JSON strings as grammars: plain characters, escapes, bounded lengths, patterns, names."""
+"""Writes JSON strings as grammars: plain characters, escapes, bounded lengths, patterns, names."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class StringWriter:
         if max_count > _MAX_COUNTED_CHARACTERS:
             return sequence(
                 repeated(one_more[0], min_count, max_count), end
-            )  # with escapes each token would take long
+            )  # with escapes, the mask of each token would be slow
         following = end
         for count in range(max_count - 1, -1, -1):
             options = [sequence(one, following) for one in one_more]
@@ -167,7 +167,7 @@ class StringWriter:
         return self._name_beside(taken, 0, free)
 
     def _name_beside(self, taken: list[str], depth: int, free: str) -> str:
-        """As `new_name`, after ``depth`` characters that all of ``taken`` share."""
+        """Like `new_name`, after ``depth`` characters that all of ``taken`` share."""
         if not taken:
             return free
         ends_here = any(len(name) == depth for name in taken)

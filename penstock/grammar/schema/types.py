@@ -1,4 +1,4 @@
-"""Read the types that a schema allows and the keywords of each type."""
+"""Reads the types that a schema allows and the keywords of each type."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _text(node: SchemaNode) -> StringShape:
     name = format_of(node)
     if name in formats.UNSUPPORTED:
         known = ", ".join(formats.SUPPORTED)
-        reason = f"{name!r} is only beside enum and const; generated are {known}"
+        reason = f"{name!r} needs enum or const; a grammar can express {known}"
         raise UnsupportedSchemaError("format", node.where, reason)
     if name in formats.SUPPORTED:
         conditions.append(Condition(formats.format_tree(name), node, "format", format=name))
@@ -151,7 +151,7 @@ def _closes(node: SchemaNode, keyword: str) -> bool:
     if node.schema[keyword] is not False:
         raise UnsupportedSchemaError(keyword, node.where, "only true and false are")
     if any(applicator in node.schema for applicator in _APPLICATORS):
-        reason = f"not beside {', '.join(_APPLICATORS)}: say it in each branch"
+        reason = f"not together with {', '.join(_APPLICATORS)}: set it in each branch"
         raise UnsupportedSchemaError(keyword, node.where, reason)
     return True
 

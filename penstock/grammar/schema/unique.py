@@ -28,7 +28,7 @@ def has_enough_items(schemas: Schemas, shape: Array) -> bool:
 
 
 def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[object] | None:
-    """Return the distinct values of a conjunction; None unless they are listed or few integers."""
+    """Return the distinct values of a conjunction; None unless it lists them or allows few integers."""
     found: dict[Hashable, object] = {}
     for shape in schemas.shapes(conjunction):
         if isinstance(shape, Literal):

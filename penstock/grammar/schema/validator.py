@@ -1,6 +1,6 @@
-"""Test whether a value satisfies a schema. Used for the values of `enum`, `const` and other keywords.
+"""Tests whether a value satisfies a schema. Used for the values of `enum`, `const` and other keywords.
 
-All keywords are evaluated here, also those that grammars do not support.
+All keywords are evaluated here, including those that grammars do not support.
 """
 
 from __future__ import annotations
@@ -261,5 +261,5 @@ def _allows_others(node: SchemaNode, keyword: str) -> bool:
     given = node.schema.get(keyword, True)
     applicators = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "if")
     if given is not True and (given is not False or any(one in node.schema for one in applicators)):
-        raise UnsupportedSchemaError(keyword, node.where, "only true and false are, beside no other schemas")
+        raise UnsupportedSchemaError(keyword, node.where, "only true and false are, without other schemas")
     return given is True

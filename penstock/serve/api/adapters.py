@@ -41,7 +41,7 @@ async def load_adapter(request: Request) -> str:
     if name == services.model_name:
         raise RequestProblem(
             409,
-            f"{name!r} is the model: use another name",
+            f"{name!r} is the name of the model: use another name",
             param="lora_name",
             code="name_in_use",
         )
@@ -85,7 +85,7 @@ def _check_allowed(services: Services) -> None:
     if not config.api_key and not is_loopback(config.host):
         raise RequestProblem(
             403,
-            "anyone could load adapters: start the server with --api-key, or with --host 127.0.0.1",
+            "any client could load adapters: start the server with --api-key, or with --host 127.0.0.1",
             code="lora_disabled",
         )
 

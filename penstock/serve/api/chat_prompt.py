@@ -23,7 +23,7 @@ ChatLike = ChatBody | TokenizeBody
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools that the output may call, and whether it must call one."""
+    """The tools that the output may call, and whether a call is required."""
 
     tools: list[TokenGeneratorRequestTool]
     choice: str | NamedFunction
@@ -33,12 +33,12 @@ class ToolUse:
 
     @property
     def is_forced(self) -> bool:
-        """Whether the output must be a call."""
+        """Whether the output must be a tool call."""
         return self.choice not in ("auto", "none")
 
     @property
     def called(self) -> frozenset[str]:
-        """Names of the tools that a forced call may use."""
+        """Names of the tools that a required call may use."""
         if isinstance(self.choice, dict):
             return frozenset({self.choice["function"]["name"]})
         return frozenset(tool["function"]["name"] for tool in self.tools)

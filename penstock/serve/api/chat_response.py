@@ -25,7 +25,7 @@ class Envelope:
     system_fingerprint: str
 
     def parts(self, kind: str, members: Mapping[str, Iterable[bytes]], **more: object) -> Parts:
-        """Yield the JSON of an object; `members`, such as its choices, are given in parts."""
+        """Yield the JSON of an object. `members`, such as its choices, are given as parts of JSON."""
         plain = self.around(kind, [], **more)
         del plain["choices"]
         return with_members(plain, **members)
@@ -105,7 +105,7 @@ class ChatResponse(OpenAIStream):
         """Return the events of a delta; the first event of a choice has the role.
 
         `usage` is the usage including this delta, for streams whose chunks all have a usage. Each chunk
-        counts the tokens up to its own.
+        counts all tokens up to and including its own.
         """
         before = _without(usage, piece.num_tokens)
         first = b"" if index in self._begun else self._first(index, before)
@@ -217,7 +217,7 @@ class ChatResponse(OpenAIStream):
         return message
 
     def _delta(self, events: Sequence[Event]) -> dict[str, object]:
-        """Return only the new members: strict clients refuse nulls."""
+        """Return only the members that are set, because strict clients refuse nulls."""
         delta: dict[str, object] = {}
         contents = [one.text for one in events if isinstance(one, Content)]
         reasoning = "".join(one.text for one in events if isinstance(one, Reasoning))

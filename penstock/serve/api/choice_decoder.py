@@ -80,12 +80,12 @@ class ChoiceDecoder:
     Args:
         context: the context of the choice.
         tokenizer: the tokenizer of the model.
-        parser: finds reasoning and tool calls in the text; None treats all text as content.
+        parser: splits the text into reasoning, tool calls and content; None treats all text as content.
         skip_special_tokens: False if the markup that the parser reads consists of special tokens.
         token_by_token: parse after each token, to count the reasoning tokens exactly and to end the choice at
             the token that completes the only allowed call.
         keeps_stop: the text includes the stop string that ended it.
-        at_once: the response is not streamed, so all tokens may be decoded together at the end.
+        at_once: whether all tokens may be decoded together at the end, because the response is not streamed.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ChoiceDecoder:
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
         self.prompt_scores: list[PromptScore] = []
-        """Of all prompt tokens but the first. Complete when the first token arrives."""
+        """Scores of all prompt tokens except the first. Complete when the first output token arrives."""
         self._parser = parser
         self._text: _Text
         if at_once and not params.stop and not token_by_token:
@@ -224,7 +224,7 @@ class ChoiceDecoder:
         return events
 
     def _score(self, token_ids: Sequence[int], log_probabilities: Sequence[Rows | None]) -> list[Score]:
-        """Return the scores of tokens. Rows before that of a token belong to the prompt."""
+        """Return the scores of tokens. Rows before that of the first token belong to the prompt."""
         scores = []
         for token_id, rows in zip(token_ids, log_probabilities, strict=False):
             if rows is not None:

@@ -143,7 +143,7 @@ class CompletionResponse(OpenAIStream):
         return members
 
     def _logprobs(self, index: int, piece: ChoiceDelta, *, is_first: bool) -> Parts | None:
-        """Return the log probabilities of a delta; None if it has none."""
+        """Return the log probabilities of a delta; None without any."""
         if self._scores is None:
             return None
         ids = [score.token_id for score in piece.scores]
@@ -151,7 +151,7 @@ class CompletionResponse(OpenAIStream):
         tops: list[Top | None] = [score.top for score in piece.scores]
         if self._echoes is not None and is_first:
             echo, rows = self._echoes[index], self._scores_of_prompt(index)
-            assert len(rows) == len(echo.token_ids) - 1, "a row for each token of the prompt but the first"
+            assert len(rows) == len(echo.token_ids) - 1, "a row for each token of the prompt except the first"
             ids = [*echo.token_ids, *ids]
             logprobs = [None, *(logprob for logprob, _ in rows), *logprobs]
             tops = [None, *(top for _, top in rows), *tops]

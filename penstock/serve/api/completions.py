@@ -163,10 +163,10 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str |
 def _filled_in(
     services: Services, body: CompletionBody, prompts: list[str | list[int]]
 ) -> tuple[CompletionBody, list[str | list[int]]]:
-    """Return a body and the prompts for outputs that are followed by ``suffix``.
+    """Return a body and prompts with which the model fills in the text before ``suffix``.
 
     Raises:
-        RequestProblem: 400; a prompt is token ids, or the tokenizer has no tokens for this.
+        RequestProblem: 400; a prompt is token ids, or the tokenizer has no fill-in-the-middle tokens.
     """
     if body.echo:
         raise RequestProblem(400, "echo is not available with suffix", param="echo")

@@ -1,6 +1,6 @@
 """Routes for operators that change the workers: sleep, reload, the prefix cache, profiles.
 
-They need ``--api-key``, or a server that only programs of this machine can reach.
+They need ``--api-key``, or a server that listens at a loopback address.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def is_sleeping(request: Request) -> Sleep:
 
 @router.post("/reload", responses=_ERRORS)
 async def reload(request: Request) -> Status:
-    """Replace the workers one by one by new ones, which read the checkpoint again. Requests go on.
+    """Replace the workers one by one by new ones, which read the checkpoint again. Serving continues.
 
     The tokenizer and the configuration stay as they are.
     """
@@ -69,21 +69,21 @@ async def reload(request: Request) -> Status:
 
 @router.post("/reset_prefix_cache", responses=_ERRORS)
 async def reset_prefix_cache(request: Request) -> Status:
-    """Forget all cached prefixes. Running requests go on."""
+    """Forget all cached prefixes. Running requests continue."""
     await _worker(request).reset_prefix_cache()
     return Status(status="reset")
 
 
 @router.post("/start_profile", responses=_ERRORS)
 async def start_profile(request: Request) -> Status:
-    """Start to record what the workers do; needs `--profile-dir`."""
+    """Start recording a profile of the workers; needs `--profile-dir`."""
     await _worker(request).start_profile()
     return Status(status="recording")
 
 
 @router.post("/stop_profile", responses=_ERRORS)
 async def stop_profile(request: Request) -> Status:
-    """Stop to record, and write the profiles into `--profile-dir`."""
+    """Stop recording, and write the profiles into `--profile-dir`."""
     await _worker(request).stop_profile()
     return Status(status="written")
 
@@ -98,12 +98,12 @@ def _allowed(request: Request) -> Services:
     if not config.api_key and not is_loopback(config.host):
         raise RequestProblem(
             403,
-            "anyone could stop this server: start it with --api-key, or with --host 127.0.0.1",
+            "any client could stop this server: start it with --api-key, or with --host 127.0.0.1",
             code="controls_disabled",
         )
     return services
 
 
 def _follow_limits(services: Services) -> None:
-    """Take the limits of the workers that have started, whose memory may differ."""
+    """Adopt the limits of the new workers, whose memory may differ."""
     services.tokenizer.max_length = services.worker.info.max_length

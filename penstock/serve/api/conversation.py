@@ -137,7 +137,7 @@ def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields
 
 
 def _prefill(body: ChatBody) -> str:
-    """Return the beginning of the output that the request gives as its last message, else ""."""
+    """Return the beginning of the output if the request contains it as its last message, else ""."""
     last = body.messages[-1]
     if not body.continue_final_message or last.role != "assistant":
         return ""
@@ -147,7 +147,7 @@ def _prefill(body: ChatBody) -> str:
 
 
 def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: bool) -> Grammar | None:
-    """Return the grammar of the output after the reasoning; None if the output is free text.
+    """Return the grammar of the output after the reasoning; None for free text.
 
     Raises:
         RequestProblem: 400 that names the field.
@@ -155,7 +155,7 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
     parsers = services.parsers
     parallel = body.parallel_tool_calls is not False
     asked = output_grammar(services, body)
-    if use.is_forced:  # the output is a call, so a format of its text has no effect
+    if use.is_forced:  # the output is a tool call, so a format of the text has no effect
         check_enabled(services, body, "tool_choice")
         check_tools(services, body, use.called)
         with map_input_errors("tool_choice"):

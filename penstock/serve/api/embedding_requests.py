@@ -1,4 +1,4 @@
-"""The parts of request handling that all routes of embeddings models share."""
+"""Request handling shared by all routes of embeddings models."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def vector_inputs(
 
 
 def tokenizer_of(services: Services) -> EmbeddingsTokenizer:
-    """Return the tokenizer, which all embeddings models have."""
+    """Return the tokenizer. All embeddings models have one."""
     return cast(EmbeddingsTokenizer, services.tokenizer)
 
 

@@ -1,7 +1,7 @@
 """Run the inputs of one HTTP request through an embeddings model.
 
-Each input has its own context. A request submits a few batches of them at a time, so that a request with
-many inputs does not fill the queue, and other requests get their share of each batch.
+Each input has its own context. A request submits a few batches of them at a time, so that a request with many
+inputs does not fill the queue and displace other requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EmbeddingRun:
 
     Args:
         services: the objects that routes use.
-        record: gets the number of tokens and the admission.
+        record: receives the number of tokens and the time of admission.
         contexts: the contexts.
         names: the field of each context, such as ``input[3]``, for errors.
     """
@@ -85,7 +85,7 @@ class EmbeddingRun:
                 tasks.create_task(self._collect(index))
 
     async def _submit(self, context: EmbeddingsContext, *, is_first: bool) -> Generation:
-        """Submit an input. All but the first wait while the queue is too full."""
+        """Submit an input. All inputs except the first wait while the queue is too full."""
         if is_first:
             return self._worker.submit(context)
         while True:
@@ -106,8 +106,8 @@ class EmbeddingRun:
     def _may_submit(self) -> bool:
         """Return whether another input may be submitted now.
 
-        Half of the queue is left to the first inputs of other requests, so that requests with many inputs
-        do not cause their refusal. A request without running inputs may always continue.
+        Half of the queue is left to the first inputs of other requests, so that requests with many inputs do
+        not cause refusals of others. A request without running inputs may always continue.
         """
         worker = self._worker
         return not self._generations or worker.num_outstanding < worker.max_outstanding // 2
@@ -121,7 +121,7 @@ class EmbeddingRun:
                 if delta.embeddings is not None:
                     self._responses[index] = delta.embeddings
         except PenstockError as error:
-            raise self._problem(index, error) from error  # keeps its slot: no further input is submitted
+            raise self._problem(index, error) from error  # keeps its slot: no further input starts
         finally:
             del self._generations[index]
             generation.cancel()

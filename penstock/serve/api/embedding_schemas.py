@@ -14,7 +14,7 @@ TextsOrIds = str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=
 
 
 class EncodingBody(RequestBody):
-    """The fields that all these bodies share."""
+    """The common fields of all these bodies."""
 
     model: str = ""
     """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
@@ -70,7 +70,7 @@ class EmbeddingsBody(VectorBody):
 
     @property
     def normalizes(self) -> bool | None:
-        """Whether vectors get length 1: as requested, or after a cut; None follows the checkpoint."""
+        """Whether vectors are scaled to length 1: if requested or cut; None follows the checkpoint."""
         is_cut = self.dimensions is not None
         return True if self.normalize is None and is_cut else self.normalize
 

@@ -11,7 +11,7 @@ from penstock.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True)
 class FillInMiddleTokens:
-    """The tokens of one model family, and the order in which it was trained."""
+    """The fill-in-the-middle tokens of one model family, and their order in training data."""
 
     prefix: str
     suffix: str
@@ -28,7 +28,7 @@ FAMILIES = (
     FillInMiddleTokens("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
     FillInMiddleTokens("[PREFIX]", "[SUFFIX]", "[MIDDLE]", suffix_first=True),  # Codestral
 )
-"""The families; the first whose tokens the tokenizer has is used."""
+"""The model families. The first whose tokens the tokenizer has is used."""
 ENDS = ("<|endoftext|>", "<|file_sep|>", "<|fim_pad|>", "<|repo_name|>", "<|cursor|>", "<EOT>", "▁<EOT>")
 """Tokens that end a filled text, besides the end-of-sequence tokens of the model."""
 
@@ -43,7 +43,7 @@ def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: st
         param: the field of the request, for the error.
 
     Raises:
-        RequestProblem: 400; the tokenizer has no tokens for this.
+        RequestProblem: 400; the tokenizer has no such tokens.
     """
     find = tokenizer.backend.token_to_id
     for family in FAMILIES:
@@ -75,6 +75,6 @@ def fill_in_ends(tokenizer: TextTokenizer) -> list[int]:
 
 
 def _begin(tokenizer: TextTokenizer) -> list[int]:
-    """Return the tokens that the tokenizer places before a text."""
+    """Return the tokens that the tokenizer adds before a text."""
     whole, plain = (tokenizer.encode_text("x", special, limited=False).tolist() for special in (True, False))
     return whole[: whole.index(plain[0])] if plain and plain[0] in whole else []

@@ -31,7 +31,7 @@ from penstock.worker.results import Generation, RequestDelta
 T = TypeVar("T")
 
 _IMAGE = b'"image'
-"""Part of each body with images, in every API. Other bodies with this text are only run by other threads."""
+"""Text in every body with images, in each API. A false positive only selects another thread pool."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def check_choices(services: Services, num_prompts: int, n: int) -> None:
 
 
 class GenerationRun:
-    """The running choices of one request. Leaving it (``async with``) cancels the choices that still run.
+    """The running choices of one request. Leaving the ``async with`` block cancels choices that still run.
 
     Raises:
         UnavailableError: the worker is not ready, or too many requests are waiting.
@@ -179,7 +179,7 @@ class GenerationRun:
 
     @property
     def _num_cached_tokens(self) -> int:
-        """Tokens cached before the request. Hits on blocks of the first choice do not count."""
+        """Tokens cached before the request. Cache hits on blocks of the first choice are not counted."""
         cached = [choice.num_cached_tokens for choice in self.job.choices]
         return sum(min(cached[start : start + self.job.n]) for start in range(0, len(cached), self.job.n))
 

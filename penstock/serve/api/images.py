@@ -1,4 +1,4 @@
-"""Images of requests: their sources, and a thread pool for requests that have some."""
+"""Images of requests: their sources, and a thread pool for requests with images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _NUM_THREADS = 8
 _MAX_ACTIVE = 32
-"""Requests with images that may be prepared at once; each holds its images in memory."""
+"""Maximum number of requests with images prepared concurrently; each holds its images in memory."""
 
 
 class ImageFields(TypedDict, total=False):
@@ -35,8 +35,8 @@ class ImageFields(TypedDict, total=False):
 class ImageRequests:
     """Reads the images of requests and runs the preparation of such requests.
 
-    Their preparation waits for the processes that decode images, and for servers of images. It has threads of
-    its own, so that other requests do not wait for them.
+    The preparation waits for decoder processes and for image servers. It runs in a separate thread pool, so
+    that other requests are not delayed.
 
     Args:
         config: the configuration of the server.
@@ -76,7 +76,7 @@ class ImageRequests:
     def _end(self, ended: asyncio.Future[T], begin: float) -> None:
         self._num_active -= 1
         if not ended.cancelled():
-            ended.exception()  # marks it as read: the request may be gone
+            ended.exception()  # marks the exception as retrieved if the request was cancelled
         self._metrics.images_prepared(time.perf_counter() - begin)
 
     def fields(self, messages: Sequence[Message]) -> ImageFields:

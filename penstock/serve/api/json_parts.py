@@ -51,7 +51,7 @@ def array(items: Iterable[Iterable[bytes]]) -> Parts:
 
 
 def event_parts(data: Iterable[bytes]) -> Parts:
-    """Yield one server-sent event; the data are given in parts."""
+    """Yield one server-sent event; its data are given in parts."""
     yield b"data: "
     yield from data
     yield b"\n\n"

@@ -13,7 +13,7 @@ from penstock.serve.services import Services
 
 
 def num_best(body: GenerationBody, top: int | None) -> int:
-    """Return how many top tokens the worker computes per position; 0 computes no log probabilities.
+    """Return the number of top tokens that the worker computes per position; 0 for no log probabilities.
 
     Args:
         body: the request, which may ask for ``prompt_logprobs``.
@@ -26,7 +26,7 @@ def num_best(body: GenerationBody, top: int | None) -> int:
 def num_prompt_logprobs(
     body: GenerationBody, contexts: Sequence[TextContext], *, echoed: int | None = None
 ) -> int:
-    """Return how many log probabilities of prompt tokens a response has.
+    """Return the number of prompt log probabilities in a response.
 
     Args:
         body: the request, which may ask for ``prompt_logprobs``.
@@ -38,7 +38,7 @@ def num_prompt_logprobs(
 
 
 def without_echo(context: TextContext, *, scored: bool) -> TextContext:
-    """Return a copy of a context that does not score its prompt; another choice scores the same prompt.
+    """Return a copy of a context that does not score its prompt, because another choice scores it.
 
     Args:
         context: a context that has not started.

@@ -28,7 +28,7 @@ def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, s
     asked += [(name, *_of_guide(name, value)) for name, value in _guides(body).items() if value is not None]
     if len(asked) > 1:
         names = " and ".join(name for name, *_ in asked)
-        raise RequestProblem(400, f"{names} both ask for a format: send one", param=asked[1][0])
+        raise RequestProblem(400, f"{names} both set a format: send one", param=asked[1][0])
     for param, grammar, place in asked:
         return _checked(services, grammar, place), param
     return None

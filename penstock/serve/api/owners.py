@@ -1,4 +1,4 @@
-"""Who owns stored responses, files and batches."""
+"""The owners of stored responses, files and batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.serve.services import Services
 
 
 def owner_of(request: Request) -> str:
-    """Return what separates the stored objects of clients: the API key, if there are several; else ""."""
+    """Return the owner of objects that a client stores: its API key if there are several keys, else ""."""
     if len(Services.of(request).config.api_key) < 2:
         return ""
     given = request.headers.get("authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")

@@ -4,9 +4,8 @@ No field is ignored:
 
 - A supported field is in `penstock.serve.api.schemas`.
 - A field of `LOGGED` is written to the log and changes no response.
-- An unsupported field is in a table here, with the values that ask for the behaviour that the server has
-anyway.
-  Any other value is refused.
+- An unsupported field is in a table here, with the accepted values: those that request the server's normal
+  behaviour. Any other value is refused.
 - Any other field is unknown. It is refused, or with ``--unknown-fields warn`` logged and dropped.
 """
 
@@ -70,7 +69,7 @@ _OF_BOTH: Mapping[str, Refused] = {
     "id_slot": Refused("the scheduler chooses the slot", (-1,)),
     "n_keep": Refused("a running prompt is not shortened", (0,)),
     "min_keep": Refused("at least one token is always kept", (0, 1)),
-    "repeat_last_n": Refused("repetition_penalty counts the prompt and the whole output", (-1,)),
+    "repeat_last_n": Refused("repetition_penalty covers the prompt and the whole output", (-1,)),
     "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
     "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
     "top_a": Refused(_NO_SAMPLER, (0, 0.0)),

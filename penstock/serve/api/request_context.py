@@ -24,7 +24,7 @@ from penstock.text.tokenizer import TextTokenizer
 
 
 class PromptFields(ImageFields, total=False):
-    """The fields of a `TokenGeneratorRequest` that its prompt is made from."""
+    """The fields of a `TokenGeneratorRequest` from which the prompt is built."""
 
     prompt: str | Sequence[int]
     messages: list[TokenGeneratorRequestMessage]
@@ -54,7 +54,7 @@ def request_context(
         body: the request.
         request_id: the id of the context.
         index: the index of the prompt in the request.
-        param: the field that errors of the prompt name.
+        param: the field to name in errors of the prompt.
         adapter: the name of the adapter; None for the model itself.
         top: number of top tokens per generated token; None if the response has no log probabilities of these.
         echo: whether the prompt is scored too.
@@ -110,7 +110,7 @@ def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, limi
         limit: number of prompt tokens to keep; None keeps all, -1 keeps as many as leave room for the output.
 
     Raises:
-        InputError: as `TextTokenizer.build_context`.
+        InputError: see `TextTokenizer.build_context`.
     """
     if limit is None:
         return tokenizer.build_context(request, stops_as_tokens=False)

@@ -21,7 +21,7 @@ def check_roles(
     """Refuse messages whose role the chat template omits from the prompt.
 
     Some templates raise an error for an unknown role. Others silently skip the message. To detect this, the
-    template is rendered with unique marks in place of the contents.
+    template is rendered with unique markers in place of the contents.
 
     Args:
         messages: the messages for the template.

@@ -43,7 +43,7 @@ class RequestBody(BaseModel):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether the code that reads the object checks the fields that the class does not declare."""
+        """Whether undeclared fields are allowed here, because the code that reads the object checks them."""
         return False
 
 
@@ -69,7 +69,7 @@ class ImageUrl(RequestBody):
     url: str
     """A ``data:`` URL; or ``https:`` and ``file:``, if the server allows them."""
     detail: str | None = None
-    """The wanted resolution: ``auto``, or another value that the model supports."""
+    """The requested resolution: ``auto``, or another value that the model supports."""
 
 
 class ContentPart(RequestBody):

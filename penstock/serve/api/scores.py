@@ -1,4 +1,4 @@
-"""``/v1/score`` and ``/score``: scores of pairs of texts."""
+"""``/v1/score`` and ``/score``: relevance scores of pairs of texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``/v1/audio/speech`` and ``/v1/audio/voices``: the audio of texts, streamed as it is made."""
+"""``/v1/audio/speech`` and ``/v1/audio/voices``: text to speech, streamed while it is generated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OK: dict[int | str, dict[str, object]] = {
 
 
 class AudioCutOffError(Exception):
-    """An error ended a stream of audio bytes. The server closes the connection before the end of the body."""
+    """An error during a stream of audio bytes. The server then closes the connection early."""
 
 
 @router.post("/v1/audio/speech", response_class=Response, openapi_extra=body_of(SpeechBody), responses=_OK)
@@ -120,7 +120,7 @@ class _SpeechResponse:
         return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
 
     async def _encoded(self, samples: Samples | None) -> bytes:
-        """Return the bytes that samples add; those of the end for None. Compressing runs in the pool."""
+        """Return the encoded bytes of samples; the final bytes for None. Compression runs in the pool."""
         encoder = self._encoder
 
         def encode() -> bytes:
@@ -185,7 +185,7 @@ def _prepare(services: Services, raw: object) -> tuple[SpeechBody, list[TTSConte
 
 
 def _tokenizer_of(services: Services) -> SpeechTokenizer:
-    """Return the tokenizer, which all speech models have."""
+    """Return the tokenizer. All speech models have one."""
     return cast(SpeechTokenizer, services.tokenizer)
 
 

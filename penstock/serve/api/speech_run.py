@@ -17,11 +17,11 @@ from penstock.worker.results import Generation
 
 
 class SpeechRun:
-    """The parts of the text of one request. The next part starts when the one before has audio.
+    """The text parts of one request. The next part starts when the previous one has produced audio.
 
     Args:
         services: the objects that routes use.
-        record: gets the token counts, the admission and the audio.
+        record: receives the token counts, the time of admission and the audio duration.
         contexts: one for each part.
 
     Raises:

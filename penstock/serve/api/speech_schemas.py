@@ -34,9 +34,9 @@ class SpeechBody(RequestBody):
     """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
     input: Annotated[str, Field(min_length=1, max_length=MAX_INPUT_CHARACTERS)]
     voice: str | VoiceId | None = None
-    """The name of a voice; ``default`` and absent are the model's own."""
+    """The name of a voice; ``default`` or no name selects the model's default voice."""
     response_format: Literal["mp3", "opus", "flac", "wav", "pcm"] = "mp3"
-    """PCM are 16-bit samples without a header."""
+    """``pcm``: 16-bit samples without a header."""
     stream_format: Literal["audio", "sse"] = "audio"
     """Whether the audio arrives as bytes or as events."""
 
@@ -44,7 +44,7 @@ class SpeechBody(RequestBody):
     audio_prompt_tokens: TokenIds | None = None
     """Codes of a voice to imitate."""
     audio_prompt_transcription: str | None = None
-    """What is spoken in ``audio_prompt_tokens``."""
+    """The transcription of ``audio_prompt_tokens``."""
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: int | None = None
@@ -58,6 +58,6 @@ class SpeechBody(RequestBody):
 
     @property
     def voice_name(self) -> str | None:
-        """The name of the voice; None for the model's own."""
+        """The name of the voice; None for the model's default voice."""
         name = self.voice.id if isinstance(self.voice, VoiceId) else self.voice
         return None if name in (None, "", "default") else name

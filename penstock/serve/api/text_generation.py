@@ -1,4 +1,4 @@
-"""The parts of request handling that chat and completions share."""
+"""Request handling shared by chat and completions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ChoiceResponseBuilder(Protocol):
         ...
 
     def ping(self) -> bytes:
-        """Return what keeps a silent stream open."""
+        """Return the event that keeps a silent stream open."""
         ...
 
     def error(self, problem: Problem) -> bytes:
@@ -62,7 +62,7 @@ class ChoiceResponseBuilder(Protocol):
 
 
 class ChoiceRun(Protocol):
-    """The running choices of one request, such as a `GenerationRun`, whose methods it has."""
+    """The running choices of one request: the interface of `GenerationRun`."""
 
     async def admitted(self) -> None: ...
 
@@ -103,7 +103,7 @@ def checked_body(services: Services, kind: type[Body], raw: object) -> Body:
 
 
 def note(body: GenerationBody, record: RequestRecord, context: TextContext) -> None:
-    """Write the fields that appear only in the log into the record."""
+    """Write the fields that are only logged into the record."""
     record.model = body.model
     record.stream = bool(body.stream)
     record.user = body.user
@@ -137,8 +137,8 @@ async def answer_request(
 ) -> Response:
     """Run the choices of a request and return the HTTP response.
 
-    The response headers are sent after all choices were admitted, so a refusal has its own status code
-    instead of an error inside a stream with status 200.
+    The response headers are sent after all choices are admitted. A refusal therefore has a proper status
+    code, instead of an error inside a stream with status 200.
 
     Args:
         request: the HTTP request.

@@ -1,4 +1,4 @@
-"""A cache of the JSON of tokens, per token id; most of a response with log probabilities is such JSON."""
+"""A cache of the JSON of each token id, which makes up most of a response with log probabilities."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class CompletionScores:
         self._prompt = prompt
         self._is_first = True
         self._skip_special_tokens = skip_special_tokens
-        self._offset = 0  # of the next token in the text, in characters
+        self._offset = 0  # offset of the next token in the text, in characters
 
     def parts(
         self, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Top | None]
@@ -102,7 +102,7 @@ class CompletionScores:
             return len(
                 text_after_prompt(self._tokenizer, self._prompt, [token_id], self._skip_special_tokens)
             )
-        # A character counts for the token that contains its first byte.
+        # A character belongs to the token that contains its first byte.
         return sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id))
 
     def _rows(
@@ -120,7 +120,7 @@ class CompletionScores:
             if token_id not in ids:
                 ids, values = [*ids, token_id], [*values, logprob]
             row = dict(zip(map(keys.__getitem__, ids), values, strict=True))
-            if len(row) < len(ids):  # of two tokens with the same text, keep the more probable one
+            if len(row) < len(ids):  # if two tokens have the same text, keep the more probable one
                 row = dict(zip(map(keys.__getitem__, reversed(ids)), reversed(values), strict=True))
             writer.add_row(separator + b"{", row, row.values(), b"}")
             separator = b","
@@ -148,7 +148,7 @@ def prompt_parts(
         top: number of top tokens per position.
         num_best: number of top tokens computed. A row may end with the prompt's own token in addition.
     """
-    assert len(scores) == len(token_ids) - 1, "a row for each token of the prompt but the first"
+    assert len(scores) == len(token_ids) - 1, "a row for each token of the prompt except the first"
     yield b"[null"
     writer, decoded = NumberWriter(fragments), fragments.decoded
     for token_id, (logprob, row) in zip(token_ids[1:], scores, strict=True):

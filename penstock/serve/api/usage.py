@@ -6,13 +6,13 @@ from typing import TypedDict
 
 
 class PromptTokensDetails(TypedDict):
-    """How the tokens of the prompt were processed."""
+    """Details of the prompt tokens."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(TypedDict):
-    """What the generated tokens were."""
+    """Details of the generated tokens."""
 
     reasoning_tokens: int
 

@@ -68,7 +68,7 @@ def _problem_of(error: ValidationError, body: Mapping[str, object]) -> RequestPr
     """Return the error of the first invalid field; for a union of types, with the error of each type."""
     details = error.errors(include_url=False, include_context=False)
     places = [_place(one, body) for one in details]
-    # Of the alternatives of a union, report the one that matched furthest.
+    # Among the alternatives of a union, report the one that matched furthest.
     first = max((place for place in places if place.startswith(places[0])), key=len)
     wrong = [one["msg"] for one, place in zip(details, places, strict=True) if place == first]
     text = " or ".join(dict.fromkeys(_sentence(message) for message in wrong))

@@ -49,10 +49,10 @@ class BatchDispatcher:
     Args:
         app: the application.
         concurrency: number of lines that run at the same time.
-        is_stopping: whether the server stops; no further line is then begun.
+        is_stopping: whether the server stops; then no further line is started.
         on_result: called with the line of each result, whether it succeeded, and its output tokens.
-        max_attempts: attempts of a line whose response is 503, because the worker is being restarted; half a
-            second passes between two.
+        max_attempts: attempts of a line whose response is 503, because the worker is being restarted;
+            attempts are half a second apart.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BatchDispatcher:
         """Run all lines.
 
         Raises:
-            StoppedError: the server stops; lines that are not reported have to run again.
+            StoppedError: the server stops; lines without a reported result must run again.
         """
         loop = asyncio.get_running_loop()
 

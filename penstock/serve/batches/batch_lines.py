@@ -29,7 +29,7 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that is not a request."""
+    """A line that is not a valid request."""
 
     custom_id: str
     code: str

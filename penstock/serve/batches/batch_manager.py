@@ -55,7 +55,7 @@ class BatchManager:
             self._task = asyncio.ensure_future(self._run())
 
     def close(self) -> None:
-        """Forget the task. The batches continue at the next start."""
+        """Drop the reference to the task. The batches continue at the next start."""
         if self._task is not None and not self._task.get_loop().is_closed():
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
@@ -150,7 +150,7 @@ class BatchManager:
                 yield line
 
     def _finish(self, batch: BatchObject, status: Literal["completed", "cancelled"]) -> None:
-        """Make the results of a batch files, and end it."""
+        """Store the results of a batch as files, and end it."""
         batch["output_file_id"] = self._as_file(batch, batch["results"], "output")
         batch["error_file_id"] = self._as_file(batch, batch["failures"], "error")
         batch["status"] = status
@@ -158,7 +158,7 @@ class BatchManager:
         self.batches.put(batch)
 
     def _as_file(self, batch: BatchObject, name: str, title: str) -> str | None:
-        """Store the object of a file of results and return its id; remove an empty file."""
+        """Store the object of a result file and return its id; remove an empty file."""
         path = self.files.content(name)
         size = path.stat().st_size if path.exists() else 0
         if not size:

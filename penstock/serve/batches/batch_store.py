@@ -1,4 +1,4 @@
-"""Files and batches on disk: one JSON object for each, beside the content of files.
+"""Files and batches on disk: one JSON object for each, next to the content of files.
 
 STATE_DIR/files/file-ID.json   STATE_DIR/files/file-ID.jsonl   STATE_DIR/batches/batch_ID.json
 """
@@ -103,14 +103,14 @@ class ObjectStore(Generic[ObjectT]):
         return self._folder / f"{name}.jsonl"
 
     def put(self, value: ObjectT) -> None:
-        """Store an object under its id. The old object is replaced at once."""
+        """Store an object under its id. An old object is replaced atomically."""
         path = self._path(value["id"])
         new = path.with_suffix(".new")
         new.write_bytes(msgspec.json.encode(value))
         os.replace(new, path)
 
     def get(self, name: str, owner: str | None = None) -> ObjectT | None:
-        """Return an object; None if there is none, or if it has another owner."""
+        """Return an object; None if it does not exist or has another owner."""
         if not _ID.fullmatch(name) or not name.startswith(self._kind):
             return None
         try:
@@ -135,7 +135,7 @@ class ObjectStore(Generic[ObjectT]):
 
 
 def shown(value: Mapping[str, object]) -> dict[str, object]:
-    """Return an object without the members that only the server uses."""
+    """Return an object without its internal members."""
     return {name: one for name, one in value.items() if name not in ("owner", "results", "failures")}
 
 

@@ -37,7 +37,7 @@ class ApiKeys:
             return None
         headers = list(headers)
         given = [value for name, value in headers if name == b"authorization"]
-        if not given:  # Anthropic's clients send another header
+        if not given:  # the header of Anthropic's clients
             given = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
         if not given:
             raise RequestProblem(

@@ -20,7 +20,7 @@ from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import LARGE_BODY_BYTES, Services
 
 _MAX_INLINE_BYTES = 64 * 1024
-"""Longer bodies are decoded in another process."""
+"""Bodies with more bytes are decoded in another process."""
 
 
 class JsonRequest(Request):
@@ -68,7 +68,7 @@ class JsonRequest(Request):
 
     def _check_media_type(self) -> None:
         given = self.headers.get("content-type")
-        if given is None:  # a page of another site can send such a request without a preflight
+        if given is None:  # other sites' pages can send such requests without a preflight
             raise RequestProblem(
                 415, "the body must be JSON: send 'Content-Type: application/json', which is missing"
             )

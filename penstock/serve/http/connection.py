@@ -56,7 +56,7 @@ class Connection(asyncio.Protocol):
     # -- Called by asyncio -------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        """Start to wait for a request."""
+        """Start waiting for a request."""
         listener = transport.get_extra_info("socket")
         if listener.family in (socket.AF_INET, socket.AF_INET6):
             # Header and body of a response are two writes. The second must not wait for an ACK.
@@ -76,7 +76,7 @@ class Connection(asyncio.Protocol):
         if self.cycle is not cycle:
             self._stop_waiting()
         elif self._start_timer is None and (cycle is None or cycle.response_complete):
-            self._wait_for_request()  # for the rest of the next request's headers
+            self._wait_for_request()  # room for the rest of the next request's headers
 
     def eof_received(self) -> bool:
         """Return whether the connection stays open. It does while a response is pending."""
@@ -149,7 +149,7 @@ class Connection(asyncio.Protocol):
         return self.cycle is not None and not self.cycle.response_started
 
     def _drop_incomplete_request(self) -> None:
-        """Forget a pipelined request whose rest will not arrive."""
+        """Drop a pipelined request that will stay incomplete."""
 
     def _is_client_sending(self) -> bool:
         """Return whether more unread bytes may arrive. Closing the socket would then reset the connection."""

@@ -13,7 +13,7 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
     """A connection with the parser httptools, which limits neither headers nor pipelining."""
 
     _is_in_head = True
-    _num_marks = 0  # ends of headers and of bodies parsed so far
+    _num_marks = 0  # numbers of parsed headers and bodies
     _head_size = 0
 
     def data_received(self, data: bytes) -> None:
@@ -29,7 +29,7 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
             self._refuse(431, f"the headers of the request are longer than {MAX_HEAD_SIZE} bytes")
 
     def on_headers_complete(self) -> None:
-        """Start to answer a request.
+        """Start processing a request.
 
         Raises:
             RemoteProtocolError: the framing is ambiguous; httptools reports it as a parser error.
@@ -62,7 +62,7 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
 
 
 class _UnframedCycle(RequestResponseCycle):
-    """A response in HTTP/1.0, which has no chunks. Without a content length it ends with the connection."""
+    """A response in HTTP/1.0. Without a content length, closing the connection ends it."""
 
     _is_unframed = False
 

@@ -1,4 +1,4 @@
-"""The gate: whether the server accepts requests, and how many it is serving."""
+"""The gate: tracks whether the server accepts requests, and the number of active requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Accepts requests from `open` until `close`, which the shutdown calls.
+    """Accepts requests between `open` and `close`, which the shutdown calls.
 
     Args:
         is_open: False if the model is not loaded yet.

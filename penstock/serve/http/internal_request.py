@@ -31,7 +31,7 @@ class InternalResponse:
 async def internal_request(
     app: ASGIApp, path: str, body: Mapping[str, object], headers: Mapping[str, str], *, client: str
 ) -> AsyncIterator[InternalResponse]:
-    """Send a request to an application and yield the beginning response. Leaving the block cancels it.
+    """Send a request to an application and yield the started response. Leaving the block cancels it.
 
     Args:
         app: the application.
@@ -100,4 +100,4 @@ async def _run(app: ASGIApp, scope: Message, receive: object, sent: asyncio.Queu
 async def _error_of(task: asyncio.Task[None]) -> BaseException:
     """Return the error of an application that ended before its response."""
     (error,) = await asyncio.gather(task, return_exceptions=True)
-    return error if isinstance(error, BaseException) else RuntimeError("the response has no end")
+    return error if isinstance(error, BaseException) else RuntimeError("the response is incomplete")

@@ -21,11 +21,11 @@ from penstock.serve.http.json_process import (
 
 _READ_LIMIT = 2**20
 _MAX_INLINE_REPLY_BYTES = 256 * 1024
-"""Longer replies are unmarshalled in a thread."""
+"""Replies with more bytes are unmarshalled in a thread."""
 
 
 class JsonDecoder:
-    """Decode one body at a time in a process that starts with the first body.
+    """Decodes one body at a time in a process that is started for the first body.
 
     If the process ends, for example because the kernel is out of memory, the next body starts a new one.
 
@@ -95,14 +95,14 @@ async def _start(niceness: int) -> asyncio.subprocess.Process:
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches the server only, which then closes the pipe
+        start_new_session=True,  # Ctrl-C must reach only the server, which then closes the pipe
         limit=_READ_LIMIT,
     )
 
 
 def _unmarshal(data: bytes) -> object:
     was_enabled = gc.isenabled()
-    gc.disable()  # collections would traverse the value several times and block all other threads
+    gc.disable()  # garbage collections would traverse the value repeatedly and block all other threads
     try:
         return marshal.loads(data)
     finally:

@@ -80,7 +80,7 @@ class Server:
         configure_logging(self._config)
         sys.setswitchinterval(_SWITCH_INTERVAL)
         with listening_socket(self._config.host, self._config.port) as listener:
-            with self._startup.phase("find the model"):  # or download it, once for both processes
+            with self._startup.phase("find the model"):  # may download it, once for both processes
                 self._pipeline_config.model.checkpoint  # noqa: B018
             with self._startup.phase("start the worker's process"):
                 self._worker.launch()
@@ -182,7 +182,7 @@ class Server:
         await Watchdog(self._worker, self._config.watchdog_timeout).run()
 
     async def _finish_warm_up(self, services: Services) -> None:
-        """Warm up grammars, which many servers never use, while requests are already accepted."""
+        """Warm up grammars while requests are already accepted, because many servers never use grammars."""
         from penstock.serve.warmup import warm_up_grammars
 
         if self._worker.info.grammars_enabled:
@@ -211,7 +211,7 @@ class Server:
 
 
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
-"""Socket errors that a different port avoids."""
+"""Socket errors that can be avoided by choosing a different port."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

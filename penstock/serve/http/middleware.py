@@ -131,7 +131,7 @@ class _Exchange:
 
 
 class AdmissionMiddleware:
-    """Accept a request if its API key is right and the gate is open."""
+    """Accepts a request if its API key is valid and the gate is open."""
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
@@ -172,7 +172,7 @@ def _client_id(key: int | None, scope: Scope) -> str:
 
 
 def _session(scope: Scope, header: bytes) -> str:
-    """Return the session that a header names, cut to a length that is no burden to keep."""
+    """Return the session that a header names, cut to a maximum length."""
     for name, value in scope["headers"]:
         if name == header:
             given: str = value.decode("latin-1")

@@ -28,7 +28,7 @@ _ERROR: dict[str, object] = {
 }
 
 _REASONS = {
-    400: "The request cannot be served as asked; `param` names the field.",
+    400: "The request is invalid or not supported; `param` names the field.",
     401: "The API key is missing or wrong.",
     403: "The server's options do not allow this, or a page of another site sent the request.",
     404: "The model does not exist.",

@@ -27,7 +27,7 @@ class OriginMiddleware:
 
     Without an API key, a request with side effects must have no ``Origin``, the server's own origin, or one
     of ``--cors-origins``. ``Host`` is checked if ``--allowed-hosts`` is set, or if the server listens at a
-    loopback address without a key. In other cases the server does not know all of its host names.
+    loopback address without a key. In other cases the server cannot know all of its host names.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:

@@ -30,12 +30,12 @@ def named_event(data: dict[str, object]) -> bytes:
 
 
 class OpenAIStream:
-    """The events of a stream that are the same in all of OpenAI's older APIs."""
+    """The events that the streams of OpenAI's older APIs have in common."""
 
     media_type = "text/event-stream"
 
     def ping(self) -> bytes:
-        """Return what keeps a silent stream open."""
+        """Return the comment that keeps a silent stream open."""
         return PING
 
     def error(self, problem: Problem) -> bytes:
@@ -44,7 +44,7 @@ class OpenAIStream:
 
 
 class EventTemplate:
-    """An event in which only one value changes. The rest is encoded once.
+    """An event in which only one value changes. The constant part is encoded once.
 
     >>> template = EventTemplate({"id": "x", "text": EventTemplate.PLACEHOLDER})
     >>> template.with_value("He said \\"1\\"\\n")

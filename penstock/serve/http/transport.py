@@ -23,8 +23,8 @@ class ClosingTransport:
     """A wrapper of asyncio's or uvloop's transport, which uvicorn uses.
 
     If a socket is closed while the client sends, the kernel resets the connection, and the client may lose a
-    response that it has not read. So this transport closes the sending side first, and discards received
-    bytes for some time.
+    response that it has not read. This transport therefore closes the sending side first, and discards
+    received bytes for some time.
 
     Args:
         transport: the wrapped transport.
@@ -39,7 +39,7 @@ class ClosingTransport:
         self._linger_timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
-        self._num_probed = 0  # bytes of the probe that are sent
+        self._num_probed = 0  # number of probe bytes sent so far
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

@@ -1,1 +1,1 @@
-"""Tool servers of the Model Context Protocol, whose tools the server calls itself."""
+"""Client of tool servers (Model Context Protocol), whose tools the server calls on behalf of the model."""

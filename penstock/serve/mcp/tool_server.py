@@ -16,9 +16,9 @@ from penstock.serve.observability.logs import log_event
 _log = logging.getLogger(__name__)
 
 LIST_SECONDS = 300.0
-"""Seconds after which the tools of a server are listed again."""
+"""Seconds for which a list of tools is cached."""
 FAILURE_SECONDS = 10.0
-"""Seconds after which a server that could not list its tools is asked again."""
+"""Seconds for which the failure to list tools is cached."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ServerTools:
 
 
 class ToolServers:
-    """The tool servers of ``--mcp-server``, by name. Lists of tools are requested when they are needed.
+    """The tool servers of ``--mcp-server``, by name. Lists of tools are requested on demand.
 
     Args:
         servers: ``NAME=URL`` of each server.
@@ -93,7 +93,7 @@ class ToolServers:
             return found
 
     def close(self) -> None:
-        """Forget the lists. Sessions belong to the responses that opened them."""
+        """Clear the cached lists. Open sessions are closed by the responses that opened them."""
         self._lists.clear()
 
 

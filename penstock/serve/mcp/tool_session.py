@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from mcp import Client
 
 MAX_OUTPUT_CHARACTERS = 2**18
-"""Longer outputs of tools are cut."""
+"""Maximum number of characters of a tool's output; longer outputs are cut."""
 MAX_TOOLS = 1000
-"""Tools of one server beyond this number are not offered."""
+"""Maximum number of tools of one server that are offered."""
 _CLOSE_SECONDS = 2.0
-"""Seconds that the end of a session may take."""
+"""Maximum seconds to close a session."""
 
 UNREACHABLE = 502
 TIMED_OUT = 504
@@ -45,7 +45,7 @@ class ServerTool:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether the server says that the tool changes nothing."""
+        """Whether the server annotates the tool as read-only."""
         return (self.annotations or {}).get("readOnlyHint") is True
 
 
@@ -63,7 +63,7 @@ class ToolOutput:
 
     @property
     def text(self) -> str:
-        """What the model reads."""
+        """The text for the model."""
         if self.error is None:
             return self.output or ""
         if "message" in self.error:
@@ -80,8 +80,8 @@ class ToolServerError(Exception):
 class ToolSession:
     """A session with a tool server (``async with``), opened by the first call.
 
-    The client of the package ``mcp`` must be left in the task that entered it. A task of the session does
-    both, so that calls may come from any task.
+    The client of the package ``mcp`` must be opened and closed in the same task. The session has a task for
+    this, so that calls may come from any task.
 
     Args:
         server: the server.
@@ -137,7 +137,7 @@ class ToolSession:
             return ToolOutput.failed(TIMED_OUT, self._late())
         except MCPError as error:
             return ToolOutput.failed(error.code, _cut(error.message), "mcp_protocol_error")
-        except Exception as error:  # as above
+        except Exception as error:  # no common class, see above
             return ToolOutput.failed(UNREACHABLE, self._unreachable(error))
         return _output(result)
 

@@ -1,1 +1,1 @@
-"""Several models behind one server: which are loaded, and which one a request names."""
+"""Several models behind one server: loading and unloading, and dispatch of requests by model name."""

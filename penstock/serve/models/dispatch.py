@@ -1,4 +1,4 @@
-"""Pass each request on to the routes of the model that it names."""
+"""Passes each request to the routes of the model that it names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Named(msgspec.Struct):
 
 
 class ModelDispatcher:
-    """An ASGI application in front of those of the models.
+    """An ASGI application that dispatches requests to the applications of the models.
 
     A request names its model in the query (``?model=``) or in the member ``model`` of its JSON body, for
     Ollama's routes also ``name``. Without a name it is for the first model of the route's task.
@@ -39,8 +39,8 @@ class ModelDispatcher:
     Args:
         registry: the models, with their applications.
         task_of: returns the task of a path, None for any task.
-        max_body_size: longest body, in bytes, that is searched for the name of a model; the routes refuse
-            longer ones.
+        max_body_size: maximum bytes of a body that is searched for the name of a model; the routes refuse
+            longer bodies.
         body_timeout: seconds in which the body must arrive; the routes refuse slower ones.
     """
 
@@ -71,7 +71,7 @@ class ModelDispatcher:
                 return
             async with self._registry.loaded(model):
                 await self._run(model, scope, body.receive, send)
-        except PenstockError as error:  # the applications of the models answer their own errors
+        except PenstockError as error:  # the applications of the models handle their errors
             problem = problem_of(error)
             record: RequestRecord = scope["state"]["record"]
             record.failed(problem.code, problem.status)
@@ -83,7 +83,7 @@ class ModelDispatcher:
 
 
 class _Body:
-    """Reads a body, and gives its messages to the application again."""
+    """Reads a body, and replays its messages to the application."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -106,7 +106,7 @@ class _Body:
         return b"".join(message.get("body", b"") for message in self._messages)
 
     async def receive(self) -> Message:
-        """Return the next message; first those that were read."""
+        """Return the next message; the messages that were read come first."""
         return self._messages.pop(0) if self._messages else await self._receive()
 
 

@@ -1,4 +1,4 @@
-"""The application of a server of several models."""
+"""The outer application of a server with several models."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from penstock.serve.models.registry import ModelRegistry
 
 
 def make_front(registry: ModelRegistry) -> ASGIApp:
-    """Return the application that passes requests on to those of the models, which are made here.
+    """Return the application that passes requests to the applications of the models, which it creates.
 
-    The middleware is in front of all of them. Routes that concern all models are those of the default model.
+    The middleware runs before all of them. The default model's application has the routes that concern all
+    models.
     """
     services = registry.default.services
     assert services is not None

@@ -17,12 +17,12 @@ from penstock.serve.services import Services
 
 
 def model_router(registry: ModelRegistry) -> APIRouter:
-    """Return the routes, which replace those of a server with one model."""
+    """Return the routes. They replace those of a server with one model."""
     router = APIRouter(tags=["models"])
 
     @router.get("/v1/models", responses=responses(401, 421, 503))
     async def list_models() -> ModelList:
-        """List the served models and their adapters, also those that are not loaded."""
+        """List the served models and their adapters, including models that are not loaded."""
         return ModelList(data=list(_all_models(registry).values()))
 
     @router.get("/v1/models/{model:path}", responses=responses(401, 404, 421, 503))

@@ -2,8 +2,8 @@
 
     unloaded --- a request names it ---> loaded --- another model needs its memory ---> unloaded
 
-One model is loaded or unloaded at a time. A model that is to be unloaded first finishes its running
-requests. New requests for it wait until it is loaded again, so two models that share memory take turns.
+One model is loaded or unloaded at a time. Before a model is unloaded, its running requests finish. New
+requests for it wait until it is loaded again, so two models that share memory take turns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ServedModel:
     """Whether it will be unloaded when its running requests have ended."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     services: Services | None = None
-    """The objects of its routes; set when the server is made."""
+    """The services of its routes; set when the server is created."""
     app: ASGIApp | None = None
     """Its routes."""
 
@@ -69,7 +69,7 @@ class ModelRegistry:
     Args:
         models: the models, the default first.
         budget: bytes of host memory for all loaded models.
-        prepare: awaited after a model was loaded and before it gets requests.
+        prepare: awaited after a model is loaded and before it receives requests.
         grace: seconds to wait for background work of a model before it is unloaded.
 
     Raises:
@@ -107,7 +107,7 @@ class ModelRegistry:
 
     @property
     def default(self) -> ServedModel:
-        """The model of requests that name none."""
+        """The model for requests that name no model."""
         return next(iter(self._models.values()))
 
     @property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ModelsServer(Server):
-    """A server of several models. The first is loaded at the start, every other when a request names it.
+    """A server of several models. The first is loaded at the start, each other one when a request names it.
 
     Args:
         config: the configuration of the server.
@@ -46,7 +46,7 @@ class ModelsServer(Server):
             await self._registry.stop()
 
     def _make_server(self) -> tuple[Services, HttpServer]:
-        """Create the routes of all models, and the application in front of them."""
+        """Create the routes of all models, and the outer application."""
         with gc_disabled(), self._startup.phase("import the HTTP framework"):
             from penstock.serve.http.server import HttpServer
             from penstock.serve.models.front import make_front
@@ -63,7 +63,7 @@ class ModelsServer(Server):
             return first, HttpServer(cast("FastAPI", make_front(self._registry)), self._config)
 
     async def _open(self, services: Services, listener: socket.socket) -> None:
-        async with self._registry.loaded(self._registry.default):  # its worker has started
+        async with self._registry.loaded(self._registry.default):  # its worker has already started
             await super()._open(services, listener)
 
     async def _prepare(self, model: ServedModel) -> None:
@@ -72,7 +72,7 @@ class ModelsServer(Server):
         assert model.services is not None
         tokenizer = model.services.tokenizer
         tokenizer.max_length = model.engine.info.max_length
-        if model is not self._registry.default or model.was_loaded:  # the start warms the first one up
+        if model is not self._registry.default or model.was_loaded:  # the start warms the first one
             await warm_up_model(model.engine, tokenizer, model.task)
 
     async def _watch(self) -> None:

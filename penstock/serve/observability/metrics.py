@@ -123,7 +123,7 @@ class Metrics:
         return RequestMetrics(self)
 
     def images_prepared(self, seconds: float) -> None:
-        """Count a request whose images are prepared, or could not be."""
+        """Count a request after the preparation of its images, successful or not."""
         self._image_preparation.observe(seconds)
 
     def describe_build(self, **more: str) -> None:

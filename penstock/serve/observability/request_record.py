@@ -103,7 +103,7 @@ class RequestRecord:
             observer.tokens(self, count, None if before is None else now - before)
 
     def pause(self) -> None:
-        """Record that the next tokens do not follow the last ones directly."""
+        """Record a gap: the next tokens do not directly follow the previous ones."""
         self._last_token_at.clear()
 
     def audio(self, seconds: float) -> None:
@@ -135,5 +135,5 @@ class RequestRecord:
         return self.error_status or self.status or 500
 
     def seconds_until(self, moment: float | None) -> float | None:
-        """Return the seconds from the request's arrival to a time; None for None."""
+        """Return the seconds from the request's arrival to ``time``; None if ``time`` is None."""
         return None if moment is None else moment - self.received

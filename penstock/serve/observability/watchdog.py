@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Log changes of the engine's state, and when no step ends although requests are outstanding.
+    """Logs changes of the engine's state, and outstanding requests without a finished step.
 
     Args:
         engine: the engine to watch.

@@ -14,10 +14,10 @@ _CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 
 
 class JsonScanner(ValueScanner):
-    """Scan a value as RFC 8259 defines it, and pass it on.
+    """Scans a value as defined by RFC 8259, and passes its text on.
 
-    One deviation is allowed, because models write it and it has only one meaning: control characters in
-    strings, mostly line ends, are escaped.
+    One deviation is accepted, because models write it and it is unambiguous: control characters in strings,
+    mostly line ends, are escaped.
     """
 
     STRING_RUNS: ClassVar = {'"': re.compile(r'[^"\\\x00-\x1f]+')}
@@ -26,7 +26,7 @@ class JsonScanner(ValueScanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._remaining = ""  # characters of the literal, or one placeholder per hex digit, still to come
+        self._remaining = ""  # missing characters of the literal, or one placeholder per missing hex digit
         self._number: list[str] = []
 
     def _write_space(self, char: str) -> None:
@@ -97,7 +97,7 @@ class JsonScanner(ValueScanner):
             self._number.append(run.group())
             self._out.append(run.group())
             return run.end()
-        number = "".join(self._number)  # complete: the character at hand belongs to no number
+        number = "".join(self._number)  # complete: the current character is not part of a number
         self.broken = len(number) > MAX_WORD or NUMBER.fullmatch(number) is None
         self._end_value()
         return at

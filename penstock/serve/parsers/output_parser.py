@@ -80,7 +80,7 @@ class PlainParser:
 
 
 class ReasoningToolParser:
-    """The `OutputParser` for reasoning and calls, and the object that a `ToolCallReader` works on."""
+    """The `OutputParser` for reasoning and calls. A `ToolCallReader` operates on this object."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class ReasoningToolParser:
         self._json: JsonScanner | None = None
         self._events: list[Event] = []
         self._in_reasoning = in_reasoning
-        self._space: list[str] = []  # white space that is emitted only if text follows
+        self._space: list[str] = []  # white space, emitted only if text follows
         self._after_markup = in_reasoning
         self._has_content = False
         self._num_calls = 0

@@ -38,7 +38,7 @@ _ALPHANUMERICS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ParserFactory:
-    """How one model writes calls and reasoning.
+    """The formats in which one model writes calls and reasoning.
 
     `new` creates the parser of one choice. Its merged events do not depend on how the text is cut into
     pieces.
@@ -275,7 +275,7 @@ class ParserFactory:
         return sequence(rest if in_reasoning else optional(whole), between, tag)
 
     def _reasoning_tags(self, reasoning: ReasoningFormat, without: Sequence[str] = ()) -> tuple[Tag, Tag]:
-        """Return the tags of a whole reasoning block, and of one whose begin marker is in the prompt."""
+        """Return the tags of a whole reasoning block, and of a block whose begin marker is in the prompt."""
         rest = sequence(
             either([text_until(end, without) for end in reasoning.ends]), constant(reasoning.between)
         )

@@ -17,7 +17,7 @@ _OCTAL = "01234567"
 
 
 class PythonScanner(ValueScanner):
-    """Translate a Python literal to JSON.
+    """Translates a Python literal to JSON.
 
     It reads strings, numbers, ``True``, ``False``, ``None`` and their JSON names, lists, tuples, and
     dictionaries with string keys.
@@ -29,7 +29,7 @@ class PythonScanner(ValueScanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pending_comma = ""  # JSON has no trailing comma: a comma is written with the value behind it
+        self._pending_comma = ""  # JSON has no trailing comma: it is written with the next value
         self._word: list[str] = []
         self._digits = ""  # of a hexadecimal or octal escape
         self._hex_length = 0
@@ -107,7 +107,7 @@ class PythonScanner(ValueScanner):
         elif char in _HEX_LENGTHS:
             self._inside, self._digits, self._hex_length = "hex", "", _HEX_LENGTHS[char]
         else:
-            # Python keeps the backslash of an escape that it does not know.
+            # Python keeps the backslash of an unknown escape.
             self._write_in_string(char if char in "'\"\\" else _ESCAPES.get(char, f"\\{char}"))
             self._inside = "string"
         return at + 1

@@ -1,4 +1,4 @@
-"""Incremental text: readers process pieces of text as if the whole text were present.
+"""Incremental text: readers process pieces of text as if the whole text were available.
 
 A reader is a generator that yields when it needs more text. Its decisions depend only on the text and not on
 how the text is cut into pieces, so the events are the same for every chunking.
@@ -63,7 +63,7 @@ class IncrementalText:
 
     def __init__(self) -> None:
         self.ended = False
-        self.num_looked_at = 0  # characters that readers examined; tests check that it is linear in the text
+        self.num_looked_at = 0  # characters examined; tests check that it is linear
         self._text = ""
         self._at = 0
         self._taken: list[str] = []

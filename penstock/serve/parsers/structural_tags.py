@@ -73,7 +73,7 @@ def rest_of_text() -> Tag:
 def triggered(after: Mapping[str, Tag], parallel: bool) -> Tag:
     """Return free text in which each marker is followed by its format.
 
-    Unless `parallel`, the text ends after the first of these. No marker may be a prefix of another one.
+    Unless `parallel`, the text ends after the first format. No marker may be a prefix of another one.
 
     Args:
         after: the format of the text after each marker.

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from penstock.serve.parsers.stream import SPACE, IncrementalText, NotAToolCallError, Steps
 
 MAX_DEPTH = 128  # json.loads and the parsers of many clients support only a few hundred levels
-MAX_WORD = 4096  # characters; Python reads no integer of more than 4300 digits
+MAX_WORD = 4096  # characters; Python's limit is 4300 digits
 HEX_DIGITS = "0123456789abcdefABCDEF"
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
@@ -19,7 +19,7 @@ _Inside = Literal["", "string", "escape", "hex", "octal", "word", "literal"]
 
 
 class ValueScanner(ABC):
-    """Check one value character by character and write it as JSON.
+    """Checks one value character by character and writes it as JSON.
 
     Feed it text until it is ``done`` or ``broken``. The work is linear in the length of the text. A subclass
     defines the grammar of the literals (strings, numbers, names) and the JSON text that is written.

@@ -24,7 +24,7 @@ _POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # Code that would create HTML from text raises an error.
+        # Code that creates HTML from text then raises an error.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )

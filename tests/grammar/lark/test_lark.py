@@ -102,7 +102,7 @@ def test_ebnf(ebnf: str, inside: list[str], outside: list[str], tokenizer: Any) 
     [
         ("", "no rule root"),
         ("root ::= nothing", "'nothing' is not defined at line 1, column 10"),
-        ('root ::= "a', "without its end"),
+        ('root ::= "a', "unterminated"),
         ('root ::= ("a"', "not closed"),
         ('root ::= "a")', "expected a rule"),
         ("root ::= [z-a]", "out of order"),

@@ -67,7 +67,7 @@ class MessageBuilder:
         return b"".join(map(named_event, said))
 
     def ping(self) -> bytes:
-        """Return what keeps a silent stream open."""
+        """Return the event that keeps a silent stream open."""
         return _PING
 
     def error(self, problem: Problem) -> bytes:
@@ -78,7 +78,7 @@ class MessageBuilder:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._body.model, **more}
 
     def _end(self) -> dict[str, object]:
-        """Return why the message ended."""
+        """Return the reason why the message ended."""
         match self._choice.finish_reason:
             case "length":
                 is_full = self._choice.num_tokens < self._body.max_tokens
@@ -91,7 +91,7 @@ class MessageBuilder:
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _add(self, events: Sequence[Event]) -> list[dict[str, object]]:
-        """Add output to the blocks, and return the events that announce it."""
+        """Add output to the blocks, and return the corresponding events."""
         said: list[dict[str, object]] = []
         for event in events:
             match event:
@@ -159,7 +159,7 @@ def _usage(usage: Usage) -> dict[str, object]:
 
 
 def _input(arguments: str) -> dict[str, object]:
-    """Return the input of a tool; an output that was cut within it has an empty input."""
+    """Return the input of a tool; empty if the output was cut within it."""
     try:
         value = msgspec.json.decode(arguments or "{}")
     except msgspec.DecodeError:

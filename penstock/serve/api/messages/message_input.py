@@ -35,7 +35,7 @@ FIELDS: Mapping[str, str] = {
 
 
 def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation, list[str]]:
-    """Return the chat request of a Messages request, and what it asks for and does not get.
+    """Return the chat request of a Messages request, and the requested features that are skipped.
 
     Raises:
         RequestProblem: 400 that names the field.
@@ -69,7 +69,7 @@ def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation
 
 
 class _Messages:
-    """Builds the messages of a chat."""
+    """Builds the messages of a chat request."""
 
     def __init__(self) -> None:
         self.chat: list[dict[str, object]] = []
@@ -128,7 +128,7 @@ def _assistant(blocks: Sequence[MessageBlock], place: str) -> dict[str, object]:
 
 def _tool_result(block: MessageBlock, place: str) -> dict[str, object]:
     content = "" if block.content is None else _content(block.content, f"{place}.content")
-    if block.is_error:  # chat templates have no mark for it
+    if block.is_error:  # chat templates cannot mark errors
         content = f"Error: {content}" if isinstance(content, str) else [_text("Error: "), *content]
     return {
         "role": "tool",
@@ -227,7 +227,7 @@ def _reasoning(services: Services, body: CountTokensBody) -> tuple[dict[str, obj
         if services.tokenizer.template_mentions("enable_thinking"):
             settings["chat_template_kwargs"] = {"enable_thinking": is_on}
         elif is_on and services.parsers.reasoning_format is None:
-            unread.append("thinking, which the model does not do")
+            unread.append("thinking, which the model does not support")
     if config is not None and config.effort is not None:
         if reads_effort(services.tokenizer, config.effort):
             settings["reasoning_effort"] = config.effort

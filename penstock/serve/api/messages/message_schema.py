@@ -10,7 +10,7 @@ from pydantic import Field
 from penstock.serve.api.schemas import Count, Label, Number, RequestBody, Texts
 from penstock.serve.api.unsupported import Refused
 
-_CACHE = Refused("the prefix cache needs no marks", accepts_all=True)
+_CACHE = Refused("the prefix cache needs no markers", accepts_all=True)
 _DIRECT = Refused("the model calls tools directly", ({"type": "direct"},))
 
 

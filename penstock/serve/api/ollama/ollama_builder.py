@@ -18,7 +18,7 @@ from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments,
 
 
 class _Message(TypedDict, total=False):
-    """A message, or what a line adds to it."""
+    """A message, or the part of it in one line."""
 
     content: str
     thinking: str
@@ -75,7 +75,7 @@ class OllamaBuilder:
         return b"".join([*lines, msgspec.json.encode(last) + b"\n"])
 
     def ping(self) -> bytes:
-        """Return what keeps a silent stream open: nothing, as JSON lines have no comments."""
+        """Return nothing: JSON lines have no comment that could keep a silent stream open."""
         return b""
 
     def error(self, problem: Problem) -> bytes:
@@ -121,7 +121,7 @@ class OllamaBuilder:
         return [{"tool_calls": [{"id": start.id, "function": function}]}]
 
     def _end(self, usage: Usage) -> dict[str, object]:
-        """Return why the output ended, and the counts and times, in nanoseconds."""
+        """Return the finish reason, the token counts, and the times in nanoseconds."""
         record, end = self._record, time.perf_counter()
         first = record.first_token_at or end
         return {

@@ -24,8 +24,8 @@ class OllamaOptions(RequestBody):
             _ENGINE,
         ),
         "num_keep": Refused("a running prompt is not shortened", accepts_all=True),
-        "repeat_last_n": Refused("the penalty counts the prompt and the whole output", accepts_all=True),
-        "penalize_newline": Refused("line ends are tokens like others", (True,)),
+        "repeat_last_n": Refused("the penalty covers the prompt and the whole output", accepts_all=True),
+        "penalize_newline": Refused("line ends are penalised like other tokens", (True,)),
         "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
         "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
         "mirostat": Refused(_NO_SAMPLER, (0,)),
@@ -36,7 +36,7 @@ class OllamaOptions(RequestBody):
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
     """Maximum number of new tokens; -1 and -2 mean the limit of the model."""
     num_ctx: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """The length that the client expects; more than ``--max-length`` is refused."""
+    """The context length that the client expects; more than ``--max-length`` is refused."""
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
@@ -113,7 +113,7 @@ class OllamaChatBody(OllamaBody):
     unsupported: ClassVar[Mapping[str, Refused]] = OllamaBody.unsupported
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
-    """An empty list loads the model; it is loaded already."""
+    """An empty list only loads the model, which is loaded already."""
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
 
 
@@ -127,7 +127,7 @@ class OllamaGenerateBody(OllamaBody):
     }
 
     prompt: str | None = None
-    """An absent prompt loads the model; it is loaded already."""
+    """An absent prompt only loads the model, which is loaded already."""
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
@@ -154,7 +154,7 @@ class OllamaShowBody(RequestBody):
     """``POST /api/show``."""
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
-        "verbose": Refused("the answer has all that is known", (False, True))
+        "verbose": Refused("the answer always contains all details", (False, True))
     }
 
     model: str | None = None

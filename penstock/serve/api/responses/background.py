@@ -1,4 +1,4 @@
-"""Responses that are generated without a connection, and the state of the Responses API."""
+"""Background responses, which run without a connection, and the state of the Responses API."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.services import Services
 
 MAX_ENDED_RUNS = 64
-"""Background responses whose events are kept after their end."""
+"""Number of finished background responses whose events are kept."""
 
 
 class ResponseState:
-    """What the routes of the Responses API share."""
+    """The state that the routes of the Responses API share."""
 
     def __init__(self, state_dir: str | None, store_size: int) -> None:
         path = None if state_dir is None else Path(state_dir).expanduser() / "responses.sqlite3"
         self.store = ResponseStore(path, store_size)
         self.runs: OrderedDict[str, BackgroundRun] = OrderedDict()
-        """The background responses that run, and the last ones that ended."""
+        """The running background responses, and the most recently finished ones."""
 
     def close(self) -> None:
         """Close the store."""
@@ -141,7 +141,7 @@ class BackgroundRun:
                 log_request(self._record)
 
     def _publish(self, piece: bytes) -> None:
-        """Keep the events in a piece, one per sequence number."""
+        """Store the events of a piece, one per sequence number."""
         if self.keeps_events and piece.startswith(b"event:"):
             self._events += [one + b"\n\n" for one in piece.split(b"\n\n") if one]
             self._wake()

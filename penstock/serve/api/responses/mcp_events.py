@@ -1,4 +1,4 @@
-"""What happens between the turns of a response: calls of tool servers, and their outcomes."""
+"""Events between the turns of a response: calls of tool servers, and their outcomes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ McpEvent: TypeAlias = ToolListing | ApprovedCall | ToolOutcome
 
 @dataclass(slots=True)
 class ToolDelta(ChoiceDelta):
-    """What happens between two turns; it has no output of the model."""
+    """The events between two turns; without output of the model."""
 
     mcp_events: Sequence[McpEvent] = ()
 

@@ -20,21 +20,21 @@ from penstock.serve.mcp.tool_session import ServerTool, ToolServer
 from penstock.serve.services import Services
 
 MCP = "mcp"
-"""The type of a tool that stands for a tool server."""
+"""The tool type that represents a tool server."""
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_.-]")
 _MAX_NAME = 64
 _MAX_LISTED = 20
 
 
 class ToolFilter(RequestBody):
-    """Some tools of a server. Both members must hold if both are given."""
+    """A filter of the tools of a server. A tool must satisfy all given members."""
 
     tool_names: list[str] | None = None
     read_only: bool | None = None
     """Whether the tool changes nothing, by its own annotation."""
 
     def matches(self, tool: ServerTool) -> bool:
-        """Return whether a tool is one of them. A filter without members matches no tool."""
+        """Return whether a tool matches. A filter without members matches no tool."""
         if self.tool_names is None and self.read_only is None:
             return False
         is_named = self.tool_names is None or tool.name in self.tool_names
@@ -42,7 +42,7 @@ class ToolFilter(RequestBody):
 
 
 class ApprovalFilter(RequestBody):
-    """Which tools need the client's approval, and which do not."""
+    """Filters of the tools that need the client's approval, and of those that do not."""
 
     always: ToolFilter | None = None
     never: ToolFilter | None = None
@@ -123,7 +123,7 @@ class OfferedTools:
     """The servers that are offered because the request names none."""
 
     def function_name(self, label: str, tool: str) -> str:
-        """Return the name of the function of a tool; of a tool that is not offered, its own name."""
+        """Return the function name of a tool; the tool's name if it is not offered."""
         for name, offered in self.functions.items():
             if (offered.label, offered.tool.name) == (label, tool):
                 return name
@@ -208,7 +208,7 @@ def _entry(services: Services, raw: Mapping[str, object], place: str) -> McpTool
 
 
 def _server(servers: ToolServers, entry: McpTool, place: str) -> ToolServer:
-    """Return the configured server of an entry. No request can make the server connect to another one."""
+    """Return the configured server of an entry. Connections to other servers are impossible."""
     url = entry.server_url
     server = servers.named(entry.server_label) if url is None else servers.at(url)
     if server is not None:
@@ -261,7 +261,7 @@ def _plain_name(tool: str) -> str:
 
 
 def _free_name(label: str, tool: str, taken: Iterable[str]) -> str:
-    """Return a name for the function of a tool: its own, or one with the label if that is taken."""
+    """Return a function name for a tool: the tool's name, or one with the server label if that is taken."""
     name = _plain_name(tool)
     if name not in taken:
         return name

@@ -82,7 +82,7 @@ class ResponseBuilder:
         return self._events([*said, {"type": _FINAL[str(self.result["status"])], "response": self.result}])
 
     def ping(self) -> bytes:
-        """Return what keeps a silent stream open."""
+        """Return the event that keeps a silent stream open."""
         return PING
 
     def error(self, problem: Problem) -> bytes:
@@ -96,7 +96,7 @@ class ResponseBuilder:
         return self.with_status("failed", error=error)
 
     def cancelled(self) -> dict[str, object]:
-        """End the response because the client has cancelled it, and return it."""
+        """End the response as cancelled by the client, and return it."""
         self._abandon()
         return self.with_status("cancelled")
 
@@ -135,7 +135,7 @@ class ResponseBuilder:
 
 
 def _members(prepared: PreparedResponse) -> dict[str, object]:
-    """Return the members that do not change, with the values that apply."""
+    """Return the constant members, with the effective values."""
     body, conversation = prepared.body, prepared.conversation
     params = conversation.context.sampling_params
     reasoning, text = body.reasoning, body.text

@@ -91,7 +91,7 @@ def encoded_reasoning(text: str) -> str:
 
 
 class AssembledMessage(TypedDict, total=False):
-    """A message of the chat request; items of the model's output are added to it one by one."""
+    """A message of the chat request, to which items of the model's output are added one by one."""
 
     role: Required[str]
     content: Required[str | list[dict[str, object]]]
@@ -144,7 +144,7 @@ class Messages:
             case "reasoning":
                 self._add_reasoning(item, place)
             case "mcp_list_tools":
-                pass  # the request says which tools there are
+                pass  # the request itself lists the tools
             case "mcp_call":
                 self._add_mcp_call(item, _mcp_output(item), place)
             case "mcp_approval_request":
@@ -201,7 +201,7 @@ class Messages:
         self.add({"role": "tool", "tool_call_id": call_id, "content": output}, place)
 
     def _add_approval(self, item: InputItem, place: str) -> None:
-        """Add the call that the client does not approve. An approved call has an item of its own."""
+        """Add a call that the client has not approved. An approved call has a separate item."""
         name = _text(item, "approval_request_id", place)
         if item.approve is None:
             raise missing_field(f"{place}.approve")
@@ -252,7 +252,7 @@ def _reasoning(item: InputItem, place: str) -> str:
 
 
 def _mcp_output(item: InputItem) -> str:
-    """Return what the model reads as the output of a call of a tool server."""
+    """Return the output of a tool-server call as text for the model."""
     if isinstance(item.error, dict):
         return ToolOutput(error=item.error).text
     if item.error is not None:

@@ -1,4 +1,4 @@
-"""Build the items of a response, and the events that announce them."""
+"""Builds the items of a response, and the corresponding events."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class OutputItems:
         self._logprobs: list[object] = []
 
     def add(self, events: Sequence[Event], logprobs: Sequence[object] = ()) -> list[dict[str, object]]:
-        """Add output. Return the events that announce it, without sequence numbers.
+        """Add output. Return the corresponding events, without sequence numbers.
 
         `logprobs` are those of the tokens of the text in `events`.
         """
@@ -72,7 +72,7 @@ class OutputItems:
         return said
 
     def add_mcp(self, events: Sequence[McpEvent]) -> list[dict[str, object]]:
-        """Add what happens between two turns. Return the events that announce it."""
+        """Add the events between two turns. Return the corresponding events of the API."""
         said: list[dict[str, object]] = self.close() if events else []
         for event in events:
             match event:
@@ -96,7 +96,7 @@ class OutputItems:
         return said + self.end_calls()
 
     def end_calls(self) -> list[dict[str, object]]:
-        """End the calls of tool servers that have no outcome, because they were not made."""
+        """End the tool-server calls without an outcome, which were not made."""
         said = []
         for index in self._called.values():
             self.items[index]["status"] = "incomplete"

@@ -29,7 +29,7 @@ class PreparedResponse:
     items: list[dict[str, object]]
     """All input items, with those of the previous responses."""
     warnings: Sequence[str]
-    """What the request asks for and does not get; for the log."""
+    """Requested features that are skipped; for the log."""
     translation: Translation
     """The chat request."""
     offered: OfferedTools
@@ -47,7 +47,7 @@ class PreparedResponse:
         Args:
             services: the objects that routes use.
             raw: the decoded body.
-            previous: the response that it continues.
+            previous: the response that this request continues.
             offered: the tools of tool servers.
 
         Raises:
@@ -92,7 +92,7 @@ class PreparedResponse:
             messages: the messages of the turns so far: the model's output and the outputs of its calls.
             request_id: the id of the context.
             has_tools: whether the model may call tools.
-            max_tokens: what is left of ``max_output_tokens``.
+            max_tokens: the rest of ``max_output_tokens``.
 
         Raises:
             RequestProblem: 400; the prompt has become too long.
@@ -167,7 +167,7 @@ def _truncated(
 ) -> Conversation:
     """Return the conversation without its oldest turns, so that the prompt leaves room for the output.
 
-    Instructions at the beginning stay. The first turn that is kept begins with a message of the user.
+    Instructions at the beginning stay. The first remaining turn begins with a message of the user.
 
     Raises:
         RequestProblem: 400; the last turn alone is too long, or the request is invalid.
@@ -206,7 +206,7 @@ def _truncated(
 
 
 def _input_items(given: object) -> list[dict[str, object]]:
-    """Return the items of a request in the form in which they are listed."""
+    """Return the items of a request in the format of the list of input items."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     assert isinstance(items, list)
     return [_listed(item) for item in items]

@@ -27,7 +27,7 @@ from penstock.serve.services import Services
 T = TypeVar("T")
 
 _INVALID_PARAMS = -32602
-"""The code of JSON-RPC for invalid arguments."""
+"""The JSON-RPC error code for invalid arguments."""
 
 
 class Pool(Protocol):
@@ -46,7 +46,7 @@ class _Call:
 
     @property
     def message(self) -> dict[str, object]:
-        """The call as part of a message of a chat."""
+        """The call as part of a chat message."""
         return {
             "id": self.id,
             "type": "function",
@@ -56,7 +56,7 @@ class _Call:
 
 @dataclass
 class _Turn:
-    """What the model has written in one turn."""
+    """The model's output in one turn."""
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ class _Turn:
 
     @property
     def message(self) -> dict[str, object]:
-        """The turn as a message of a chat."""
+        """The turn as a chat message."""
         calls = [call.message for call in self.calls]
         message: dict[str, object] = {"role": "assistant", "content": "".join(self.text), "tool_calls": calls}
         if self.reasoning:
@@ -237,7 +237,7 @@ class ResponseRun:
     async def _call(
         self, calls: Sequence[tuple[_Call, OfferedTool, str]]
     ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-        """Make calls at the same time, and yield their outcomes."""
+        """Make calls concurrently, and yield their outcomes."""
         outputs: dict[str, ToolOutput] = {}
         for call, tool, arguments in calls:
             self._tasks[asyncio.ensure_future(self._make(tool, arguments))] = call.id
@@ -312,7 +312,7 @@ class ResponseRun:
 async def _output(
     run: GenerationRun, *, at_once: bool
 ) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-    """Yield the output of a turn. With `at_once` it is one piece, without the scores of the reasoning."""
+    """Yield the output of a turn. With `at_once`, it is one piece without the scores of the reasoning."""
     if not at_once:
         async with aclosing(run.deltas()) as deltas:
             async for item in deltas:

@@ -42,9 +42,9 @@ class InputPart(RequestBody):
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "annotations": Refused("annotations of earlier outputs are not read", accepts_all=True),
         "logprobs": Refused("log probabilities of earlier outputs are not read", accepts_all=True),
-        "parsed": Refused("the text is read", accepts_all=True),
+        "parsed": Refused("only the text is used", accepts_all=True),
         "file_id": Refused("send image_url: the server stores no images"),
-        "prompt_cache_breakpoint": Refused("the prefix cache needs no marks", accepts_all=True),
+        "prompt_cache_breakpoint": Refused("the prefix cache needs no markers", accepts_all=True),
     }
 
     type: str
@@ -62,7 +62,7 @@ class InputItem(RequestBody):
     """
 
     unsupported: ClassVar[Mapping[str, Refused]] = {
-        "parsed_arguments": Refused("the arguments are read", accepts_all=True),
+        "parsed_arguments": Refused("only the arguments are used", accepts_all=True),
         "phase": Refused("chat templates have no phases", accepts_all=True),
         "status": Refused("items of the input are complete", accepts_all=True),
         "namespace": Refused("tools have no namespaces"),

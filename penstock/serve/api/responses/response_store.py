@@ -34,7 +34,7 @@ _LOST = {"code": "server_error", "message": "the server stopped before the respo
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and what it was made from, as JSON."""
+    """A response and its input items, as JSON."""
 
     body: bytes
     input: bytes
@@ -49,7 +49,7 @@ class StoredResponse:
 class ResponseStore:
     """Responses by id, in SQLite; the oldest are dropped beyond a total size.
 
-    Each call runs in the store's own thread. An owner sees only its own responses.
+    Each call runs in the thread of the store. An owner sees only its own responses.
 
     Args:
         path: the file; None keeps the responses in memory.
@@ -138,7 +138,7 @@ class ResponseStore:
         return None if row is None else msgspec.json.decode(row[0])
 
     def _fail_unfinished(self) -> None:
-        """Mark the responses as failed that another process was generating."""
+        """Mark responses as failed that a previous process did not finish."""
         with self._database as database:
             for name, body in database.execute("SELECT id, body FROM responses WHERE NOT is_done").fetchall():
                 failed = {**msgspec.json.decode(body), "status": "failed", "error": _LOST}

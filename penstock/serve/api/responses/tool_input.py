@@ -1,4 +1,4 @@
-"""Translate the tools of a Responses request, and the choice of a tool, to those of a chat request."""
+"""Translates the tools and the tool choice of a Responses request to those of a chat request."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from penstock.serve.api.responses.response_schema import ResponsesBody, Response
 from penstock.serve.http.problems import RequestProblem
 
 CUSTOM_ARGUMENT = "input"
-"""The only parameter of the function that stands for a custom tool."""
+"""The only parameter of the function that represents a custom tool."""
 
 
 def chat_tools(
     body: ResponsesBody, offered: OfferedTools, hosted_tools: str
 ) -> tuple[list[dict[str, object]], list[str]]:
-    """Return the tools of the chat request, and for each the field that it comes from.
+    """Return the tools of the chat request, and for each the field of the Responses request.
 
     Args:
         body: the request.
@@ -53,7 +53,7 @@ def _function(tool: ResponseTool) -> dict[str, object]:
     function: dict[str, object] = {"name": tool.name, "description": tool.description}
     if tool.type == "function":
         return function | {"parameters": tool.parameters, "strict": tool.strict}
-    # A chat template has only functions, so a custom tool is a function with one text.
+    # Chat templates support functions only, so a custom tool becomes a function with one string parameter.
     about = {"type": "string"}
     form = tool.format or {}
     if form.get("type") == "grammar":

@@ -68,7 +68,7 @@ class JsonCalls(ToolFormat):
 
 
 def read_json_calls(parser: ReasoningToolParser, more: str = "{[") -> Steps[None]:
-    """Read call objects and lists of them. Each one after the first begins with a character of `more`."""
+    """Read call objects and lists of them. Each item after the first begins with a character of `more`."""
     stream = parser.stream
     yield from stream.skip_space()
     while True:
@@ -81,7 +81,7 @@ def read_json_calls(parser: ReasoningToolParser, more: str = "{[") -> Steps[None
 
 
 def read_json_list(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[None]:
-    """Read the objects of a list, whose "[" is already taken, and its end."""
+    """Read the objects of a list and its end; the "[" is already taken."""
     stream = parser.stream
     while True:
         yield from stream.skip_space()
@@ -130,7 +130,7 @@ def read_end(parser: ReasoningToolParser, *ends: str, one_token: bool = False) -
         if not stream.ended or one_token:
             raise NotAToolCallError
         if stream.take_rest() == "<":
-            raise NotAToolCallError  # more likely text than the first character of a marker
+            raise NotAToolCallError  # more likely plain text than the beginning of a marker
     parser.commit()
 
 

@@ -18,9 +18,9 @@ class ToolFormat(ABC):
     name: str
     """The value of ``--tool-call-parser``."""
     models: str
-    """The models that use the format. For the documentation."""
+    """The models that use the format, for the documentation."""
     example: str
-    """One call as the models write it. For the documentation."""
+    """One example call, for the documentation."""
     hints: tuple[str, ...]
     """Texts that a chat template of this format contains; if empty, only the flag selects the format."""
     separator: str | None = None
@@ -30,7 +30,7 @@ class ToolFormat(ABC):
     bare_in_text: bool = False
     """Whether calls without a marker may also follow other text."""
     id_length: int = 0
-    """Length of a call id where the format fixes it, else 0."""
+    """Length of call ids if the format fixes it, else 0."""
 
     @property
     @abstractmethod
