@@ -1,6 +1,6 @@
 """Kernels: the operations of a model, and the back ends that compute them.
 
-This package, ``driver`` and ``engine`` are the only ones that know device names. The public names are loaded
+Only this package, ``driver`` and ``engine`` contain device names. The public names are loaded
 on first use: importing this package loads no torch.
 """
 

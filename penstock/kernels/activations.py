@@ -13,8 +13,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 class XIELU:
     """The parameters of an xIELU activation (Huang and Schlag 2024, arXiv:2411.13010).
 
-    It is ``slope * x + positive * x**2`` above 0, and up to 0
-    ``slope * x + negative * (exp(min(x, eps)) - 1 - x)``.
+    For x > 0 it is ``slope * x + positive * x**2``; otherwise ``slope * x + negative * (exp(min(x, eps)) - 1
+    - x)``.
     """
 
     positive: float

@@ -34,9 +34,9 @@ class DefaultSizes:
     """Sizes used for a device when the configuration gives none."""
 
     max_batch_size: int
-    """Sequences that run at once, if the memory allows."""
+    """Maximum number of sequences in a batch, if the memory allows."""
     step_tokens: int
-    """Tokens of a step. A longer step delays other requests."""
+    """Maximum number of tokens of a step. Longer steps delay other requests."""
     block_size: int = 32
     """Tokens in a block of the KV cache."""
 
@@ -55,36 +55,36 @@ def _no_queue(ops: Ops) -> DeviceQueue | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """A kernel back end, as the registry knows it before its code is loaded."""
+    """The description of a kernel back end, available before its code is loaded."""
 
     name: str
     """Value of the ``kernels`` setting that selects this back end."""
     sizes: Mapping[str, DefaultSizes]
     """Device type (``cpu``, ``gpu``) -> default sizes. The keys are the device types that it runs on."""
     load: Callable[[], Ops | None]
-    """Return the operations, or None if they cannot run here: a library or an instruction set is missing."""
+    """Return the operations; None if a library or instruction set is missing on this machine."""
     variants: Callable[[], Sequence[Ops]]
-    """Return one instance per form that runs here, such as one per instruction set. The tests compare all."""
+    """Return one instance per variant that runs here, such as each instruction set, for the tests."""
     priority: int
     """The back end with the highest priority runs, unless the configuration names one. The reference: 0."""
     layout: str = "rows"
-    """Name of the memory layout of packed weights, `Ops.layout` of its operations."""
+    """Name of the memory layout of packed weights; equals `Ops.layout` of its operations."""
     graphs: Callable[[Ops], GraphCompiler | None] = _no_graphs
-    """Return what compiles steps of these operations, or None if it cannot compile them."""
+    """Return the compiler for steps of these operations; None if they cannot be compiled."""
     queue: Callable[[Ops], DeviceQueue | None] = _no_queue
-    """Return the queue of the device if operations return before they have run; else None."""
+    """Return the queue of the device if operations run asynchronously; else None."""
 
     memory: Callable[[Ops, torch.device], DeviceMemory | None] = _no_memory
-    """Return the counter of a device with memory of its own; None for the memory of the host."""
+    """Return the memory counter of a device with separate memory; None for host memory."""
 
     @property
     def packs_weights(self) -> bool:
-        """Whether it has its own layout of packed weights. Weights in that layout can be cached in a file."""
+        """Whether it packs weights into a special layout. Weights in that layout can be cached in a file."""
         return self.layout != "rows"
 
 
 class BackendRegistry:
-    """The back ends in the folders of this package, in further folders, and those registered by hand.
+    """The back ends in the folders of this package and in further folders, and those added by `register`.
 
     Args:
         folders: folders to search besides Penstock's own; each holds one package per back end.
@@ -111,7 +111,7 @@ class BackendRegistry:
         self._registered[backend.name] = backend
 
     def candidates(self, device_type: str, name: str | None = None) -> tuple[Backend, ...]:
-        """Return the back ends for a device type, best first; only the named one if a name is given.
+        """Return the back ends for a device type, best first; only the named back end if a name is given.
 
         Raises:
             ConfigError: no back end has this name, or the named one does not run on the device type.
@@ -127,15 +127,15 @@ class BackendRegistry:
         """Return the sizes of the best candidate, without loading it.
 
         Raises:
-            ConfigError: as `candidates`.
+            ConfigError: see `candidates`.
         """
         return self.candidates(device_type, name)[0].sizes[device_type]
 
     def open(self, device_type: str, name: str | None = None) -> tuple[Backend, Ops]:
-        """Load the best back end that runs here.
+        """Load the best back end that runs on this machine.
 
         Raises:
-            ConfigError: as `candidates`; or the named back end cannot be loaded.
+            ConfigError: see `candidates`; or the named back end cannot be loaded.
         """
         for backend in self.candidates(device_type, name):
             ops = backend.load()

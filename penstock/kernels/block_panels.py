@@ -1,8 +1,8 @@
-"""Panels of the encodings of blocks, little-endian and contiguous, with N outputs and K inputs.
+"""Panels of the block encodings, little-endian and contiguous, with N outputs and K inputs.
 
-A panel is ``[N / 64, K / unit, bytes]`` uint8. A unit of 32 inputs is one group. One of 64 inputs is 2
-groups and 64 float32 scales. One of 256 inputs is 8 groups, the 64 float16 factors of the scales, and those
-of the minima if there are any. A group of 32 inputs has, for 64 outputs:
+A panel is ``[N / 64, K / unit, bytes]`` uint8. A unit of 32 inputs is one group. A unit of 64 inputs has 2
+groups and 64 float32 scales. A unit of 256 inputs has 8 groups, the 64 float16 factors of the scales, and 64
+factors of the minima, if any. A group of 32 inputs has, for 64 outputs:
 
 * 1024 bytes: the low four bits of the codes, in the order of `GroupPanels`,
 * of 5 bits: the fifth bits in the order of `GroupPanels`; of 6 bits: words ``[2, 64]``, of 16 inputs each.
@@ -101,7 +101,7 @@ class BlockPanels(PanelLayout):
         return found | ({"row_scales": tensors["scales"]} if kind.has_row_scales else {})
 
     def _unit_names(self) -> tuple[str, ...]:
-        """Return the names of the parts that may follow the groups of a unit."""
+        """Return the names of the tensors that may follow the groups of a unit."""
         return ("scales",) if self._kind.has_unit_scales else ("factors", "min_factors")
 
     def _unit_sizes(self) -> list[int]:

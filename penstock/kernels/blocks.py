@@ -1,4 +1,4 @@
-"""Arithmetic of the encodings of blocks (`kernels.encodings._blocks`)."""
+"""Arithmetic of the block encodings (`kernels.encodings._blocks`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensors = dict[str, Tensor]
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The E2M1 numbers of the codes 0 to 7. The codes 8 to 15 are their negatives."""
 _LARGEST_FP4, _LARGEST_FP8, _NAN_FP8, _NAN_POWER = 6.0, 448.0, 127, 255
-_LARGEST = {"u8": 63, "i8": 127}  # of the integers that scales of superblocks become
+_LARGEST = {"u8": 63, "i8": 127}  # maximum of the integer scales of superblocks
 
 
 def numbers_of(kind: BlockKind, codes: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def numbers_of(kind: BlockKind, codes: Tensor) -> Tensor:
 
 
 def _factors_of(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
-    """Return the numbers of codes as integers for the product, and the factor that gives their values."""
+    """Return the numbers of codes as integers for the product, and the factor that scales them back."""
     if kind.table is None:
         return numbers_of(kind, codes), 1.0
     steps = kind.table.steps
@@ -79,7 +79,7 @@ def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], b
     """Return the sum over groups of ``sum(x_q * number) * scale_x * scale - sum(x_q) * scale_x * minimum``.
 
     The sum is in float32, in the order of the groups. It is multiplied by the row scale and rounded once to
-    the type of x. Numbers of a table are rounded to `NumberTable.steps`.
+    the type of x. Numbers of a table are rounded to multiples of ``1 / NumberTable.steps``.
     """
     size = min(kind.scaled_inputs, GROUP)
     padding = (0, -x.shape[1] % GROUP)
@@ -172,7 +172,7 @@ def _integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
 
 
 def _stored_numbers(stored: str, numbers: Tensor, name: str, factor_name: str) -> Tensors:
-    """Return numbers from 0 ``[out, G]`` as float16, or as integers and the factors of superblocks."""
+    """Return nonnegative numbers ``[out, G]`` as float16, or as integers and the factors of superblocks."""
     if stored == "f16":
         return {name: torch.where(numbers.isfinite(), numbers, torch.nan).half()}
     groups = SUPERBLOCK // (16 if stored == "i8" else GROUP)

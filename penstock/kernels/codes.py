@@ -27,7 +27,7 @@ from penstock.kernels.quantized import quantize
 LARGEST_FP8 = 448.0
 _FP8_ORDER = (0, 2, 1, 3)
 _TOP_EXPONENT = 14
-"""Row scales are chosen so that the largest scale of a row has this exponent, near the top of float16."""
+"""Row scales are chosen so that the largest scale of a row has this exponent, near float16's maximum."""
 
 
 # -- Codes with zero points -----------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Tensors:
-    """Return the tensors of codes ``[out, in]`` whose groups are multiples of 32 inputs.
+    """Return the tensors of codes ``[out, in]`` with groups of a multiple of 32 inputs.
 
     Args:
         codes: uint8 ``[out, in]``.

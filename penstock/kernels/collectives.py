@@ -1,4 +1,4 @@
-"""The operations that combine tensors of all ranks of a model, and what they need: `Collectives`.
+"""The operations that combine tensors of all ranks of a model, and their interface `Collectives`.
 
 `penstock.distributed` implements `Collectives`.
 """
@@ -45,7 +45,7 @@ class Collectives(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise the error of an operation that failed in shared memory, if one did.
+        """Raise the error of an operation that failed in shared memory, if any.
 
         Raises:
             RankFailedError: a rank has ended, or the time limit is exceeded.
@@ -63,7 +63,7 @@ def _in_shared_memory(arguments: Arguments) -> Arguments:
 class CollectiveOps:
     """The operations of tensor parallelism: they combine the tensors of all ranks of a model."""
 
-    name = "reference"  # of these definitions; each back end has its own
+    name = "reference"  # each back end defines another one
 
     @operation(
         simplify=_in_shared_memory, functions={"all_reduce": CFunction("q P q P 2q P q", can_be_long=True)}
@@ -81,10 +81,10 @@ class CollectiveOps:
 
     @operation(weights=["table"], functions={"embedding_part": CFunction("3P 5q")})
     def embedding_part(self, tokens: Tensor, table: Tensor, first: int) -> Tensor:
-        """Return the rows ``[T, E]`` of ``tokens [T]`` in a part of an embedding table.
+        """Return the rows ``[T, E]`` of ``tokens [T]`` from one part of an embedding table.
 
         ``table [V', E]`` holds the rows of the tokens ``first`` to ``first + V' - 1``. The rows of other
-        tokens are 0, so that the sum over all ranks is the whole table's.
+        tokens are 0, so that the sum over all ranks equals the lookup in the whole table.
         """
         local = tokens - first
         is_own = (local >= 0) & (local < len(table))

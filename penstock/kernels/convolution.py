@@ -1,8 +1,7 @@
 """The operations of audio codecs: convolutions over time, snake activation, group norm, inverse STFT.
 
-Sequences lie in rows ``[T, C]``: one row per time step, the channels side by side. A convolution with one
-group is a linear layer whose input rows are windows of the sequence, so it runs on the same kernels and in
-the same weight encodings.
+Sequences are matrices ``[T, C]`` with one row per time step. A convolution with one group is a linear layer
+whose input rows are windows of the sequence, so it runs on the same kernels and in the same weight encodings.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ class PackedConv1d:
     kernel_size: int
     stride: int = 1
     padding: int = 0
-    """Zeros before the first and after the last row."""
+    """Number of zero rows before the first and after the last row."""
     dilation: int = 1
     groups: int = 1
     linear: PackedLinear | None = None
-    """One group: ``[out, kernel_size * in]``; the channels of a tap lie side by side."""
+    """With one group: ``[out, kernel_size * in]``; the channels of a tap are adjacent."""
     taps: Tensor | None = None
-    """One group per channel: ``[kernel_size, C]`` float32, as then the bias."""
+    """With one group per channel: ``[kernel_size, C]`` float32; the bias is float32 too."""
     weight: Tensor | None = None
-    """Other groups: ``[out, in / groups, kernel_size]``."""
+    """With any other number of groups: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None
-    """``[out]``; with ``linear`` the bias is there."""
+    """``[out]``; if ``linear`` is given, it contains the bias instead."""
 
     def output_length(self, length: int) -> int:
         """Return the number of output rows of a sequence."""
@@ -61,17 +60,17 @@ class PackedConvTranspose1d:
     kernel_size: int
     stride: int = 1
     padding: int = 0
-    """Output rows that are dropped at each end."""
+    """Number of output rows that are dropped at each end."""
     output_padding: int = 0
-    """Further output rows at the end."""
+    """Number of additional output rows at the end."""
     dilation: int = 1
     groups: int = 1
     linear: PackedLinear | None = None
-    """One group, no dilation: ``[stride * out, n * in]``, from n rows to ``stride`` output rows."""
+    """With one group and no dilation: ``[stride * out, n * in]``, from n rows to ``stride`` output rows."""
     weight: Tensor | None = None
     """Otherwise: ``[in, out / groups, kernel_size]``."""
     bias: Tensor | None = None
-    """``[out]``; with ``linear`` the bias is there."""
+    """``[out]``; if ``linear`` is given, it contains the bias instead."""
 
     @property
     def inputs_per_output(self) -> int:
@@ -87,7 +86,7 @@ class PackedConvTranspose1d:
 
 
 class ConvolutionOps(ABC):
-    """The part of `Ops` that audio codecs need besides the operations of language models."""
+    """The operations of `Ops` that only audio codecs need."""
 
     @abstractmethod
     def pack_linear(
@@ -143,7 +142,7 @@ class ConvolutionOps(ABC):
         dilation: int = 1,
         groups: int = 1,
     ) -> PackedConvTranspose1d:
-        """Pack a transposed convolution for `conv_transpose1d`, as `pack_conv1d`.
+        """Pack a transposed convolution for `conv_transpose1d`; see `pack_conv1d`.
 
         Raises:
             ConfigError: the encoding is unknown.
@@ -174,7 +173,7 @@ class ConvolutionOps(ABC):
         packed: PackedConv1d,
         row_offsets: Tensor,  # [B + 1] int32
     ) -> Tensor:  # [sum of output lengths, out]
-        """Return the convolution of each sequence of a ragged batch, padded with zeros at its own ends.
+        """Return the convolution of each sequence of a ragged batch, zero-padded at its ends.
 
         Output row t of a sequence is ``bias + sum over j of weight[:, :, j] @ x[t * stride + j * dilation -
         padding]``, within each group of channels. `PackedConv1d.output_length` gives the number of rows.

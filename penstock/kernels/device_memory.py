@@ -1,4 +1,4 @@
-"""`DeviceMemory`: measures the memory that work takes on a device with memory of its own."""
+"""`DeviceMemory`: measures the memory usage of work on a device with separate memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def free(self) -> int:
-        """Return the free bytes of the device, after giving back memory that is reserved but not in use."""
+        """Return the free bytes of the device, after releasing reserved but unused memory."""
 
     @abstractmethod
     def peak(self, work: Callable[[], object]) -> int:
-        """Run work and return the most bytes that it took at once, beyond those taken before.
+        """Run work and return its peak memory in bytes, in addition to the memory in use before.
 
         Raises:
             MemoryError: the device has too little memory for the work.

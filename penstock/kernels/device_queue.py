@@ -1,7 +1,7 @@
-"""`DeviceQueue`: the order of work on a device that runs while the host continues.
+"""`DeviceQueue`: work on a device that runs asynchronously to the host.
 
-A back end whose operations return before they have run has a queue. The pipelines then prepare and launch a
-step while the device runs the step before it::
+A back end with asynchronous operations has a queue. The pipelines then prepare and launch a step while the
+device runs the previous step::
 
     host    prepare 1  launch 1 | prepare 2  launch 2 | tokens of 1 | prepare 3  launch 3 | tokens of 2
     device                      | step 1 .............| step 2 .....................| step 3 .......
@@ -33,7 +33,7 @@ class Submitted(ABC, Generic[T_co]):
 
 
 class Fetched(ABC):
-    """A tensor on its way to the host."""
+    """A tensor that is being copied to the host."""
 
     @abstractmethod
     def wait(self) -> Tensor:
@@ -49,7 +49,7 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def submit(self, work: Callable[[], T]) -> Submitted[T]:
-        """Add work: operations on tensors of the device. Everything that it reads from the host is ready."""
+        """Add work: operations on tensors of the device. Its inputs from the host must be ready."""
 
     @abstractmethod
     def fetch(self, result: Submitted[Tensor]) -> Fetched:

@@ -1,4 +1,4 @@
-"""Experts: feed-forward layers of one shape; each row of a batch is routed to a few of them."""
+"""Experts: feed-forward layers of equal shape. Each row of a batch is routed to a few experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.kernels.linear import PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """The gate ``g * sigmoid(alpha * g) * (up + 1)``, with g and abs(up) at most ``limit``."""
+    """The gate ``g * sigmoid(alpha * g) * (up + 1)``, with g and abs(up) clamped to ``limit``."""
 
     alpha: float
     limit: float
@@ -30,15 +30,15 @@ class PackedExperts:
     gate_up: tuple[PackedLinear, ...]  # N of [E] -> [2F]: gates, then ups
     down: tuple[PackedLinear, ...]  # N of [F] -> [E]
     first: int = 0
-    """The id of the first expert, if ranks divide the experts. Other ids are those of other ranks."""
+    """The id of the first expert, if ranks divide the experts. Experts with other ids are on other ranks."""
     is_part: bool = False
-    """Whether there are ids of other ranks. Their outputs count as 0."""
+    """Whether some experts are on other ranks. Their outputs count as 0."""
     ranks: Collectives | None = None
     """The ranks whose outputs are to be added; None if this rank has all experts. `Ops.experts` does not add
     them."""
 
     def slice_names(self) -> Iterator[str]:
-        """Return the names of their linears in the checkpoint."""
+        """Return the checkpoint names of their linear layers."""
         return (part.name for linear in (*self.gate_up, *self.down) for part in linear.slices)
 
 
@@ -51,7 +51,7 @@ def grouped_by_expert(
         topk_ids: ids below ``experts``, distinct in each row.
         experts: number of experts.
         at_most: slots per group.
-        skips_others: whether ids outside 0 to ``experts - 1`` are skipped; they are those of other ranks.
+        skips_others: whether ids outside 0 to ``experts - 1`` are skipped, which are on other ranks.
 
     Yields:
         Slots ``[P]``, where slot p belongs to row ``p // k``; and expert id -> its number of slots in this

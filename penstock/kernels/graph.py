@@ -1,4 +1,4 @@
-"""Compiled steps: a step whose shape occurs again is captured once and then replayed without Python.
+"""Compiled steps: a step whose shape recurs is captured once and then replayed without Python.
 
 A back end provides a `GraphCompiler`, whose `capture` returns a `Graph`. The session's `GraphCache` decides
 which steps are captured and keeps the graphs.
@@ -32,11 +32,11 @@ class Graph(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """How a replay runs, as text: ``130 kernels in one call``."""
+        """Description of a replay, such as ``130 kernels in one call``."""
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """The tensors that it keeps besides weights; graphs of one compiler may share some of them."""
+        """The tensors that it holds, except weights; graphs of one compiler may share some of them."""
         return ()
 
     @abstractmethod
@@ -44,8 +44,8 @@ class Graph(ABC):
         """Copy the inputs to where the graph reads them, run, and return copies of the results.
 
         Args:
-            inputs: in the order of the captured ones. A two-dimensional input may have fewer columns than
-                the captured one; the operations must not read the missing columns.
+            inputs: the tensors, in the order of the captured inputs. A two-dimensional input may have fewer
+                columns than the captured one; the operations must not read the missing columns.
 
         Raises:
             IndexError: a token or a position is outside its table.
@@ -68,12 +68,12 @@ class Graph(ABC):
         ends: Tensor,  # [R, E] int64
         ranks: Collectives | None = None,
     ) -> Tensor | None:  # [m, R] int64
-        """Run several decode steps in one call: each step reads the token that the step before has sampled.
+        """Run several decode steps in one call. Each step reads the tokens that the previous step sampled.
 
         Args:
-            inputs: of the first step, as for `replay`; one of them is named ``tokens``, ``[R]``.
-            varied: name -> ``[n, ...]``: the other inputs that differ from step to step.
-            sampling: parameters for the rows of the first result, ``[R]``; its own uniforms are not read.
+            inputs: inputs of the first step, as for `replay`; one of them is named ``tokens``, ``[R]``.
+            varied: name -> ``[n, ...]``: the other inputs that differ between steps.
+            sampling: parameters for the rows of the first result, ``[R]``; their uniforms are not used.
             uniforms: one draw per step and row.
             ends: tokens that end a row; -1 pads.
             ranks: the ranks that run these steps together. Rank 0 samples; the other ranks use its tokens.
@@ -93,7 +93,7 @@ class GraphCompiler(ABC):
     """Captures steps for one instance of `Ops`."""
 
     max_rows: int
-    """Steps of up to this many rows are captured. Longer steps would not become faster."""
+    """Steps of up to this many rows are captured. Longer steps would not benefit."""
     max_graphs: int = 64
     """Maximum number of graphs; the least recently used graph is dropped."""
 
@@ -115,11 +115,11 @@ class GraphCache:
 
     Args:
         compiler: captures the steps.
-        max_graphs: graphs that are kept; by default ``max_graphs`` of the compiler. The least recently used
-            one is dropped.
-        max_bytes: memory that the graphs may keep, see `Graph.memory`; by default any. The least recently
-            used graphs are dropped until the others fit. A graph that does not fit alone is not kept, and its
-            step runs eagerly.
+        max_graphs: maximum number of graphs; by default ``max_graphs`` of the compiler. The least recently
+            used graph is dropped.
+        max_bytes: maximum memory of the graphs, see `Graph.memory`; unlimited by default. The least recently
+            used graphs are dropped until the rest fits. A graph that exceeds the limit alone is dropped, and
+            its step runs eagerly.
         pads_columns: whether a captured two-dimensional input is padded to `columns`, as a block table needs.
     """
 
@@ -136,42 +136,40 @@ class GraphCache:
         self._max_bytes = max_bytes
         self._pads_columns = pads_columns
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # least recently used first
-        self._seen: OrderedDict[Hashable, str | None] = (
-            OrderedDict()
-        )  # why a key cannot be captured, if known
+        self._seen: OrderedDict[Hashable, str | None] = OrderedDict()  # reasons why keys cannot be captured
         self._last: Graph | None = None
         self._reason: str | None = None
 
     @property
     def max_rows(self) -> int:
-        """Rows up to which steps are captured."""
+        """Maximum number of rows of captured steps."""
         return self.compiler.max_rows
 
     @staticmethod
     def columns(width: int) -> int:
-        """Return the number of columns that a captured input of ``width`` columns is padded to."""
+        """Return the number of columns to which a captured input of ``width`` columns is padded."""
         return max(_MIN_COLUMNS, 1 << (width - 1).bit_length())
 
     @property
     def status(self) -> str | None:
-        """How the last step ran, as text: ``planned``, or ``eager`` and why; None before the first step."""
+        """The mode of the last step: ``planned``, or ``eager`` and the reason; None before the first step."""
         if self._last is not None:
             return f"planned: {self._last.description}"
         return None if self._reason is None else f"eager: {self._reason}"
 
     @property
     def last(self) -> Graph | None:
-        """The graph that the last step ran as, or None."""
+        """The graph of the last step, or None."""
         return self._last
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that are kept."""
+        """The number of graphs."""
         return len(self._graphs)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that the graphs keep."""
+        """Bytes of memory that the graphs hold."""
         return _bytes_of(self._graphs.values())
 
     def run(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
@@ -226,7 +224,7 @@ class GraphCache:
         return graph.replay_steps(list(inputs.values()), varied, sampling, uniforms, ends, ranks)
 
     def skip(self, reason: str) -> None:
-        """Record that a step ran eagerly without a call of `run`, and why."""
+        """Record that a step ran eagerly without a call of `run`, and the reason."""
         self._last, self._reason = None, reason
 
     def _capture(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
@@ -250,7 +248,7 @@ class GraphCache:
 
 
 def _bytes_of(graphs: Iterable[Graph]) -> int:
-    """Return the bytes of memory that some graphs keep together."""
+    """Return the bytes of memory that some graphs hold in total."""
     tensors = (tensor for graph in graphs for tensor in graph.memory)
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 

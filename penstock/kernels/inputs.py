@@ -17,8 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SequenceBlocks:
-    """Where `Ops.encoder_attention` copies the keys and values of a ragged batch, in blocks like those of a
-    KV cache.
+    """The blocks into which `Ops.encoder_attention` copies the keys and values of a ragged batch.
 
     Each sequence begins with a new block. All layers of a step share it, see `Ops.sequence_blocks`.
     """
@@ -34,7 +33,7 @@ class LayerKV:
     """The paged KV cache of one attention layer in one step."""
 
     cache: Tensor  # [2, N, K, S, D]: keys, then values
-    block_tables: Tensor  # [B, M] int32; block 0 is the null block: freed, or beyond the sequence
+    block_tables: Tensor  # [B, M] int32; 0 (null block): freed, or beyond the sequence
     slots: Tensor  # [T] int64: slot of each row, block * S + offset
     window: int | None = None  # a query attends to itself and the window - 1 keys before it
     scales: Tensor | None = None  # [2, N, K, S] float32 for an int8 cache
@@ -102,8 +101,9 @@ class LoRAInputs:
 
     The adapter's scale is part of B. B is read fastest as a view of ``[n, R, out]``."""
     ranks: Mapping[str, Tensor] = field(default_factory=dict)
-    """Slice name -> ``[n]`` int64 in host memory: ranks that each adapter uses, 0 if it has no matrices for
-    the slice. Adapters use all R ranks of a slice that is missing here."""
+    """Slice name -> ``[n]`` int64 in host memory: number of ranks that each adapter uses, 0 if it has no
+    matrices for the slice. If a slice is missing here, adapters use all R ranks of it.
+    """
 
     @cached_property
     def groups(self) -> tuple[tuple[int, Tensor], ...]:
@@ -115,11 +115,11 @@ class LoRAInputs:
         return tuple(zip(adapters.tolist(), own, strict=True))
 
     def take(self, rows: Tensor) -> LoRAInputs:
-        """Return the adapters of a selection of rows, ``rows [R]`` int64."""
+        """Return the adapters for a selection of rows, ``rows [R]`` int64."""
         return replace(self, rows=self.rows[rows])
 
     def on(self, names: Iterable[str]) -> LoRAInputs | None:
-        """Return the matrices of these slices only, or None if there are none."""
+        """Return only the matrices of these slices; None without any."""
         own = [name for name in names if name in self.matrices]
         if not own:
             return None

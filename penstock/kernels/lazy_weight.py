@@ -11,8 +11,8 @@ class LazyWeight(Mapping[str, Tensor]):
     """The tensors of a weight that is not packed yet. The first access packs it.
 
     Until then a back end may multiply by the floats of the parts, which is slower. With a float encoding the
-    results have the same bits. Packing needs memory for a second copy of the weight, and faulting
-    that memory in can take seconds. Deferring it makes the load and the first step faster.
+    results have the same bits. Packing needs memory for a second copy of the weight, and page faults in that
+    memory can take seconds. Deferring it makes the load and the first step faster.
 
     Args:
         parts: the weight as parts of ``[out, in]``, in order. Their memory must stay valid, like that of a

@@ -16,17 +16,19 @@ from torch import Tensor
 from penstock.kernels.encodings import encoding_named
 
 ROW_TILE = 16
-"""Row counts of torch products are padded to a multiple of this: BLAS uses other kernels for few rows than
-for many. MKL on Intel processors needs 16; with 8 rows the bits differ."""
+"""Row counts of torch products are padded to a multiple of this, because BLAS uses different kernels for few
+and many rows. MKL on Intel processors needs 16; with 8 rows the bits differ.
+"""
 
 INPUT_BLOCK = 256
-"""Inputs that one float32 product sums. MKL splits longer sums over its threads on Intel processors, so that
-their bits would depend on the number of threads."""
+"""Maximum number of inputs that one float32 product sums. On Intel processors, MKL splits longer sums over
+its threads, so their bits would depend on the number of threads.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory layout of packed weights. A back end with a layout of its own defines it as a constant."""
+    """The memory layout of packed weights. A back end with a special layout defines it as a constant."""
 
     name: str
     to_rows: Callable[[PackedLinear], Mapping[str, Tensor]]
@@ -68,7 +70,7 @@ class PackedLinear:
 def multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``x [T, in]`` times ``weight [out, in]`` of the same type, plus ``bias [out]``.
 
-    The bits of a row depend on no other row.
+    The bits of a row do not depend on other rows.
     """
     num_rows, in_features = x.shape
     padding = -num_rows % ROW_TILE
@@ -117,7 +119,7 @@ def pack_quantized(
     slices: Sequence[LinearSlice] = (),
     order: Tensor | None = None,  # [in] int32
 ) -> PackedLinear:
-    """Return the layer of a weight that already has the form of its encoding, with ``weight [out, in]``.
+    """Return the layer of a weight that is already encoded, with ``weight [out, in]``.
 
     Raises:
         ConfigError: the encoding is unknown.
@@ -141,7 +143,7 @@ def layer_of(
 
 
 def shape_of(parts: Sequence[Tensor]) -> tuple[int, int]:
-    """Return ``(out, in)`` of a weight in parts that lie below each other."""
+    """Return ``(out, in)`` of a weight given in parts along its outputs."""
     return sum(map(len, parts)), parts[0].shape[1]
 
 

@@ -2,8 +2,8 @@
 
 ``weight`` is uint8 ``[out, ceil(in / 64) * 32]``. Byte ``32 * p + j`` of a row holds the input ``64 * p + j``
 in its low half and ``64 * p + 32 + j`` in its high half. So 32 bytes hold two groups of 32 inputs. Signed
-integers are stored with half of their range added. Inputs after the last one are stored as 0 plus that
-offset. The other tensors are those of `LinearEncoding.pack`.
+integers are stored with an offset of half of their range. Padding is stored as 0 plus that offset. The other
+tensors are those of `LinearEncoding.pack`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.kernels.encodings import LinearEncoding, encoding_named
 from penstock.kernels.linear import Layout, PackedLinear
 
 _PAIR = 64
-"""Inputs of two groups."""
+"""Number of inputs in two groups."""
 
 
 def fits_nibbles(encoding: LinearEncoding) -> bool:
@@ -44,7 +44,7 @@ def to_nibbles(rows: Mapping[str, Tensor], encoding: LinearEncoding) -> dict[str
 def from_nibbles(
     tensors: Mapping[str, Tensor], encoding: LinearEncoding, in_features: int
 ) -> dict[str, Tensor]:
-    """Return exactly what `to_nibbles` converted."""
+    """Invert `to_nibbles` exactly."""
     bytes_of_rows = tensors["weight"]
     pairs = bytes_of_rows.view(len(bytes_of_rows), -1, _PAIR // 2)
     stored = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, :in_features]

@@ -1,9 +1,9 @@
 """The table of operations: its rows are the methods of `penstock.kernels.ops.Ops` marked with `operation`.
 
-A row holds name, signature, what a recorder needs to know, and the C functions that compute the operation on
-a CPU. `operations_of` collects the rows of a class. The names that ``penstock env`` lists, the recorder
-(`penstock.kernels.recording`) and the declarations of the C functions (`penstock.kernels.cpu.library`) all
-follow from it.
+A row holds the name, the signature, the properties for recording, and the C functions that compute the
+operation on a CPU. `operations_of` collects the rows of a class. The names that ``penstock env`` lists, the
+recorder (`penstock.kernels.recording`) and the declarations of the C functions
+(`penstock.kernels.cpu.library`) all follow from it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class CFunction:
     """
 
     arguments: str
-    """The fields in the order of csrc: q int64, P pointer (0 for none), d double, as of `struct`."""
+    """The fields in the order of csrc, in `struct` notation: q int64, P pointer (0 for none), d double."""
     can_be_long: bool = False
-    """Whether large inputs are worth a call that releases the GIL, ``long_<name>``."""
+    """Whether large inputs justify a call that releases the GIL, ``long_<name>``."""
 
 
 @dataclass(frozen=True, slots=True)

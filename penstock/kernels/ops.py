@@ -43,7 +43,7 @@ def _own_adapters(arguments: Arguments) -> Arguments:
 
 
 def _no_bias(arguments: Arguments) -> Arguments:
-    """Refuse a bias of attention: back ends may pad it, which is no operation."""
+    """Refuse a bias of attention: back ends may pad it, which cannot be recorded."""
     if arguments["bias"] is not None:
         raise UnrecordableStepError("a bias of encoder attention")
     return arguments
@@ -58,7 +58,7 @@ def _no_adapters(arguments: Arguments) -> Arguments:
 
 
 class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
-    """The operations of a back end. An instance holds no state of a step and can serve several models."""
+    """The operations of a back end. An instance has no per-step state and can serve several models."""
 
     name: str
     """Name of the back end, as ``penstock env`` prints it."""
@@ -68,7 +68,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
 
     @property
     def packs_weights(self) -> bool:
-        """Whether it has its own layout of packed weights. Weights in that layout can be cached in a file."""
+        """Whether it packs weights into a special layout. Weights in that layout can be cached in a file."""
         return self.layout != ROWS
 
     @property
@@ -77,7 +77,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
         return self.name
 
     def pack_into(self, memory: PrefaultedMemory) -> None:  # optional
-        """Allocate packed weights from this prefaulted memory while it lasts.
+        """Allocate packed weights from this prefaulted memory until it is used up.
 
         Does nothing in a back end that packs no weights in host memory.
         """
@@ -111,7 +111,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
         bias: Tensor | None = None,  # [out]
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        """Pack a weight whose parts stay in memory anyway, such as those of a mapped file; may defer packing.
+        """Pack a weight whose parts stay in memory, such as those of a mapped file. May defer packing.
 
         If the back end can compute without packing, the tensors are a `LazyWeight`, and `linear` multiplies
         by the floats of the parts until they are packed.
@@ -132,7 +132,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     ) -> PackedLinear:
         """Pack a quantised weight: ``weight [out, in]`` and the other tensors of its encoding.
 
-        ``order`` is that of its inputs, see `PackedLinear.order`.
+        ``order`` is the order of its inputs, see `PackedLinear.order`.
 
         Raises:
             ConfigError: the encoding is unknown.
@@ -199,7 +199,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     @operation(functions={"add": CFunction("q 3P 4q")})
     @abstractmethod
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return ``x + y``; both have one shape."""
+        """Return ``x + y``; both have the same shape."""
 
     @operation()
     @abstractmethod
@@ -209,7 +209,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     @operation()
     @abstractmethod
     def clamp(self, x: Tensor, limit: float) -> Tensor:
-        """Return the numbers of ``x [T, F]``, those beyond ``limit`` or ``-limit`` replaced by it."""
+        """Return ``x [T, F]`` clamped to ``-limit..limit``."""
 
     @operation()
     @abstractmethod
@@ -267,8 +267,8 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
         The rows of sequence b are its last positions: row j of n is at ``lengths[b] - n + j``. It attends to
         the keys at or before its position, at most ``kv.window`` of them, and with ``kv.is_chunked`` none
         before the last multiple of the window. Query head h reads kv head
-        ``h // (H / K)``. ``soft_cap`` bounds the scores to ``cap * tanh(score / cap)``. A sink is a further
-        score in the softmax without a value. The softmax is computed in float32.
+        ``h // (H / K)``. ``soft_cap`` bounds the scores to ``cap * tanh(score / cap)``. A sink is an
+        additional score in the softmax, without a value. The softmax is computed in float32.
 
         With ``spans`` row t also attends to the keys after its position and before ``spans.bounds[t, 1]``:
         the tokens of an image attend to each other in both directions. All rows of a span are in the step. A
@@ -276,7 +276,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
         """
 
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks | None:
-        """Return what `encoder_attention` needs of ``row_offsets [B + 1]``, once for all layers of a step.
+        """Return the blocks for `encoder_attention`, computed from ``row_offsets [B + 1]`` once per step.
 
         None in a back end that reads keys and values in place.
         """
@@ -302,8 +302,8 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
         Query head h reads kv head ``h // (H / K)``. Query i sees key j of its sequence if
         ``abs(i - j) <= window``, and, with ``is_causal``, only if ``j <= i``. ``bias[h, j - i + P - 1]`` is
         added to the scaled score; P is at least the length of the longest sequence. Softmax in float32.
-        ``blocks`` is the result of `sequence_blocks`; a back end that needs it computes it otherwise. A
-        recorded step keeps it: it replays batches of sequences of the same lengths.
+        ``blocks`` is the result of `sequence_blocks`; without it, a back end that needs it computes it. A
+        recorded step keeps it, because it replays only batches with the same sequence lengths.
         """
 
     @operation(functions={"gated_activation": CFunction("2q 2P 3q")})
@@ -381,7 +381,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
         """
 
     def implementations(self) -> dict[str, str]:
-        """Return operation -> name of the back end that implements it."""
+        """Return a mapping of each operation to the name of the back end that implements it."""
         return {name: self._owner(name) for name in operations_of(type(self))}
 
     def _owner(self, operation: str) -> str:

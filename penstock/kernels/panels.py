@@ -1,7 +1,7 @@
-"""Panels: weights in the order in which a CPU multiplies them, 64 outputs side by side.
+"""Panels: weights in the order in which a CPU multiplies them, 64 outputs next to each other.
 
-This module defines in torch what the C++ kernels read. All forms are little-endian and contiguous. Outputs
-and inputs are padded with weights of zero. N is the number of outputs, K that of inputs:
+This module defines in torch the layouts that the C++ kernels read. All are little-endian and contiguous.
+Outputs and inputs are padded with zero weights. N is the number of outputs, K the number of inputs:
 
 * `FloatPanels` with 1 term: ``[N / 64, K, 64]``.
 * `FloatPanels` with 2 terms: ``[N / 64, K / 2, 64, 2]``: pairs of inputs, as the dot product instruction
@@ -41,7 +41,7 @@ Tensors = dict[str, Tensor]
 
 
 class PanelLayout(ABC):
-    """How the packed weights of an encoding lie in panels.
+    """The panel layout of the packed weights of an encoding.
 
     Attributes:
         dtype: element type of the tensor ``panels``.
@@ -59,11 +59,11 @@ class PanelLayout(ABC):
 
     @abstractmethod
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
-        """Return exactly what `to_panels` converted."""
+        """Invert `to_panels` exactly."""
 
 
 class FloatPanels(PanelLayout):
-    """Floats, with ``terms`` inputs of an output side by side."""
+    """Floats, with ``terms`` adjacent inputs of an output."""
 
     def __init__(self, dtype: DType, terms: int) -> None:
         self.dtype = dtype
@@ -84,7 +84,7 @@ class FloatPanels(PanelLayout):
 
 
 class Int8Panels(PanelLayout):
-    """8-bit integers, with 4 inputs of an output side by side, and scales."""
+    """8-bit integers, with 4 adjacent inputs of an output, and scales."""
 
     dtype = DType.uint8
 
@@ -152,6 +152,6 @@ def _interleaved(weight: Tensor, terms: int) -> Tensor:
 
 
 def _as_rows(panels: Tensor, out_features: int, in_features: int) -> Tensor:
-    """Return the ``[out, in]`` that `_interleaved` converted."""
+    """Invert `_interleaved`: return ``[out, in]``."""
     rows = panels.transpose(1, 2).flatten(2).flatten(0, 1)
     return rows[:out_features, :in_features].contiguous()

@@ -2,7 +2,7 @@
 
 All integer encodings multiply integers. Weights are quantized at load. Each row of activations is quantized
 when it is used, by its own largest magnitude. The products are added exactly and scaled afterwards, so the
-order of additions cannot change the result and the bits of a row depend on no other row.
+order of additions cannot change the result, and the bits of a row do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ unused) to -9 (clipped to -8). Weights that already lie on such a grid do not ch
 these values."""
 
 MAX_EXTRAS = 15
-"""Maximum number of extra bytes of a quantized row of activations, in addition to one byte per input."""
+"""Maximum number of extra bytes of a quantized row of activations, beyond one byte per input."""
 INPUTS_PER_EXTRA = 32
 """Inputs of a row per extra byte, if the row is short."""
 _RANGES = (1.5, 2, 3, 4, 6, 8, 12, 16)
-"""Multiples of 127 that the largest magnitude of a row of activations may become."""
+"""Multiples of 127 to which the largest magnitude of a row of activations may be scaled."""
 
 _ROWS_PER_SEARCH = 512  # rows of a weight per scale search: some megabytes
 
@@ -75,7 +75,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A kernel represents an integer beyond the range by several bytes in -127..127 that add up to it. A row may
     have `MAX_EXTRAS` such extra bytes; a short row may have one per `INPUTS_PER_EXTRA` inputs. The largest
-    magnitude of a row becomes 127 times the largest of `_RANGES` that stays within this limit.
+    magnitude of a row is scaled to 127 times the largest of `_RANGES` that stays within this limit.
     """
     x = x.float()
     largest = x.abs().amax(-1)
@@ -117,7 +117,7 @@ def _can_scale(largest: Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor, largest: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return integers and scales of ``x [..., n]`` for which its largest magnitudes become ``target [...]``.
+    """Return integers and scales of ``x [..., n]``, such that its largest magnitudes become ``target [...]``.
 
     ``target`` is a tensor because torch divides by a Python number, and divides one, through a reciprocal.
     """
@@ -129,7 +129,7 @@ def _scaled(x: Tensor, largest: Tensor, target: Tensor) -> tuple[Tensor, Tensor]
 def _search_scales(groups: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return the integers and the float16 scales of groups of weights ``[out, G, 32]``.
 
-    A scale from the largest weight of a group is seldom the best one, so each of `_DIVISORS` is tried. For
+    A scale from the largest weight of a group is rarely the best, so each of `_DIVISORS` is tried. For
     the integers q of weights w, and importance h ``[1, G, 32]`` of the inputs, the best scale is ``sum(hwq) /
     sum(hqq)``. The first candidate with the smallest weighted squared error is chosen: the one with the
     largest ``sum(hwq)^2 / sum(hqq)``. A group with a NaN or an infinity gets the scale NaN and integers 0.

@@ -1,16 +1,16 @@
-"""A step as data: which operations ran, in which order, on which tensors.
+"""Records a step as data: its operations, their order and their tensors.
 
-`record` runs a step on another back end and writes down every operation. The resulting `Plan` names each
+`record` runs a step on another back end and records every operation. The resulting `Plan` names each
 tensor by its location, so that a replay needs neither the model nor Python between two operations:
 
 * a *weight* is held by the plan: packed linears, tables, norms, the KV cache, and the matrices of adapters,
   whose contents change in place. The experts of a layer are held as one object: there may be hundreds;
 * an *input* is given to each replay: tokens, positions, block tables, the adapter of each row;
-* every other tensor lies at an offset of the *arena*. Tensors not alive at the same time share memory.
+* every other tensor is at an offset of the *arena*. Tensors with disjoint lifetimes share memory.
 
 A step can be recorded if its model applies only operations and views to activations. The result of any other
-function has no known location and raises `UnrecordableStepError`. Sizes are part of the plan: it replays
-steps of exactly the shapes that it was recorded with.
+function has no known location and raises `UnrecordableStepError`. Sizes are part of the plan: it replays only
+steps of exactly the recorded shapes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class TensorRef:
     """A tensor of a plan: a strided view of a weight, an input or the arena."""
 
     home: str  # "weight", "input" or "arena"
-    index: int  # which weight, input or buffer of the arena
+    index: int  # index of the weight, input or arena buffer
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int  # elements from the start of its home
+    offset: int  # elements from the start of that tensor or buffer
     dtype: torch.dtype
 
 
@@ -58,7 +58,7 @@ class Record:
     results: tuple[TensorRef, ...]
 
     def resolved(self, resolve: Callable[[TensorRef], Tensor]) -> Arguments:
-        """Return the arguments with tensors in place of the references."""
+        """Return the arguments with references replaced by tensors."""
         return {name: _map(value, TensorRef, resolve) for name, value in self.arguments.items()}
 
 
@@ -103,7 +103,7 @@ class Plan:
         def resolve(ref: TensorRef) -> Tensor:
             if ref.home == "arena":
                 home, offset = arena, self.arena_offsets[ref.index] // ref.dtype.itemsize + ref.offset
-            else:  # its storage may hold tensors of several types
+            else:  # its storage may contain tensors of several types
                 home, offset = (self.weights if ref.home == "weight" else inputs)[ref.index], ref.offset
             empty = torch.empty(0, dtype=ref.dtype, device=home.device)
             return empty.set_(home.untyped_storage(), offset, ref.shape, ref.strides)
@@ -116,7 +116,7 @@ def record(ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterabl
 
     Args:
         ops: the back end to run it on.
-        inputs: the tensors that change from step to step, by name.
+        inputs: the tensors that differ between steps, by name.
         step: runs the step on the given operations and returns its results.
 
     Raises:
@@ -163,7 +163,7 @@ class _Recorder:
         return _ref(home, tensor)
 
     def weight(self, tensor: Tensor) -> TensorRef:
-        """Return the reference of a tensor that stays the same from step to step."""
+        """Return the reference of a tensor that is constant over steps."""
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in self._homes:
             self._homes[pointer] = ("weight", len(self.weights))
@@ -171,7 +171,7 @@ class _Recorder:
         return _ref(self._homes[pointer], tensor)
 
     def references(self, value: object) -> object:
-        """Return an argument with a `TensorRef` in place of each tensor that changes from step to step."""
+        """Return an argument in which a `TensorRef` replaces each tensor that differs between steps."""
         if isinstance(value, LayerKV):  # the cache stays in place; block tables and slots change
             known: dict[str, Any] = {
                 "cache": self.weight(value.cache),
@@ -201,7 +201,7 @@ class _Recorder:
 def recording_ops(inner: Ops, recorder: _Recorder) -> Ops:
     """Return operations that run on ``inner`` and are recorded.
 
-    The class is made from the table of operations, so that a new operation needs no code here.
+    The class is generated from the table of operations, so that new operations need no code here.
     """
     methods = {name: _recorded(row, inner, recorder) for name, row in operations_of(type(inner)).items()}
     cls: type[Ops] = type("RecordingOps", (Ops,), {"name": "recording", **methods})
@@ -233,7 +233,7 @@ def _recorded(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., 
 def _place(
     buffers: list[Tensor], records: list[Record], results: tuple[TensorRef, ...]
 ) -> tuple[list[int], int]:
-    """Return the offsets of the buffers in the arena, first fit among those alive together; and its size."""
+    """Return the arena offsets of the buffers (first fit among overlapping lifetimes) and the arena size."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for time, one in enumerate(records):

@@ -1,4 +1,4 @@
-"""The operations of routers: which experts compute a row, and with what weights."""
+"""The operations of routers: the selection of experts for each row, and their weights."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class ScoreRouting:
     """
 
     scores: Literal["softmax", "sigmoid"]
-    """The score: of all logits of the row, or of each logit."""
+    """The score function: over all logits of a row, or of each logit separately."""
     is_normed: bool
     """Whether the scores of the selected experts are divided by their sum."""
     scale: float = 1.0
-    """Factor on the weights."""
+    """Factor of the weights."""
     groups: int = 1
     """Number of groups of consecutive experts. Each row selects groups first, then experts in these
     groups."""
     top_groups: int = 1
     """The number of groups to select: those with the largest sum of their two largest biased scores."""
     min_sum: float = 1e-20
-    """The smallest divisor of the normed weights."""
+    """Lower bound of the divisor of the normalised weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class RoutingOps(ABC):
     ) -> tuple[Tensor, Tensor]:  # [T, top] float32, [T, top] int64
         """Return weights and ids of the ``top`` selected experts of each row.
 
-        The rules that have names select the experts with the largest logits. The weights are a softmax over
-        all N logits (``all``), the same divided by the sum of the selected weights (``all_normed``), or a
+        The named rules select the experts with the largest logits. The weights are a softmax over
+        all N logits (``all``), the same normalised to sum 1 over the selected experts (``all_normed``), or a
         softmax over the selected logits (``chosen``). A NaN ranks as -inf. Only `ScoreRouting` uses ``bias``.
         """
 

@@ -13,19 +13,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SpanPart:
-    """Runs of rows of a step, as sequences of a call of the kernel."""
+    """Runs of rows of a step, which the kernel processes as sequences."""
 
     rows: Tensor  # [R] int64: the rows of the step
     row_offsets: Tensor  # [S + 1] int32
     lengths: Tensor  # [S] int32
-    sequences: Tensor  # [S] int64: the sequence of the step that a run belongs to
+    sequences: Tensor  # [S] int64: the sequence of the step to which a run belongs
     ahead: int
-    """Maximum number of keys after its position that a row sees."""
+    """Maximum number of keys after its position that a row can see."""
 
 
 @dataclass(frozen=True)
 class ImageSpans:
-    """The images that the rows of a step belong to. All layers of the step share it."""
+    """The images to which the rows of a step belong. All layers of the step share this object."""
 
     bounds: Tensor
     """[T, 2] int32: row t belongs to the tokens ``bounds[t, 0]:bounds[t, 1]`` of its sequence. A row of text

@@ -22,7 +22,7 @@ __all__ = ["BACKEND", "load", "variants"]
 
 
 def load() -> CudaOps | None:
-    """Return the operations for the GPUs of this machine; None, with a warning, if they cannot run here."""
+    """Return the operations for the GPUs of this machine; None, with a warning, if they cannot run."""
     from penstock.kernels.cuda.availability import can_run_on_gpu
 
     if not can_run_on_gpu():
@@ -33,7 +33,7 @@ def load() -> CudaOps | None:
 
 
 def variants() -> list[CudaOps]:
-    """Return the operations if they can run here: on a GPU, or on CPU tensors in Triton's interpreter."""
+    """Return the operations if they can run: on a GPU, or on CPU tensors in Triton's interpreter."""
     from penstock.kernels.cuda.availability import can_run_on_gpu, is_interpreted
 
     if not is_interpreted() and not can_run_on_gpu():

@@ -14,11 +14,11 @@ from penstock.kernels.spans import ImageSpans
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SPLIT = 512
-"""Keys of a split. Fixed, because the order of additions depends on it."""
+"""Number of keys per split. It is fixed because the order of additions depends on it."""
 _SMALL_TILE, _LARGE_TILE = 16, 64
 _RAGGED_ROWS = 32
 _NARROW = 128
-"""Head dimensions up to which a tile of keys is wide."""
+"""Largest head dimension for which the wide tile of keys is used."""
 
 
 class CudaAttention(ReferenceOps):
@@ -30,7 +30,7 @@ class CudaAttention(ReferenceOps):
 
     name = "cuda"
     is_deterministic = False
-    """Whether the bits of a row must not depend on the batch, see `Ops.require_determinism`."""
+    """Whether results must be bit-equal in every batch, see `Ops.require_determinism`."""
 
     def attention(
         self,
@@ -101,7 +101,7 @@ class CudaAttention(ReferenceOps):
         return out
 
     def _tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
-        """Return the number of query heads of a tile. With determinism it does not depend on the batch."""
+        """Return the number of query heads of a tile; independent of the batch in deterministic mode."""
         smallest = power_of_two(group, _SMALL_TILE)
         if self.is_deterministic or is_wide or num_rows * group < _LARGE_TILE * num_sequences:
             return smallest

@@ -1,4 +1,4 @@
-"""Whether the programs can run on this machine."""
+"""Checks whether the Triton programs can run on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: all launches of a step as one."""
+"""CUDA graphs of steps: all kernels of a step are launched as one graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.kernels.ops import Ops
 _logger = logging.getLogger(__name__)
 
 _SHARE = 0.05
-"""Share of the device's memory that graphs may take."""
+"""Fraction of the device's memory that graphs may take."""
 
 
 class CudaGraph(Graph):
@@ -52,12 +52,13 @@ class CudaGraph(Graph):
 class CudaGraphCompiler(GraphCompiler):
     """Captures steps in CUDA graphs that share one memory pool, because one step runs at a time.
 
-    A step runs once before it is captured: programs are compiled, and libraries allocate what they keep.
+    A step runs once before it is captured, so that programs are compiled and libraries allocate their
+    buffers.
 
     Args:
         ops: the operations.
         cuda: the functions of `torch.cuda`.
-        max_bytes: memory that all graphs may take; by default a share of the device's.
+        max_bytes: memory that all graphs may take; by default a fraction of the device's memory.
     """
 
     max_rows = 512
@@ -107,6 +108,6 @@ class CudaGraphCompiler(GraphCompiler):
 
 
 def graphs_of(ops: Ops) -> CudaGraphCompiler | None:
-    """Return the compiler of these operations; None if they run on no GPU."""
+    """Return the compiler of these operations; None if they do not run on a GPU."""
     is_usable = isinstance(ops, CudaOps) and torch.cuda.is_available()
     return CudaGraphCompiler(ops) if is_usable else None

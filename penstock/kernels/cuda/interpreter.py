@@ -1,7 +1,8 @@
 """Corrections of Triton's interpreter, in which programs run on CPU tensors with ``TRITON_INTERPRET=1``.
 
-The interpreter holds bfloat16 numbers as integers of their bits. Two of its operations then differ from a
-GPU: a conversion to bfloat16 cuts digits off or keeps the bits, and a matrix product multiplies the bits.
+The interpreter stores bfloat16 numbers as integers with the same bits. Two of its operations therefore differ
+from a GPU: a conversion to bfloat16 truncates or reinterprets the bits, and a matrix product multiplies the
+integers.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _widened(bits: np.ndarray) -> np.ndarray:
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
-    """Return the bits of the nearest bfloat16, of two equally near ones the even one; a NaN stays a NaN."""
+    """Return the bits of the nearest bfloat16, rounding half to even; a NaN stays a NaN."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)

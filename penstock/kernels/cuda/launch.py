@@ -1,4 +1,4 @@
-"""Launches of programs, and the sizes of the device that grids are chosen by."""
+"""Launches programs, and provides the device properties that determine grids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Program(Protocol):
     """A function with `triton.jit`."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        """Return the function that runs the instances of a grid."""
+        """Return the function that runs the program for each element of a grid."""
         ...
 
 
@@ -28,12 +28,12 @@ def launch(
 ) -> None:
     """Run a program on the device of its first argument, which is a tensor.
 
-    Programs are compiled without the fusion of products and sums into one instruction, so that they round as
-    the reference does. Matrix products do not depend on it.
+    Programs are compiled without fused multiply-add, so that they round like the reference. Matrix products
+    do not depend on it.
 
     Args:
         program: the program.
-        grid: its numbers of instances; nothing runs if one is 0.
+        grid: the grid dimensions; nothing runs if one is 0.
         first: its first argument.
         arguments: its other arguments.
         options: its constant arguments, ``num_warps`` and ``num_stages``.
@@ -58,7 +58,7 @@ def num_processors(device: torch.device) -> int:
 
 
 def power_of_two(number: int, at_least: int = 1) -> int:
-    """Return the smallest power of two that is not below the number."""
+    """Return the smallest power of two that is at least the number."""
     return max(1 << max(number - 1, 0).bit_length(), at_least)
 
 

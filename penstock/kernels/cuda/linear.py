@@ -22,8 +22,8 @@ from penstock.kernels.nibbles import NIBBLES, fits_nibbles, to_nibbles
 class CudaLinear(CudaRows):
     """Linear layers and adapters.
 
-    cuBLAS chooses its kernels by the number of rows. With `require_determinism` a Triton program with fixed
-    tiles multiplies floats instead. Products of integers are exact and need no other program.
+    cuBLAS chooses its kernels by the number of rows. After `require_determinism`, a Triton program with fixed
+    tiles multiplies floats instead. Integer products are exact and need no special program.
     """
 
     def require_determinism(self) -> None:
@@ -92,7 +92,7 @@ class CudaLinear(CudaRows):
 
 
 def _for_gpu(packed: PackedLinear) -> PackedLinear:
-    """Return the layer in nibbles if its encoding fits."""
+    """Return the layer packed in nibbles if its encoding fits."""
     kind = encoding_named(packed.encoding)
     if not fits_nibbles(kind):
         return packed

@@ -1,4 +1,4 @@
-"""`CudaOps`: the operations in Triton. What has no program runs as torch operations on the device."""
+"""`CudaOps`: the operations in Triton. Operations without a program run as torch operations on the device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CudaOps(CudaLinear):
         y = self._multiply_grouped(y, weights[1], Groups(in_place, slots.starts, slots.count))
         places = torch.empty_like(slots.rows)
         places[slots.rows] = in_place
-        places, order = places.view(num_rows, top).sort(-1)  # ascending places are ascending ids
+        places, order = places.view(num_rows, top).sort(-1)  # sorted in the order of ids
         shares = topk_weights.gather(1, order)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         columns = min(_COLUMNS, power_of_two(x.shape[1]))
@@ -78,7 +78,7 @@ class CudaOps(CudaLinear):
         return multiply_encoded(x, weights, groups)
 
     def _weights_of(self, packed: PackedExperts) -> tuple[WeightTables, WeightTables] | None:
-        """Return the weights of gates and ups, and of downs; None if no program multiplies them."""
+        """Return the weights of gates and ups, and of downs; None if no program supports them."""
         if packed not in self._experts:
             gate_up, down = (_grouped(linears) for linears in (packed.gate_up, packed.down))
             if gate_up is None or down is None:
@@ -88,5 +88,5 @@ class CudaOps(CudaLinear):
 
 
 def _grouped(linears: tuple[PackedLinear, ...]) -> WeightTables | None:
-    """Return the weights with a table of addresses, also for one expert."""
+    """Return the weights with a table of addresses, even for a single expert."""
     return WeightTables.of(linears if len(linears) > 1 else linears * 2)

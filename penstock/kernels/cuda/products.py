@@ -1,4 +1,4 @@
-"""Products of rows with one packed weight, or with several that each own a part of the rows."""
+"""Products of rows with one packed weight, or of groups of rows with one weight each."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from penstock.kernels.nibbles import NIBBLES, signed_offset
 from penstock.kernels.quantized import INPUTS_PER_EXTRA, MAX_EXTRAS
 
 _INPUTS = 64
-"""Inputs of a tile. Fixed, because the order of additions depends on it."""
+"""Number of inputs per tile. It is fixed because the order of additions depends on it."""
 _FIXED_ROWS = 64
 _MAX_INPUTS = 1 << 15
-"""Longest row that one program quantises."""
+"""Maximum length of a row that one program quantises."""
 _BYTE_SHIFT = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The rows of each group, sorted: row p of the sorted rows is ``rows[p]``."""
+    """The rows sorted by group: row p of the sorted rows is ``rows[p]``."""
 
     rows: Tensor  # [P] int64
     starts: Tensor  # [n + 1] int64: group g has the sorted rows starts[g]:starts[g + 1]
@@ -36,7 +36,7 @@ class Groups:
 
     @classmethod
     def of(cls, group_of_row: Tensor, count: int) -> Groups:
-        """Return the groups of ``group_of_row [P]`` int64; rows of -1 belong to none and come first."""
+        """Return the groups of ``group_of_row [P]`` int64; rows of -1 have no group and come first."""
         ordered, rows = torch.sort(group_of_row, stable=True)
         numbers = torch.arange(count + 1, dtype=ordered.dtype, device=ordered.device)
         return cls(rows, torch.searchsorted(ordered, numbers), count)
@@ -44,7 +44,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class WeightTables:
-    """One weight, or several of one shape and encoding, as the programs read them."""
+    """One weight, or several of the same shape and encoding, in the form that the programs read."""
 
     kind: LinearEncoding
     first: PackedLinear
@@ -53,7 +53,7 @@ class WeightTables:
 
     @classmethod
     def of(cls, linears: Sequence[PackedLinear]) -> WeightTables | None:
-        """Return the weights of layers; None if they differ, or if no program multiplies their encoding."""
+        """Return the weights of layers; None if they differ, or if no program supports their encoding."""
         first, kind = linears[0], encoding_named(linears[0].encoding)
         if any(isinstance(one.tensors, LazyWeight) and one.tensors.parts for one in linears):
             return None
@@ -73,7 +73,7 @@ class WeightTables:
         return cls(kind, first, tables)
 
     def arguments(self, *names: str) -> list[Tensor]:
-        """Return each tensor, followed by the table of its addresses; placeholders if there is none."""
+        """Return each tensor followed by its address table, with placeholders for missing ones."""
         found: list[Tensor] = []
         for name in names:
             weight = self.first.tensors["weight"]
@@ -92,7 +92,7 @@ def multiply_floats(
         x: ``[T, in]``; row ``groups.rows[p]`` of it is multiplied if ``groups`` is given.
         weights: one weight without ``groups``, one per group otherwise.
         groups: the sorted rows.
-        is_deterministic: whether the sizes of tiles must not depend on the number of rows.
+        is_deterministic: whether the sizes of tiles must be independent of the number of rows.
 
     Returns:
         ``[T, out]``, or ``[P, out]`` in the sorted order.
@@ -117,7 +117,7 @@ def multiply_floats(
 
 
 def multiply_encoded(x: Tensor, weights: WeightTables, groups: Groups | None) -> Tensor:
-    """Return the product of rows with weights in an encoding that is not of floats, as `multiply_floats`."""
+    """Return the product of rows with weights in an integer encoding; arguments as in `multiply_floats`."""
     if weights.kind.activation_dtype is None:
         return multiply_floats(x, weights, groups, is_deterministic=True)
     if weights.kind.group_size is None:
@@ -176,7 +176,7 @@ def _multiply_groups(x: Tensor, weights: WeightTables, groups: Groups | None) ->
 
 
 def _is_known(kind: LinearEncoding, packed: PackedLinear) -> bool:
-    """Return whether a program multiplies weights of these properties."""
+    """Return whether a program supports weights with these properties."""
     tensors = packed.tensors
     if packed.layout not in (ROWS, NIBBLES) or not all(one.is_contiguous() for one in tensors.values()):
         return False

@@ -43,8 +43,8 @@ class PinnedCopy(Fetched):
 class CudaQueue(DeviceQueue):
     """Launches work in the current stream.
 
-    A copy to the host waits for the work that was launched before it, in a side stream. The work that is
-    launched later runs meanwhile.
+    A copy to the host waits for the work that was launched before it, in a side stream. Work that is launched
+    later runs concurrently.
 
     Args:
         cuda: the functions of `torch.cuda`.
@@ -68,10 +68,10 @@ class CudaQueue(DeviceQueue):
             done = cuda.Event()
             done.record(self._side)
         if tensor.is_cuda:
-            tensor.record_stream(self._side)  # its memory is not used again before the copy has run
+            tensor.record_stream(self._side)  # the memory is reused only after the copy has run
         return PinnedCopy(host, done)
 
 
 def queue_of(ops: Ops) -> CudaQueue | None:
-    """Return the queue of these operations; None if they run on no GPU."""
+    """Return the queue of these operations; None if they do not run on a GPU."""
     return CudaQueue() if isinstance(ops, CudaOps) and torch.cuda.is_available() else None

@@ -16,16 +16,16 @@ from penstock.kernels.inputs import LayerKV, SamplingInputs
 from penstock.kernels.routing import Routing
 
 _MAX_NORM = 1 << 15
-"""Widest row of a norm: one program holds it in registers."""
+"""Maximum width of a row of a norm, which one program holds in registers."""
 _MAX_EXPERTS = 1024
 _COLUMNS = 1024
-"""Columns of a tile of elementwise programs."""
+"""Columns per tile of elementwise programs."""
 _LOGITS = 4096
-"""Logits that the sampler reads at once."""
+"""Number of logits that the sampler reads at once."""
 
 
 class CudaRows(CudaAttention):
-    """Operations whose result in a row depends on the row only."""
+    """Operations whose result for a row depends only on that row."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not _can_norm(x, weight):

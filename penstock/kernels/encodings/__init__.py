@@ -1,4 +1,4 @@
-"""Weight encodings: how a linear layer stores its weights and how it is multiplied. One file per encoding.
+"""Weight encodings: the stored form of a linear layer's weights, and their product. One file per encoding.
 
 A file of this folder holds one record, ``ENCODING``. Its name is the name of the file. Files whose names
 begin with an underscore are shared by several encodings. No module outside this folder names an encoding,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.kernels.panels import PanelLayout
 
 LayerRole = Literal["linear", "expert", "values", "head"]
-"""What a layer is in a model: any linear layer, one expert of many, attention's values, the output head."""
+"""The role of a layer: any linear layer, an expert, the value projection of attention, or the output head."""
 
 NumberFormat = Literal["float", "integer", "e4m3"]
 """Floats of `storage_dtype`; integers, multiplied as `kernels.quantized` and `kernels.codes` define; or 8-bit
@@ -47,15 +47,15 @@ class LinearEncoding(ABC):
     storage_dtype: DType
     """Element type of the tensor ``weight`` that `pack` returns."""
     bits: int
-    """Bits of one stored weight, without its share of scales."""
+    """Bits of one stored weight, without scales."""
     is_float: bool = False
     """Whether weights are plain floats: the name of the encoding is that of `compute_dtype`."""
     group_size: int | None = None
     """Inputs that share a scale; None if all inputs of an output share one, or if there are no scales."""
     has_zero_points: bool = False
-    """Whether a stored integer other than 0 can stand for the weight 0."""
+    """Whether a stored integer other than 0 can represent the weight 0."""
     numbers: NumberFormat | None = None
-    """How a back end reads the stored weights. None: it calls `multiply`, or unpacks them."""
+    """The form in which a back end reads the stored weights. None: it calls `multiply`, or unpacks them."""
     activation_dtype: DType | None = None
     """Type to which the product quantizes activations; None if it takes them as they are."""
     needs_calibration: bool = False
@@ -64,9 +64,9 @@ class LinearEncoding(ABC):
     """Whether a load may defer packing: to the end of the first step, or, with `needs_calibration`, until
     activation statistics are known."""
     is_deterministic: bool = True
-    """Whether the bits of a row can be made independent of the other rows."""
+    """Whether results of a row can be made bit-equal for all batches."""
     is_internal: bool = False
-    """Whether only single layers use this encoding, in models of another encoding."""
+    """Whether this encoding is used only for some layers of models in another encoding."""
 
     @property
     def panels(self) -> PanelLayout | None:
@@ -80,7 +80,7 @@ class LinearEncoding(ABC):
         return self.num_bytes(size, size) * 8 / size**2
 
     def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
-        """Return the name of the encoding that a layer has in a model of this encoding."""
+        """Return the name of the encoding of a layer in a model of this encoding."""
         return self.name
 
     def on_device(self, device_type: str) -> str:
@@ -89,7 +89,7 @@ class LinearEncoding(ABC):
 
     @abstractmethod
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Return the bytes of a packed weight in panels. In rows it takes at most as many."""
+        """Return the bytes of a packed weight in panels, which is an upper bound for rows."""
 
     @abstractmethod
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -97,19 +97,19 @@ class LinearEncoding(ABC):
 
         Args:
             weight: floats of any type.
-            importance: ``[in]``, above 0: how much the squared errors of the weights of each input count.
-                None: all inputs count the same. Used only by encodings with `needs_calibration`.
+            importance: ``[in]``, above 0: weight of the squared errors of each input. None: all inputs count
+                equally. Used only by encodings with `needs_calibration`.
         """
 
     @property
     def divisible_inputs(self) -> int | None:
-        """Inputs at whose multiples a weight can be cut; None if it can be cut at each."""
+        """Number of inputs at whose multiples a weight can be split; None if it can be split anywhere."""
         return self.group_size
 
     def select_inputs(
         self, name: str, tensors: Mapping[str, Tensor], start: int, stop: int
     ) -> dict[str, Tensor]:
-        """Return the stored form of the inputs ``start`` to ``stop - 1`` of a weight.
+        """Return the stored form of inputs ``start`` to ``stop - 1`` of a weight.
 
         Args:
             name: the name of the layer, for the error.
@@ -134,7 +134,7 @@ class LinearEncoding(ABC):
         return selected
 
     def inputs_per_number(self, key: str) -> int | None:
-        """Return the inputs to which a number of a tensor ``[out, n]`` of `pack` belongs; None for all."""
+        """Return the inputs per element of a tensor ``[out, n]`` of `pack`; None for all inputs."""
         return 1 if key == "weight" else self.group_size
 
     @abstractmethod
@@ -145,7 +145,7 @@ class LinearEncoding(ABC):
     def multiply(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
         """Return ``x [T, in]`` times the weight, plus ``bias [out]``: ``[T, out]`` in the type of x.
 
-        The bits of a row depend on no other row.
+        The bits of a row do not depend on other rows.
         """
 
 
@@ -183,7 +183,7 @@ class EncodingRegistry(Mapping[str, LinearEncoding]):
 
     @contextmanager
     def extended(self, *encodings: LinearEncoding) -> Iterator[None]:
-        """Add encodings for the time of a ``with`` block, in this process only."""
+        """Add encodings within a ``with`` block, in this process only."""
         before = self._added
         self._added = {**before, **{encoding.name: encoding for encoding in encodings}}
         try:

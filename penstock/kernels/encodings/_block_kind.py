@@ -1,4 +1,4 @@
-"""What the encodings of blocks have in common with their arithmetic and their panels."""
+"""The parameters of block encodings, shared with their arithmetic and panels."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ SCALE_BYTES = {"u8": 1, "i8": 1, "f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
 
 @dataclass(frozen=True, slots=True)
 class NumberTable:
-    """The numbers that 16 codes stand for, from -1 to 1."""
+    """The 16 numbers that the codes represent, from -1 to 1."""
 
     numbers: tuple[float, ...]
     steps: int
-    """The product takes the numbers as integers of 16 bits: rounded multiples of ``1 / steps``."""
+    """The product uses the numbers as 16-bit integers: rounded multiples of ``1 / steps``."""
 
 
 class BlockKind:
-    """The sizes and the numbers of a kind of blocks.
+    """The parameters of a kind of blocks.
 
     Args:
         bits: bits of a code.
-        group_size: inputs that share a scale: 16, 32, or those of a unit, whose groups then share it.
+        group_size: inputs that share a scale: 16, 32, or all inputs of a unit.
         scale_type: how a scale is stored.
         min_type: how a minimum is stored; None if there are no minima.
         are_floats: whether codes are E2M1 numbers.
         has_row_scales: whether each output has a further scale.
-        is_centred: whether half of the range is subtracted from codes although there are minima.
+        is_centred: whether half of the range is subtracted from codes although they have minima.
         table: the numbers of the codes, if they are indices.
     """
 
@@ -66,18 +66,18 @@ class BlockKind:
 
     @property
     def has_unit_scales(self) -> bool:
-        """Whether a unit has one scale for each output, after its groups."""
+        """Whether a unit has one scale per output, stored after its groups."""
         return self.scaled_inputs > GROUP
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of 32 inputs of one output: codes, scales and minimum, without what follows the groups."""
-        scales = SCALE_BYTES[self.scale_type] * (GROUP // self.scaled_inputs)  # 0 with scales of units
+        """Bytes of 32 inputs of one output: codes, scales and minimum, without the factors of the unit."""
+        scales = SCALE_BYTES[self.scale_type] * (GROUP // self.scaled_inputs)  # 0 if the unit has the scale
         return GROUP * self.bits // 8 + scales + (SCALE_BYTES[self.min_type] if self.min_type else 0)
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes that follow the groups of a unit of one output: its scale, or factors."""
+        """Bytes per output that follow the groups of a unit: its scale or its factors."""
         if self.has_unit_scales:
             return SCALE_BYTES[self.scale_type]
         return (2 + (2 if self.min_type else 0)) if self.has_superblocks else 0

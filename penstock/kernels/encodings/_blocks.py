@@ -1,11 +1,11 @@
-"""Weights in blocks, as GGUF files and checkpoints of 4-bit numbers store them.
+"""Weights in blocks, as stored by GGUF files and 4-bit checkpoints.
 
 A weight is ``scale * (code - offset) - minimum``. Codes have 4, 5 or 6 bits; those of 4-bit floats are E2M1
 numbers, and those of nf4 and fp4 are indices of a table. ``weight`` holds the codes, uint8 ``[out, in]``.
-``scales`` has one number for ``group_size`` inputs, and ``minima``, if there are any, one for 32 inputs. In
-encodings with superblocks they are small integers, to be multiplied by ``factors`` and ``min_factors``,
-float16 ``[out, ceil(in / 256)]``. ``row_scales``, if there are any, are float32 ``[out]``. All products of
-scales are exact in float32.
+``scales`` has one number per ``group_size`` inputs, and ``minima``, if present, one per 32 inputs. In
+encodings with superblocks they are small integers, multiplied by ``factors`` and ``min_factors``, float16
+``[out, ceil(in / 256)]``. ``row_scales``, if there are any, are float32 ``[out]``. All products of scales are
+exact in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BlockEncoding(LinearEncoding):
 
     Args:
         name: the name of the encoding.
-        kind: the sizes and the numbers of its blocks.
+        kind: the parameters of its blocks.
     """
 
     compute_dtype = DType.bfloat16

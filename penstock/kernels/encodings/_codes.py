@@ -1,9 +1,9 @@
 """Weights as unsigned codes with a zero point and a float16 scale per group of 32 inputs.
 
-GPTQ, AWQ and compressed-tensors checkpoints store such numbers. Their groups of 64, 128 or more inputs are
-several groups of 32 here. A weight is ``(code - zero) * scale * row_scale``. ``weight`` and ``zeros`` are
-uint8, ``[out, in]`` and ``[out, ceil(in / 32)]``. ``scales`` is float16 ``[out, ceil(in / 32)]``.
-``row_scales`` is float32 ``[out]``: powers of two, with which float16 holds scales of every magnitude.
+GPTQ, AWQ and compressed-tensors checkpoints store such numbers. Their groups of 64, 128 or more inputs become
+several groups of 32. A weight is ``(code - zero) * scale * row_scale``. ``weight`` and ``zeros`` are uint8,
+``[out, in]`` and ``[out, ceil(in / 32)]``. ``scales`` is float16 ``[out, ceil(in / 32)]``. ``row_scales`` is
+float32 ``[out]``: powers of two, with which float16 holds scales of every magnitude.
 """
 
 from __future__ import annotations

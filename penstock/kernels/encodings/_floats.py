@@ -20,8 +20,8 @@ class FloatEncoding(LinearEncoding):
 
     Args:
         dtype: the type.
-        panel_terms: inputs of an output that lie side by side in a panel; 0 if there is no panel layout.
-        is_deterministic: whether there is a product whose rows do not depend on each other.
+        panel_terms: number of adjacent inputs of an output in a panel; 0 without a panel layout.
+        is_deterministic: whether a product exists whose rows do not depend on each other.
         replacements: device type -> encoding to use on devices that cannot compute in this type.
     """
 

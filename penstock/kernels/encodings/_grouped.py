@@ -1,6 +1,6 @@
 """Weights as integers of few bits with a float16 scale per group of 32 inputs.
 
-``weight`` is int8 ``[out, in]``, within the range of its bits. ``scales`` is float16
+``weight`` is int8 ``[out, in]``, within the range of ``bits`` bits. ``scales`` is float16
 ``[out, ceil(in / 32)]``, of either sign. Groups: Frantar et al. 2022, arXiv:2210.17323.
 """
 

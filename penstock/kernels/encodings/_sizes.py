@@ -1,4 +1,4 @@
-"""Sizes that the packed forms of all encodings share."""
+"""Sizes shared by the packed forms of all encodings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FP8_GROUP = 128
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below the number."""
+    """Return the smallest multiple that is at least the number."""
     return -(-number // multiple) * multiple
 
 

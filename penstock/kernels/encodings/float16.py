@@ -1,4 +1,4 @@
-"""float16: weights and activations in float16. CPUs have only conversions for it and use bfloat16 instead."""
+"""float16: weights and activations in float16. CPUs only convert it, and use bfloat16 instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp4: 4-bit floats (sign, 2 bits of exponent, 1 of mantissa) with a float32 for 64 inputs, of bitsandbytes.
+"""fp4 of bitsandbytes: 4-bit floats (sign, 2 exponent bits, 1 mantissa bit) with a float32 per 64 inputs.
 
 The numbers are those of E2M1 (`mxfp4`, `nvfp4`) divided by 6, except the smallest: 1 / 192, not 16 / 192.
 """

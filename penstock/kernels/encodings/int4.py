@@ -1,4 +1,4 @@
-"""int4: 4-bit integers in groups of 32; layers that need more bits are int5 or int8."""
+"""int4: 4-bit integers in groups of 32; layers that need more bits use int5 or int8."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from penstock.kernels.encodings import LayerRole
 from penstock.kernels.encodings._grouped import GroupedEncoding
 
 SMALL = 64
-"""Layers with fewer inputs or outputs gain nothing from 4 bits and are packed in int8."""
+"""Layers with fewer inputs or outputs do not benefit from 4 bits and are packed in int8."""
 
 NARROW = 2048
 """Layers with fewer inputs or outputs are packed in int5: small models lose much quality with 4 bits. The
@@ -18,15 +18,15 @@ class Int4Encoding(GroupedEncoding):
 
     @property
     def bits_per_weight(self) -> float:
-        return 5  # int5 layers take half a bit more, int4 layers half a bit less
+        return 5  # int5 layers take half a bit more; pure int4 layers take half a bit less
 
     def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
         """Return int8 for values and the head, otherwise int8, int5 or int4 by the size of the layer.
 
-        Errors of attention's values reach the residual stream undamped. With grouped heads this layer holds a
-        hundredth of the weights, and int8 values remove a third of the quality loss of 4 bits in a trained
-        model. Quality depends most on the output head. An expert is narrow only if both sizes are small,
-        because many narrow experts make a large model.
+        Errors of the value projection reach the residual stream undamped. With grouped-query attention this
+        layer has one percent of the weights, and int8 for it removes a third of the quality loss of 4 bits in
+        a trained model. Quality depends most on the output head. An expert is narrow only if both sizes are
+        small, because many narrow experts make a large model.
         """
         narrowest, widest = sorted((out_features, in_features))
         if role in ("values", "head") or narrowest < SMALL:

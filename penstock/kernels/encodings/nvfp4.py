@@ -1,4 +1,4 @@
-"""nvfp4: 4-bit floats with an 8-bit float for 16 inputs and a float32 for each output."""
+"""nvfp4: 4-bit floats with an 8-bit float per 16 inputs and a float32 per output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""q4_z: 4-bit integers with float16 scales and zero points that are floats, as torchao stores them.
+"""q4_z: 4-bit integers with float16 scales and floating-point zero points, as torchao stores them.
 
 A weight is ``(scale * (code - 8) + zero) * row scale``; ``minima`` holds ``-zero``. Row scales are powers of
 two.

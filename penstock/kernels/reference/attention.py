@@ -2,10 +2,10 @@
 
 A query of an image may also see the keys of its whole image (``spans``).
 
-Keys are processed in whole blocks from position 0. Each block gives the scores, their exponentials, and the
-weighted sum of the values. The results of the blocks are added from left to right, by a cumulative sum, which
-is sequential. A block after the query adds exact zeros. So the bits of a query depend neither on the length
-of its sequence in this step nor on the other queries.
+Keys are processed in whole blocks from position 0. Each block yields scores, their exponentials, and the
+weighted sum of the values. The results of the blocks are added from left to right by a sequential cumulative
+sum. A block after the query adds exact zeros. The bits of a query therefore depend neither on the length of
+its sequence in this step nor on the other queries.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _attend(
     kv_heads, blocks, block_size, _ = keys.shape
     group = heads // kv_heads
     queries = q.float().view(rows, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
-    padding = -queries.shape[1] % 8  # the row tile of the matrix products
+    padding = -queries.shape[1] % 8  # number of padded rows of the matrix products
     queries = F.pad(queries, (0, 0, 0, padding))  # [K, R', D], R' = rows x group, padded
     scores = torch.matmul(queries[:, None], keys.transpose(2, 3)) * scale  # [K, M, R', S]
     if soft_cap is not None:
@@ -92,7 +92,7 @@ def _visible(
     device: torch.device,
 ) -> Tensor:  # [M, R', S] bool
     queries = torch.arange(position, position + rows, device=device).repeat_interleave(group)
-    queries = F.pad(queries, (0, padding), value=position)[None, :, None]  # padding sees what row 0 sees
+    queries = F.pad(queries, (0, padding), value=position)[None, :, None]  # padding sees the keys of row 0
     keys = torch.arange(blocks * block_size, device=device).view(blocks, 1, block_size)
     visible = keys <= queries
     if spans is not None:

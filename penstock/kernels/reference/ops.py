@@ -1,6 +1,6 @@
 """The operations in plain torch. The bits of a row do not depend on the other rows of the batch.
 
-Without these measures they would:
+The following measures ensure this:
 
 * Torch uses other matrix kernels for few rows than for many. Products are padded with zeros to a multiple of
   16 rows (`kernels.linear.ROW_TILE`).
@@ -40,7 +40,7 @@ from penstock.kernels.reference.sampling import sample
 from penstock.kernels.spans import ImageSpans
 
 ROWS_OF_EXPERTS = 1024
-"""Largest number of rows that experts compute at once; bounds the memory of their activations."""
+"""Maximum number of rows that experts compute at once; bounds the memory of their activations."""
 
 
 class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
@@ -239,7 +239,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         counts: Sequence[int],
         lora: LoRAInputs | None,
     ) -> Tensor:  # [P, out]
-        """Multiply the first ``counts[0]`` rows by the first layer, the next ``counts[1]`` by the second."""
+        """Multiply the first ``counts[0]`` rows by the first layer, the next by the second, etc."""
         parts = zip(linears, x.split_with_sizes(counts), rows.split_with_sizes(counts), strict=True)
         return torch.cat([self.linear(part, one, lora=_of_rows(lora, one, own)) for one, part, own in parts])
 
@@ -265,7 +265,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
 
 
 def _of_rows(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:
-    """Return the adapters of these rows; None if no adapter changes this layer."""
+    """Return the adapters of these rows; None if no adapter applies to this layer."""
     if lora is None or not any(part.name in lora.matrices for part in packed.slices):
         return None
     return lora.take(rows)

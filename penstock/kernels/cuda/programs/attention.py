@@ -1,9 +1,9 @@
-"""Attention over the paged cache: a tile of query heads of one kv head, the keys in order, softmax online.
+"""Attention over the paged cache: a tile of query heads per kv head, keys in order, online softmax.
 
-A tile has ROWS rows of a sequence and the GROUP query heads of each that read one kv head. Keys are read in
-tiles whose borders lie at multiples of KEYS from the start of the sequence. A key that a row does not see
-changes neither the row's maximum nor its sums. So the bits of a row do not depend on the other rows of its
-tile, nor on where a prompt is cut.
+A tile has ROWS rows of a sequence, and for each row the GROUP query heads that share one kv head. Tiles of
+keys begin at multiples of KEYS from the start of the sequence. A key that a row does not see changes neither
+the row's maximum nor its sums. The bits of a row therefore depend neither on the other rows of its tile nor
+on the chunks of a prompt.
 
 Keys may be cut into splits of SPLIT keys, at multiples of SPLIT. `attend` computes the splits of a tile one
 after the other, `attend_split` computes each in a separate program, and `merge_splits` adds them up. Both
@@ -47,7 +47,7 @@ def _tile(
     HAS_SPANS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Return the queries of this program's tile and which keys each sees: ``first`` up to before ``last``."""
+    """Return the queries of this program's tile, and the range of keys that each sees, ``first:last``."""
     sequence, row = group_of_tile(row_offsets, tl.program_id(0), num_sequences, ROWS)
     start = tl.load(row_offsets + sequence)
     stop = tl.load(row_offsets + sequence + 1)
@@ -142,9 +142,9 @@ def _attend_keys(
 
 @triton.jit
 def _merge(top, total, out, other_top, other_total, other_out):
-    """Return the sums of two splits, the second one of later keys.
+    """Merge the sums of two splits; the second split has the later keys.
 
-    Written with `fma`, so that no compiler rounds it differently in another program.
+    Written with `fma`, so that the compiler rounds it equally in all programs.
     """
     new_top = tl.maximum(top, other_top)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -158,7 +158,7 @@ def _merge(top, total, out, other_top, other_total, other_out):
 
 @triton.jit
 def _finish(top, total, out, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
-    """Return the attention: the weighted values divided by the sum of exponentials, with the sinks'."""
+    """Return the attention: the weighted values divided by the sum of exponentials, sinks included."""
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
         new_top = tl.maximum(top, sink)

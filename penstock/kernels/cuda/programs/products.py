@@ -2,10 +2,10 @@
 
 A product multiplies the rows of one weight, or of several (GROUPS): row p of the sorted rows belongs to the
 group g with ``starts[g] <= p < starts[g + 1]``, and is multiplied by the weight of g. ``rows[p]`` is its row
-in ``x`` (GATHERS) or in ``out`` (SCATTERS). The weights of the groups lie ``group_stride`` apart, or, with
-POINTERS, at the addresses ``weights[g]``.
+in ``x`` (GATHERS) or in ``out`` (SCATTERS). The weights of consecutive groups are ``group_stride`` apart, or,
+with POINTERS, at the addresses ``weights[g]``.
 
-The inputs of a row are summed in tiles of the same size and in the same order, whatever the other rows are.
+The inputs of a row are summed in tiles of fixed size and in fixed order, independent of the other rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.kernels.cuda.programs.tiles import group_of_tile
 
 @triton.jit
 def _rows_of_tile(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.constexpr):
-    """Return the group of this program's tile, its sorted rows, and which of them exist."""
+    """Return the group of this program's tile, its sorted rows, and the mask of existing rows."""
     if GROUPS:
         group, row = group_of_tile(starts, tl.program_id(0), num_groups, M)
         places = row + tl.arange(0, M)
@@ -42,7 +42,7 @@ def _weight_of(weight, weights, group, group_stride, GROUPS: tl.constexpr, POINT
 
 @triton.jit
 def e4m3_values(codes):
-    """Return 8-bit floats as float32. Their bits are those of a float16 that is 2**8 times too small."""
+    """Return 8-bit floats as float32. Their bits, shifted by 7, are a float16 2**8 times too small."""
     wide = codes.to(tl.uint16)
     halves = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     values = halves.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -189,7 +189,7 @@ def multiply_rows(
         if has_wide:
             at += (sources[:, None] * 0 + num_sources) * in_features
             high += tl.dot(tl.load(x + at, mask=mask, other=0), numbers, out_dtype=tl.int32)
-    # Two sums of float32 size add up in float64, so that the sum is rounded once.
+    # The two sums are added in float64, so that the result is rounded once.
     exact = total.to(tl.float64) + 16.0 * high.to(tl.float64)
     scale = _weight_of(scales, scale_table, group, 0, False, GROUPS)
     factors = tl.load(x_scales + sources, mask=is_row, other=0.0)[:, None]
@@ -272,8 +272,8 @@ def multiply_groups(
     """One tile of a product of integers with a scale per 32 inputs. Grid as `multiply_floats`.
 
     ``x [.., num_groups * 32]`` and ``x_scales [.., num_groups]`` are the results of `quantize_groups`. A row
-    of the weight has ``weight_bytes`` bytes: of each group 32, or of two groups together (IS_NIBBLES), the
-    first in the low halves. A stored byte less SHIFT is an int8. A zero point is a stored byte.
+    of the weight has ``weight_bytes`` bytes: 32 per group, or, with IS_NIBBLES, 32 per two groups, the first
+    group in the low halves. A stored byte minus SHIFT is an int8. Zero points are stored bytes.
     """
     group, places, is_row = _rows_of_tile(starts, num_rows, num_weights, M, GROUPS)
     weight = _weight_of(weight, weights, group, 0, False, GROUPS)

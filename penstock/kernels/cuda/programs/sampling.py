@@ -1,7 +1,7 @@
 """Sampling of one token per row, as `Ops.sample` defines it, in float64 and without sorting.
 
-Tokens are ranked by their logit, equal ones by their id. The rules keep the first tokens of this order, so a
-rule is a smallest kept logit and a number of tokens of exactly this logit. Both are found by bisection over
+Tokens are ranked by logit, then by id. Each rule keeps a prefix of this order, so it is represented by the
+smallest kept logit and the number of kept tokens with exactly this logit. Both are found by bisection over
 the bits of the logits.
 """
 
@@ -40,9 +40,10 @@ def _weights(scores, top, temperature):
 
 @triton.jit
 def _kept(scores, keys, seen, threshold, num_equal):
-    """Return which tokens of a chunk are kept: those above the threshold, and the first equal ones.
+    """Return the mask of kept tokens of a chunk: those above the threshold, and the first ones equal to it.
 
-    ``seen`` is the number of equal ones in the chunks before. Also returns the number after this chunk.
+    ``seen`` is the number of tokens at the threshold in previous chunks. Also returns the number after this
+    chunk.
     """
     is_equal = (keys == threshold) & (scores > float("-inf"))
     ranks = seen + tl.cumsum(is_equal.to(tl.int32), 0) - 1
@@ -144,7 +145,7 @@ def _draw(
 
 @triton.jit
 def _first_k(logits, bitmask, best, top_k, vocabulary, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Return the key of the k-th token and how many tokens of this key belong to the first k."""
+    """Return the key of the k-th token and the number of tokens with this key among the first k."""
     low = tl.full((), -2200000000, tl.int64)
     high = _keys(best)
     while low < high:  # the largest key that at least k tokens reach
@@ -185,7 +186,7 @@ def _first_p(
     )
     low = tl.maximum(threshold, -2200000000)
     high = _keys(best)
-    while low < high:  # the smallest key that keeps tokens: those above it hold less than wanted
+    while low < high:  # the smallest key that keeps tokens: the mass above it is less than wanted
         middle = low + (high - low) // 2
         mass = _mass(
             logits, bitmask, best, temperature, middle, threshold, num_equal, vocabulary, CHUNK, HAS_MASK

@@ -1,4 +1,4 @@
-"""Which group of rows a tile belongs to. Groups are sequences, experts or adapters."""
+"""Maps tiles to groups of rows. Groups are sequences, experts or adapters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def group_of_tile(starts, tile, num_groups, ROWS: tl.constexpr):
     """Return the group that owns a tile of at most ROWS rows, and the tile's first row.
 
     Group g has the rows ``starts[g]:starts[g + 1]``. Its tiles are numbered from ``starts[g] // ROWS + g``. A
-    group of n rows has room for ``n // ROWS + 1`` tiles or more, so that the host need not know the sizes of
-    the groups. A tile whose first row is outside the group is empty.
+    group of n rows gets at least ``n // ROWS + 1`` tiles, so that the host need not know the sizes of the
+    groups. A tile whose first row is outside the group is empty.
     """
     low = tile * 0
     high = low + num_groups - 1
@@ -29,7 +29,7 @@ def group_of_tile(starts, tile, num_groups, ROWS: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Return the hyperbolic tangent; near 0 by its series, where the quotient would lose digits."""
+    """Return the hyperbolic tangent; near 0 by its series, because the quotient loses precision there."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     far = 1 - 2 / (tl.exp(2 * tl.abs(x)) + 1)
