@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,8 +43,9 @@ EMBEDDER = "./all-MiniLM-L6-v2"
 FOLDERS = ("penstock", "tests", "tools", "examples", "benchmarks")
 CLIENT_PACKAGES = {"langchain_openai", "llama_index", "litellm", "pydantic_ai", "instructor"}
 """Packages of docs/clients.md that the tests do not install."""
-NOT_RUN = {"text", "ini", "nginx", "toml", "json", "console"}
-"""Languages of blocks that are not run. Commands of Penstock in sessions are checked."""
+NOT_RUN = {"text", "ini", "nginx", "toml", "json", "console", "javascript"}
+"""Languages of blocks that `test_python` and `test_clients` do not run. Commands in sessions are checked."""
+NODE_PACKAGES = ROOT / "node_modules"
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,18 @@ def test_clients(block: Block, url: str) -> None:
     names = run(block, code)
     if "client" in names:
         names["client"].close()
+
+
+@pytest.mark.parametrize("block", blocks("javascript"), ids=str)
+def test_node_clients(block: Block, url: str, tmp_path: Path) -> None:
+    if shutil.which("node") is None or not (NODE_PACKAGES / "@ai-sdk" / "openai-compatible").exists():
+        pytest.skip("needs node and its packages, see CONTRIBUTING.md")
+    (tmp_path / "node_modules").symlink_to(NODE_PACKAGES)
+    (tmp_path / "client.mjs").write_text(block.code.replace(URL, url))
+    child = subprocess.run(["node", "client.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert child.returncode == 0, child.stderr
+    assert "happy" in child.stdout
+    assert "city" in child.stdout
 
 
 def run(block: Block, code: str) -> dict[str, object]:

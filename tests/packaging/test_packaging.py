@@ -53,7 +53,7 @@ def test_every_extra_is_explained() -> None:
     (everything,) = EXTRAS["all"]
     # xgrammar is an alternative to what `grammar` installs, and asks for triton, 1 GB. So does cuda. Only
     # clusters need ray.
-    apart = {"all", "dev", "docs", "xgrammar", "cuda", "ray"}
+    apart = {"all", "dev", "docs", "browser", "xgrammar", "cuda", "ray"}
     assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == {*EXTRAS} - apart
 
 

@@ -1,5 +1,6 @@
 // A message of the conversation, and the receiver that builds it from the chunks of a stream.
 
+import { ApiError, postStream } from "./api.js";
 import { TokenGroups } from "./tokens.js";
 
 export class Message {
@@ -118,5 +119,27 @@ export class Receiver {
       completion: usage?.completion_tokens ?? null,
       finish: this._finish,
     };
+  }
+}
+
+/**
+ * Requests a response and adds its chunks to a message; calls `onchunk` after each. Returns when it has ended: an error
+ * is then in `message.error`, and a response that `signal` has stopped keeps its text.
+ */
+export async function streamInto(message, request, signal, onchunk) {
+  const receiver = new Receiver(message);
+  // With usage in each chunk, a stopped response has token counts too.
+  const options = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+  try {
+    for await (const chunk of postStream("v1/chat/completions", { ...request, ...options }, signal)) {
+      receiver.take(chunk);
+      onchunk();
+    }
+    receiver.end();
+  } catch (error) {
+    receiver.end(signal.aborted ? "stopped" : "error");
+    if (signal.aborted) return;
+    if (!(error instanceof ApiError)) console.error(error);
+    message.error = error;
   }
 }

@@ -26,6 +26,11 @@ export async function getJson(path) {
   return await decoded(response);
 }
 
+/** Sends a GET request and returns the response as text. */
+export async function getText(path) {
+  return await (await send(path, {})).text();
+}
+
 /** Sends a POST request and returns the decoded response. */
 export async function postJson(path, body, signal) {
   return await decoded(await send(path, jsonPost(body, signal)));

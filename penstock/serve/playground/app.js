@@ -1,21 +1,22 @@
 // Connects the modules: the conversation, one running response at a time, the settings and the panel.
 
-import { Message, Receiver } from "./answer.js";
-import { ApiError, getJson, key, postStream, urlOf } from "./api.js";
+import { Message, streamInto } from "./answer.js";
+import { ApiError, getJson, key } from "./api.js";
+import { CodeDialog } from "./code.js";
+import { CompareView } from "./compare.js";
 import { Conversations } from "./conversations.js";
-import { button, byId, copyText, fitHeight } from "./dom.js";
+import { button, byId, fitHeight } from "./dom.js";
 import { Attachments } from "./images.js";
 import { MessageView } from "./messages.js";
+import { MetricsPage } from "./metrics.js";
+import { Pages } from "./pages.js";
 import { Panel } from "./panel.js";
 import { Settings, WrongSetting } from "./settings.js";
 import { SimilarityView } from "./similarity.js";
 import { SpeechView } from "./speech.js";
-import { curl, python } from "./snippets.js";
 import { hideAlternatives } from "./tokens.js";
 
 const EXAMPLES = ["What is a penstock?", "Tell me a story about a river.", "Write a JSON object that describes a cat."];
-const SNIPPETS = { curl, python };
-const CHAT_ONLY = ["log", "composer", "settings", "show-settings", "show-code", "new-chat", "conversations"];
 const NEAR_END = 80; // pixels; closer to its end, the conversation scrolls with new text
 
 const log = byId("log");
@@ -25,23 +26,38 @@ class App {
   constructor() {
     this._views = [];
     this._running = null; // the AbortController of a running response
-    this._language = "curl";
     this._conversations = new Conversations();
     this._settings = new Settings({ onshade: (shades) => this._shade(shades) });
     this._attachments = new Attachments();
+    const onerror = (error) => this._onError(error);
+    this._compare = new CompareView({
+      settings: this._settings,
+      onerror,
+      onchange: () => this.updateButtons(),
+      onannounce: (text) => this._announce(text),
+    });
+    this._metrics = new MetricsPage({ onerror, onannounce: (text) => this._announce(text) });
+    this._pages = new Pages({ onpage: (page) => this._onPage(page) });
     this._listen();
-    new SimilarityView({ onerror: (error) => this._onError(error) });
-    this._speech = new SpeechView({ onerror: (error) => this._onError(error) });
+    new SimilarityView({ onerror });
+    this._speech = new SpeechView({ onerror });
     this._panel = new Panel({ onstate: (state) => this._onState(state) });
     this._listConversations();
   }
 
   // Actions of the user.
 
-  /** Sends the draft, if any, and requests a response. */
+  /** Sends the draft, if any, and requests a response; on the page for comparisons, two responses. */
   send() {
-    if (this._running) return;
+    if (this._isBusy) return;
     const text = draft.value;
+    if (this._pages.current === "compare") {
+      if (!this._compare.send(text, this._attachments.urls)) return;
+      this._attachments.take();
+      draft.value = "";
+      fitHeight(draft);
+      return;
+    }
     const last = this._views.at(-1)?.message;
     const isNew = text.trim() || this._attachments.urls.length > 0;
     if (!isNew && (!last || last.role === "assistant")) return;
@@ -56,6 +72,11 @@ class App {
 
   stop() {
     this._running?.abort();
+    this._compare.stop();
+  }
+
+  get _isBusy() {
+    return this._running !== null || this._compare.isRunning;
   }
 
   edit(message, text, andAnswer) {
@@ -119,41 +140,20 @@ class App {
   // A response.
 
   async _answer() {
-    const body = {
-      ...this._request(),
-      stream: true,
-      // With usage in each chunk, a stopped response has token counts too.
-      stream_options: { include_usage: true, continuous_usage_stats: true },
-    };
+    const body = this._request();
     const message = new Message("assistant", "", { isLive: true });
     const view = this._add(message);
-    const receiver = new Receiver(message);
     const controller = new AbortController();
     this._running = controller;
     this.updateButtons();
     this._announce("The model is responding.");
-    try {
-      for await (const chunk of postStream("v1/chat/completions", body, controller.signal)) {
-        receiver.take(chunk);
-        this._scheduleSync(view);
-      }
-      receiver.end();
-    } catch (error) {
-      if (controller.signal.aborted) receiver.end("stopped");
-      else this._fail(message, receiver, error);
-    }
+    await streamInto(message, body, controller.signal, () => this._scheduleSync(view));
+    if (message.error) this._onError(message.error);
     this._running = null;
     if (this._views.includes(view)) this._save();
     this._keepScrolled(() => view.shade(this._settings.shades));
     this.updateButtons();
     this._announceEnd(message);
-  }
-
-  _fail(message, receiver, error) {
-    receiver.end("error");
-    if (!(error instanceof ApiError)) console.error(error);
-    message.error = error;
-    this._onError(error);
   }
 
   _onError(error) {
@@ -251,16 +251,17 @@ class App {
   _shade(shades) {
     hideAlternatives();
     this._keepScrolled(() => this._views.forEach((view) => view.shade(shades)));
+    this._compare.shade(shades);
     this.updateButtons();
   }
 
   /** Shows and enables the buttons of the current state. */
   updateButtons() {
-    const isBusy = this._running !== null;
+    const isBusy = this._isBusy;
     byId("empty").hidden = this._views.length > 0;
     byId("send").hidden = isBusy;
     byId("stop-answer").hidden = !isBusy;
-    log.setAttribute("aria-busy", String(isBusy));
+    log.setAttribute("aria-busy", String(this._running !== null));
     this._views.forEach((view, i) => view.place({ isLast: i === this._views.length - 1, isBusy }));
   }
 
@@ -286,10 +287,11 @@ class App {
       if (data.some(({ id }) => id === chosen)) select.value = chosen;
       select.title = `at most ${data[0].max_model_len} tokens, prompt and output together`;
       select.disabled = false;
+      this._compare.setModels(data.map(({ id }) => id));
       byId("key-form").hidden = true;
       byId("forget-key").hidden = !key.get();
-      this._notice("");
-      this._showTask(data[0]);
+      this._models = data;
+      this._showTask();
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (error.status === 401) this._askForKey(error);
@@ -297,18 +299,19 @@ class App {
     }
   }
 
-  /** Shows the chat; for an embeddings model the similarity of texts; for a speech model the player. */
-  _showTask({ task, outputs, input_modalities: inputs }) {
-    this._attachments.enable(inputs.includes("image"));
-    const isEmbedder = task === "embeddings-generation";
-    const speaks = task === "audio-generation";
-    for (const id of CHAT_ONLY) byId(id).hidden = isEmbedder || speaks;
-    byId("speech").hidden = !speaks;
-    if (speaks) this._speech.load().catch((error) => this._onError(error));
-    byId("similarity").hidden = !isEmbedder || !outputs.includes("dense");
-    if (isEmbedder && byId("similarity").hidden) {
-      this._notice("This model scores texts. Use it through /v1/rerank, /v1/score or /classify.");
-    }
+  /** Shows the page of the chosen model's task. */
+  _showTask() {
+    const model = this._models.find(({ id }) => id === byId("model").value);
+    this._attachments.enable(model.input_modalities.includes("image"));
+    this._pages.setModel(model);
+    if (this._pages.kind === "speech") this._speech.load().catch((error) => this._onError(error));
+    const scores = "This model scores texts. Use it through /v1/rerank, /v1/score or /classify.";
+    this._notice(this._pages.kind === "scores" ? scores : "");
+  }
+
+  _onPage(page) {
+    hideAlternatives();
+    this._metrics.show(page === "metrics");
   }
 
   _askForKey(error) {
@@ -344,6 +347,7 @@ class App {
     log.addEventListener("scroll", () => hideAlternatives(), { passive: true });
     byId("stop-answer").addEventListener("click", () => (this.stop(), draft.focus()));
     byId("new-chat").addEventListener("click", () => this.clear());
+    byId("model").addEventListener("change", () => this._showTask());
     byId("conversations").addEventListener("change", () => this._open(byId("conversations").value));
     byId("delete-chat").addEventListener("click", () => {
       this._conversations.remove(this._conversations.current);
@@ -354,38 +358,11 @@ class App {
       key.set(byId("key").value.trim());
       byId("key").value = "";
       this._loadModels();
+      this._metrics.show(this._pages.current === "metrics");
     });
     byId("forget-key").addEventListener("click", () => (key.forget(), this._loadModels()));
     for (const text of EXAMPLES) byId("examples").append(button(text, () => ((draft.value = text), this.send())));
-    this._listenToCode();
-  }
-
-  _listenToCode() {
-    byId("show-code").addEventListener("click", () => {
-      if (!this._checked()) return;
-      this._showCode();
-      byId("code").showModal();
-    });
-    for (const tab of document.querySelectorAll("[data-language]")) {
-      tab.addEventListener("click", () => {
-        this._language = tab.dataset.language;
-        this._showCode();
-      });
-    }
-    byId("copy-code").addEventListener("click", async () => {
-      const isCopied = await copyText(byId("snippet").textContent);
-      byId("copy-code").textContent = isCopied ? "Copied" : "Select it and copy";
-      if (!isCopied) getSelection().selectAllChildren(byId("snippet"));
-    });
-  }
-
-  _showCode() {
-    const base = urlOf("./");
-    byId("snippet").textContent = SNIPPETS[this._language](this._request(true), base);
-    byId("copy-code").textContent = "Copy";
-    for (const tab of document.querySelectorAll("[data-language]")) {
-      tab.setAttribute("aria-pressed", String(tab.dataset.language === this._language));
-    }
+    new CodeDialog({ check: () => this._checked(), request: () => this._request(true) });
   }
 }
 

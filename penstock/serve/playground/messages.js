@@ -32,15 +32,16 @@ class GrowingText {
 /**
  * The article of a message.
  *
- * `actions` are the functions of its buttons: edit(message, text, andAnswer), remove(message),
- * branch(message), regenerate(message), retry(message), sendResults(message, results).
+ * `actions` are the functions of its buttons: edit(message, text, andAnswer), remove(message), branch(message),
+ * regenerate(message), retry(message), sendResults(message, results). Without them the message can only be copied.
  */
 export class MessageView {
-  constructor(message, { actions, shades }) {
+  constructor(message, { actions = null, shades, name = NAMES[message.role] }) {
     this.message = message;
     this._actions = actions;
     this._shades = shades;
-    this.element = make("article", { class: `message ${message.role}`, "aria-label": NAMES[message.role] });
+    this.element = make("article", { class: `message ${message.role}`, "aria-label": name });
+    this._name = name;
     this._build();
   }
 
@@ -91,7 +92,7 @@ export class MessageView {
     this._retry = button("Try again", () => this._actions.retry(message), { class: "quiet" });
     this._numbers = make("p", { class: "numbers" });
     this._acts = make("div", { class: "acts" }, ...this._buttons());
-    const name = message.role === "tool" ? `Tool · ${message.callId}` : NAMES[message.role];
+    const name = message.role === "tool" ? `Tool · ${message.callId}` : this._name;
     this._body = make("div", { class: "body" });
     this._body.append(
       this._waiting,
@@ -123,7 +124,7 @@ export class MessageView {
     ].filter(Boolean);
     this._error.append(make("p", { textContent: error.message }));
     if (facts.length) this._error.append(make("p", { class: "facts", textContent: facts.join(" · ") }));
-    this._error.append(this._retry);
+    if (this._actions) this._error.append(this._retry);
   }
 
   _buttons() {
@@ -132,6 +133,7 @@ export class MessageView {
       copy.textContent = (await copyText(message.text)) ? "Copied" : "Not allowed";
       setTimeout(() => (copy.textContent = "Copy"), 1500);
     });
+    if (!actions) return [copy];
     const regenerate = button("Regenerate", () => actions.regenerate(message));
     return [
       copy,

@@ -1,6 +1,7 @@
 // The live statistics, requested once per second while the page is visible.
 
 import { getJson } from "./api.js";
+import { drawLine } from "./chart.js";
 import { byId } from "./dom.js";
 
 const PERIOD = 1000; // milliseconds
@@ -79,12 +80,8 @@ export class Panel {
   }
 
   _draw() {
-    const scale = Math.max(MIN_SCALE, ...this._rates);
-    const first = HISTORY - this._rates.length;
-    const points = this._rates.map((rate, i) => `${first + i},${(23.5 - (22.5 * rate) / scale).toFixed(2)}`);
-    const [polygon, polyline] = byId("spark").children;
-    polyline.setAttribute("points", points.join(" "));
-    polygon.setAttribute("points", points.length ? `${first},24 ${points.join(" ")} ${HISTORY - 1},24` : "");
+    const max = Math.max(MIN_SCALE, ...this._rates);
+    drawLine(byId("spark"), this._rates, { count: HISTORY, max });
     byId("peak").textContent = this._rates.length ? `peak ${Math.round(Math.max(...this._rates))}` : "";
   }
 

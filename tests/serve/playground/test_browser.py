@@ -1,26 +1,13 @@
-"""The playground in headless Chromium. Needs the package playwright and the program chromium."""
+"""The chat of the playground in headless Chromium. Needs the extra browser and the program chromium."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import shutil
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import pytest
-import uvicorn
-from support.chatting import Chatting, chatting
+from support.browser import READY, names_by_tab, page_of, send, until
 
-from penstock.serve.app import create_app
 from penstock.testing import FakePipeline
-
-playwright = pytest.importorskip("playwright.async_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 
 MARKDOWN = """# Title
 
@@ -40,60 +27,6 @@ print("<b>")
 
 <img src=x onerror=alert(1)> [bad](javascript:alert(1))
 """
-
-FOCUSED = """() => {
-  const e = document.activeElement;
-  const labels = [...(e.labels ?? [])].map((one) => one.textContent).join(" ");
-  return [e.tagName, (e.getAttribute("aria-label") || labels || e.textContent || "").trim(), e.id];
-}"""
-"""Returns tag, name and id of the element that has the focus."""
-
-
-@asynccontextmanager
-async def page_of(pipeline: FakePipeline, expected: str = "nothing") -> AsyncIterator[tuple[Any, Chatting]]:
-    """Open the playground of a server. The test fails if the page reports an error other than `expected`."""
-    async with chatting(pipeline) as chat:
-        chat.services.gate.open()
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(create_app(chat.services), log_config=None))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        problems: list[str] = []
-        try:
-            async with playwright.async_playwright() as driver:
-                browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-                page = await browser.new_page()
-                page.on("pageerror", lambda error: problems.append(str(error)))
-                page.on("console", lambda one: problems.append(one.text) if one.type == "error" else None)
-                await page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/")
-                await until(page, READY)
-                yield page, chat
-                await browser.close()
-        finally:
-            server.should_exit = True
-            await serving
-        assert not [one for one in problems if expected not in one]
-
-
-READY = "document.getElementById('model').value === 'demo'"
-
-
-async def until(page: Any, condition: str) -> None:
-    """Wait until an expression is true. The policy of the page forbids Playwright's own function for this."""
-    async with asyncio.timeout(30):
-        while not await page.evaluate(condition):
-            await asyncio.sleep(0.02)
-
-
-async def send(page: Any, text: str) -> None:
-    """Send a message and wait for the end of the answer."""
-    count = await page.locator("article.assistant").count()
-    await page.fill("#draft", text)
-    await page.press("#draft", "Enter")
-    await until(
-        page,
-        f"document.querySelectorAll('article.assistant').length === {count + 1}"
-        " && document.getElementById('stop-answer').hidden",
-    )
 
 
 async def test_markdown() -> None:
@@ -168,19 +101,12 @@ async def test_json_schema() -> None:
         await page.wait_for_selector("article .error p")  # this server has no grammars
 
 
-async def test_the_page_by_keyboard(tmp_path: Path) -> None:
+async def test_the_page_by_keyboard() -> None:
     """Each control that can be reached by Tab has a name for screen readers."""
     async with page_of(FakePipeline.saying("Hello.")) as (page, _chat):
         await send(page, "Hi")
         await page.click("#new-chat")
         await send(page, "Again")
-        await page.screenshot(path=tmp_path / "page.png")
-        await page.evaluate("document.activeElement.blur()")
-        seen: list[tuple[str, str]] = []
-        for _step in range(80):
-            await page.keyboard.press("Tab")
-            found = await page.evaluate(FOCUSED)
-            if found[0] != "BODY":
-                seen.append((found[2], found[1]))
+        seen = await names_by_tab(page)
         assert {"conversations", "delete-chat", "new-chat", "draft", "model"} <= {name for name, _ in seen}
         assert all(label for _, label in seen), seen

@@ -118,9 +118,9 @@ def test_all_modules_and_elements_are_served() -> None:
     assert paths <= set(assets())
     page = assets()["/"].content.decode()
     ids = set(re.findall(r'id="([\w-]+)"', page))
-    app = (PLAYGROUND / "app.js").read_text()
-    chat_only = re.search(r"CHAT_ONLY = (\[.*\]);", app)
-    assert chat_only is not None
-    assert set(json.loads(chat_only[1])) <= ids
+    pages = (PLAYGROUND / "pages.js").read_text()
+    parts = re.findall(r"^  \w+: (\[.*\]),$", pages, flags=re.MULTILINE)
+    assert len(parts) == 6
+    assert {one for part in parts for one in json.loads(part)} <= ids
     for path in PLAYGROUND.glob("*.js"):
         assert set(re.findall(r'byId\("([\w-]+)"\)', path.read_text())) <= ids, path.name

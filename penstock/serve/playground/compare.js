@@ -1,0 +1,180 @@
+// The page that sends one prompt with two settings and shows both answers side by side.
+
+import { Message, streamInto } from "./answer.js";
+import { byId, make } from "./dom.js";
+import { MessageView } from "./messages.js";
+import { WrongSetting } from "./settings.js";
+
+/** The number fields of a side: label and the attributes of the control. */
+const FIELDS = {
+  temperature: { label: "Temperature", min: 0, max: 2, step: "any" },
+  top_p: { label: "Top p", min: 0, max: 1, step: "any" },
+  max_completion_tokens: { label: "Max tokens", min: 1, step: 1 },
+  seed: { label: "Seed", min: -Number.MAX_SAFE_INTEGER, max: Number.MAX_SAFE_INTEGER, step: 1 },
+};
+
+/** Returns the index of the first character in which two texts differ; -1 if they are equal. */
+export function firstDifference(a, b) {
+  const [first, second] = [[...a], [...b]];
+  const at = first.findIndex((one, i) => one !== second[i]);
+  if (at >= 0) return at;
+  return first.length === second.length ? -1 : first.length;
+}
+
+/** One of the two settings, and its answer. */
+class Side {
+  constructor(name, settings) {
+    this.name = name;
+    this._settings = settings;
+    this._view = null;
+    this._model = make("select", {});
+    this._system = make("textarea", { rows: 2, placeholder: "as in the settings" });
+    this._numbers = Object.entries(FIELDS).map(([field, { label, ...limits }]) => {
+      const input = make("input", { type: "number", placeholder: "as in the settings", ...limits });
+      return { field, label, input };
+    });
+    this._answer = make("div", { class: "side-answer" });
+    const labels = this._numbers.map(({ label, input }) => make("label", {}, label, input));
+    const form = make(
+      "form",
+      { class: "side-settings", "aria-label": `Settings of ${name}`, onsubmit: (event) => event.preventDefault() },
+      make("label", { class: "wide" }, "Model", this._model),
+      make("label", { class: "wide" }, "System prompt", this._system),
+      make("div", { class: "grid" }, ...labels),
+    );
+    form.noValidate = true;
+    const title = make("h2", { textContent: name });
+    this.element = make("section", { class: "side", "aria-label": `Side ${name}` }, title, form, this._answer);
+  }
+
+  get message() {
+    return this._view?.message ?? null;
+  }
+
+  setModels(names) {
+    const chosen = this._model.value;
+    const same = new Option("as in the header", "");
+    this._model.replaceChildren(same, ...names.map((name) => new Option(name, name)));
+    if (names.includes(chosen)) this._model.value = chosen;
+  }
+
+  /** Returns the request; a control that is empty has the value of the settings. Throws `WrongSetting`. */
+  request(messages) {
+    const body = this._settings.request(messages);
+    if (this._model.value) body.model = this._model.value;
+    const system = this._system.value;
+    if (system.trim()) body.messages = [{ role: "system", content: system }, ...messages];
+    for (const { field, input } of this._numbers) {
+      if (!input.checkValidity()) {
+        input.reportValidity();
+        throw new WrongSetting(input.validationMessage);
+      }
+      if (input.value !== "") body[field] = input.valueAsNumber;
+    }
+    return body;
+  }
+
+  /** Requests an answer and shows it as it arrives. */
+  async answer(body, signal) {
+    const message = new Message("assistant", "", { isLive: true });
+    const view = new MessageView(message, { shades: this._settings.shades, name: `Answer ${this.name}` });
+    this._view = view;
+    this._answer.replaceChildren(view.element);
+    let isDue = false;
+    await streamInto(message, body, signal, () => {
+      if (isDue) return;
+      isDue = true;
+      requestAnimationFrame(() => {
+        isDue = false;
+        if (message.isLive) view.sync();
+      });
+    });
+    view.shade(this._settings.shades);
+    return message;
+  }
+
+  shade(shades) {
+    if (this._view && !this.message.isLive) this._view.shade(shades);
+  }
+}
+
+export class CompareView {
+  /**
+   * `settings` are the controls that both sides share, `onerror(error)` is called for a failed answer, `onchange()` when
+   * the answers begin or have ended, and `onannounce(text)` for screen readers.
+   */
+  constructor({ settings, onerror, onchange, onannounce }) {
+    Object.assign(this, { _onerror: onerror, _onchange: onchange, _onannounce: onannounce });
+    this._running = null; // the AbortController of both requests
+    this._last = null;
+    this._sides = ["A", "B"].map((name) => new Side(name, settings));
+    byId("compare-sides").append(...this._sides.map((side) => side.element));
+  }
+
+  get isRunning() {
+    return this._running !== null;
+  }
+
+  setModels(names) {
+    this._sides.forEach((side) => side.setModels(names));
+  }
+
+  shade(shades) {
+    this._sides.forEach((side) => side.shade(shades));
+  }
+
+  /** Sends a prompt, without text and images the last one, to both sides. Returns whether it was sent. */
+  send(text, images) {
+    const prompt = text.trim() || images.length ? new Message("user", text, { images: [...images] }) : this._last;
+    if (!prompt || this.isRunning) return false;
+    let bodies;
+    try {
+      bodies = this._sides.map((side) => side.request([prompt.toRequest()]));
+    } catch (error) {
+      if (!(error instanceof WrongSetting)) throw error;
+      return false;
+    }
+    this._last = prompt;
+    this._run(prompt, bodies);
+    return true;
+  }
+
+  /** Stops both answers. */
+  stop() {
+    this._running?.abort();
+  }
+
+  async _run(prompt, bodies) {
+    this._running = new AbortController();
+    byId("compare-empty").hidden = true;
+    byId("compare-note").textContent = "";
+    byId("compare-prompt").replaceChildren(new MessageView(prompt, { shades: false, name: "Prompt" }).element);
+    this._busy();
+    this._onannounce("Both answers are being generated.");
+    await Promise.all(this._sides.map((side, i) => this._answer(side, bodies[i])));
+    this._running = null;
+    this._busy();
+    this._note();
+  }
+
+  async _answer(side, body) {
+    const { error, numbers } = await side.answer(body, this._running.signal);
+    if (error) this._onerror(error);
+    const end = error ? `failed: ${error.message}` : `has ended, ${numbers?.completion ?? 0} tokens.`;
+    this._onannounce(`Answer ${side.name} ${end}`);
+  }
+
+  _busy() {
+    byId("compare-sides").setAttribute("aria-busy", String(this.isRunning));
+    this._onchange();
+  }
+
+  /** Says whether the answers are equal. */
+  _note() {
+    const [a, b] = this._sides.map((side) => side.message);
+    if (a.error || b.error) return;
+    const at = firstDifference(a.text, b.text);
+    byId("compare-note").textContent =
+      at < 0 ? "Both answers have the same text." : `The answers differ from character ${at + 1} on.`;
+  }
+}

@@ -1,0 +1,153 @@
+// The page of live metrics, read from /metrics every second while it is visible.
+
+import { ApiError, getText } from "./api.js";
+import { drawLine } from "./chart.js";
+import { byId, make } from "./dom.js";
+import { Scrape, growth, quantile } from "./prometheus.js";
+
+const PERIOD = 1000; // milliseconds between two scrapes
+const HISTORY = 60; // scrapes that are kept: the last minute
+const ANNOUNCE_EVERY = 15; // scrapes between two announcements
+const MIN_RATE = 10; // tokens/s: minimum upper end of the chart
+
+const count = (value) => Math.round(value).toLocaleString("en");
+const rate = (value, unit) => `${value < 10 ? value.toFixed(1) : count(value)} ${unit}/s`;
+const percent = (part) => `${(100 * part).toFixed(part > 0 && part < 0.1 ? 1 : 0)} %`;
+
+/** Returns a duration with its unit. */
+export function duration(seconds) {
+  if (seconds === null) return "–";
+  if (seconds < 0.01) return `${(1000 * seconds).toFixed(1)} ms`;
+  return seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`;
+}
+
+/** A counter: its rate in the last minute, and its value since the start. */
+const counter = (label, name, unit) => ({
+  label,
+  recent: (now, before, seconds) => (seconds ? rate(growth(now, before, name) / seconds, unit) : "–"),
+  total: (now) => `${count(now.sum(name))} ${unit}`,
+});
+
+/** A histogram of durations: its median and its 95th percentile. */
+function durations(label, name) {
+  const text = (now, before) => {
+    const [half, most] = [0.5, 0.95].map((part) => quantile(now, before, name, part));
+    return half === null ? "–" : `${duration(half)}, 95 % below ${duration(most)}`;
+  };
+  return { label, recent: (now, before, seconds) => (seconds ? text(now, before) : "–"), total: (now) => text(now, null) };
+}
+
+/** Returns the part of prompt tokens that the prefix cache had. */
+function hitRate(now, before) {
+  const queries = growth(now, before, "penstock_prefix_cache_queries_total");
+  return queries ? percent(growth(now, before, "penstock_prefix_cache_hits_total") / queries) : "–";
+}
+
+const ROWS = [
+  counter("Output throughput", "penstock_generated_tokens_total", "tokens"),
+  counter("Prompt throughput", "penstock_prefilled_tokens_total", "tokens"),
+  counter("Answers that ended", "penstock_finished_total", "answers"),
+  durations("Time to first token, median", "penstock_time_to_first_token_seconds"),
+  durations("Inter-token latency, median", "penstock_inter_token_seconds"),
+  durations("Time in the queue, median", "penstock_queue_seconds"),
+  {
+    label: "Prefix cache hit rate",
+    recent: (now, before, seconds) => (seconds ? hitRate(now, before) : "–"),
+    total: (now) => hitRate(now, null),
+  },
+  counter("Preemptions", "penstock_preemptions_total", "requests"),
+];
+
+/** Returns the used part of the KV cache, 0 to 1. */
+const kvUse = (now) => now.sum("penstock_kv_blocks_used") / (now.sum("penstock_kv_blocks") || 1);
+
+export class MetricsPage {
+  /** `onerror(error)` is called when the server refuses the request, `onannounce(text)` for screen readers. */
+  constructor({ onerror, onannounce }) {
+    Object.assign(this, { _onerror: onerror, _onannounce: onannounce });
+    this._isShown = false;
+    this._timer = null;
+    this._round = 0; // rounds of requests; one that is outdated is dropped
+    this._scrapes = [];
+    this._num = 0;
+    this._cells = ROWS.map(({ label }) => {
+      const cells = [make("td", { textContent: "–" }), make("td", { textContent: "–" })];
+      byId("metrics-rows").append(make("tr", {}, make("th", { scope: "row", textContent: label }), ...cells));
+      return cells;
+    });
+    document.addEventListener("visibilitychange", () => this._restart());
+  }
+
+  /** Begins or ends the requests. After an error it has to be called again. */
+  show(isShown) {
+    this._isShown = isShown;
+    this._restart();
+  }
+
+  _restart() {
+    clearTimeout(this._timer);
+    this._round += 1;
+    if (this._isShown && document.visibilityState === "visible") this._ask(this._round);
+  }
+
+  async _ask(round) {
+    try {
+      const text = await getText("metrics");
+      if (round !== this._round) return;
+      byId("metrics-error").textContent = "";
+      this._add(new Scrape(text, performance.now() / 1000));
+    } catch (error) {
+      if (round !== this._round) return;
+      if (!(error instanceof ApiError)) throw error;
+      this._scrapes = []; // a server that has been restarted counts from 0
+      if (byId("metrics-error").textContent !== error.message) byId("metrics-error").textContent = error.message;
+      if (error.status === 401) return this._onerror(error); // goes on when there is a key
+    }
+    this._timer = setTimeout(() => this._ask(round), PERIOD);
+  }
+
+  _add(now) {
+    const last = this._scrapes.at(-1);
+    this._scrapes = [...this._scrapes, now].filter((one) => now.seconds - one.seconds <= HISTORY * (PERIOD / 1000) + 1);
+    const [before] = this._scrapes;
+    const seconds = now.seconds - before.seconds;
+    ROWS.forEach(({ recent, total }, i) => {
+      this._cells[i][0].textContent = recent(now, before, seconds);
+      this._cells[i][1].textContent = total(now);
+    });
+    this._showNow(now, last);
+    this._draw();
+    if (this._num++ % ANNOUNCE_EVERY === 0 && byId("metrics-announce").checked) this._announce();
+  }
+
+  /** Shows the figures of this moment. */
+  _showNow(now, last) {
+    const tokens = last ? growth(now, last, "penstock_generated_tokens_total") / (now.seconds - last.seconds) : null;
+    byId("metrics-tokens").textContent = tokens === null ? "–" : rate(tokens, "tokens");
+    byId("metrics-running").textContent = count(now.sum("penstock_requests_running"));
+    byId("metrics-waiting").textContent = count(now.sum("penstock_requests_waiting"));
+    const all = now.sum("penstock_kv_blocks");
+    byId("metrics-kv").textContent = all ? `${percent(kvUse(now))} of ${count(all)} blocks` : "no cache";
+  }
+
+  _draw() {
+    const pairs = this._scrapes.slice(1).map((now, i) => [now, this._scrapes[i]]);
+    const rates = pairs.map(([now, old]) => growth(now, old, "penstock_generated_tokens_total") / (now.seconds - old.seconds));
+    const highest = Math.max(0, ...rates);
+    drawLine(byId("metrics-rate-line"), rates.slice(-HISTORY), { count: HISTORY, max: Math.max(MIN_RATE, highest) });
+    byId("metrics-rate-line").setAttribute("aria-label", `Output throughput in the last minute, at most ${rate(highest, "tokens")}`);
+    byId("metrics-rate-note").textContent = `at most ${rate(highest, "tokens")}`;
+    const uses = this._scrapes.map(kvUse).slice(-HISTORY);
+    drawLine(byId("metrics-kv-line"), uses, { count: HISTORY, max: 1 });
+    const most = percent(Math.max(...uses));
+    byId("metrics-kv-line").setAttribute("aria-label", `KV cache use in the last minute, at most ${most}`);
+    byId("metrics-kv-note").textContent = `at most ${most}`;
+  }
+
+  _announce() {
+    const text = (id) => byId(id).textContent;
+    this._onannounce(
+      `${text("metrics-tokens")}, ${text("metrics-running")} running, ${text("metrics-waiting")} waiting, KV cache ${text("metrics-kv")}.`,
+    );
+  }
+}

@@ -1,0 +1,68 @@
+// The pages of the playground: the page of the model's task, the comparison of two settings, and the metrics.
+// The fragment of the address names the page, so that a page can be linked and the Back button works.
+
+import { byId } from "./dom.js";
+
+const NAMES = ["chat", "compare", "metrics"];
+const TITLES = { chat: "Chat", similarity: "Similarity", speech: "Speech", scores: "Model" };
+
+/** The parts of each kind of page. All other parts of this list are hidden. */
+const PARTS = {
+  chat: ["log", "chat-tools", "composer", "settings", "show-settings", "panel"],
+  compare: ["compare", "composer", "settings", "show-settings", "panel"],
+  metrics: ["metrics"],
+  similarity: ["similarity", "panel"],
+  speech: ["speech", "panel"],
+  scores: ["panel"],
+};
+
+/** The target of the link to the main content. */
+const FIRST = { similarity: "similarity-texts", speech: "speech-text", metrics: "metrics", scores: "model" };
+
+export class Pages {
+  /** `onpage(name)` is called when the page changes. */
+  constructor({ onpage }) {
+    this._onpage = onpage;
+    this.current = "chat"; // chat, which is the page of the model's task, compare or metrics
+    this.kind = "chat"; // the page of the model's task: chat, similarity, speech, scores
+    window.addEventListener("hashchange", () => this._follow());
+    this._follow();
+    this._show();
+  }
+
+  /** Chooses the page of a model's task. */
+  setModel({ task, outputs }) {
+    this.kind = "chat";
+    if (task === "audio-generation") this.kind = "speech";
+    if (task === "embeddings-generation") this.kind = outputs.includes("dense") ? "similarity" : "scores";
+    if (this.current === "compare" && this.kind !== "chat") this._open("chat");
+    else this._show();
+  }
+
+  _follow() {
+    const name = location.hash.slice(1);
+    if (name === "compare" && this.kind !== "chat") return;
+    if (NAMES.includes(name) && name !== this.current) this._open(name);
+  }
+
+  _open(name) {
+    this.current = name;
+    this._show();
+    this._onpage(name);
+  }
+
+  _show() {
+    const kind = this.current === "chat" ? this.kind : this.current;
+    for (const id of new Set(Object.values(PARTS).flat())) byId(id).hidden = !PARTS[kind].includes(id);
+    for (const link of document.querySelectorAll("a[data-page]")) {
+      const isCurrent = link.dataset.page === this.current;
+      if (isCurrent) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+      if (link.dataset.page === "chat") link.textContent = TITLES[this.kind];
+      if (link.dataset.page === "compare") link.hidden = this.kind !== "chat";
+    }
+    byId("skip").setAttribute("href", `#${FIRST[kind] ?? "draft"}`);
+    document.body.dataset.page = kind;
+    document.title = kind === "chat" ? "Penstock" : `Penstock: ${kind}`;
+  }
+}

@@ -1,0 +1,63 @@
+// Prometheus' text format: the values of a scrape, and rates and quantiles between two scrapes.
+
+const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/;
+const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
+const SPECIAL = { "+Inf": Infinity, "-Inf": -Infinity };
+
+/** The values of one scrape, taken at `seconds`. */
+export class Scrape {
+  constructor(text, seconds) {
+    this.seconds = seconds;
+    this._series = new Map(); // name -> [{labels, value}]
+    for (const line of text.split("\n")) {
+      const found = LINE.exec(line);
+      if (!found) continue;
+      const [, name, inner, number] = found;
+      const labels = Object.fromEntries([...(inner ?? "").matchAll(LABEL)].map(([, key, value]) => [key, value]));
+      if (!this._series.has(name)) this._series.set(name, []);
+      this._series.get(name).push({ labels, value: SPECIAL[number] ?? Number(number) });
+    }
+  }
+
+  /** Returns the sum of a metric over its labels; 0 if it does not exist. */
+  sum(name) {
+    return (this._series.get(name) ?? []).reduce((total, one) => total + one.value, 0);
+  }
+
+  /** Returns the cumulative counts of a histogram by upper bound, summed over other labels. */
+  buckets(name) {
+    const counts = new Map();
+    for (const { labels, value } of this._series.get(`${name}_bucket`) ?? []) {
+      const bound = SPECIAL[labels.le] ?? Number(labels.le);
+      counts.set(bound, (counts.get(bound) ?? 0) + value);
+    }
+    return [...counts].sort(([a], [b]) => a - b);
+  }
+}
+
+/** Returns how much a counter has grown since `before`, or since the start if that is null or was of another worker. */
+export function growth(now, before, name) {
+  const [end, begin] = [now.sum(name), before?.sum(name) ?? 0];
+  return end < begin ? end : end - begin;
+}
+
+/**
+ * Returns a quantile of the values that a histogram has counted since `before`, or since the start if that is null;
+ * null without values. Values are spread evenly within a bucket. In the last bucket, which has no upper bound, the
+ * result is the lower bound.
+ */
+export function quantile(now, before, name, part) {
+  const old = new Map(before?.buckets(name) ?? []);
+  const buckets = now.buckets(name).map(([bound, count]) => [bound, count - (old.get(bound) ?? 0)]);
+  const total = buckets.at(-1)?.[1] ?? 0;
+  if (total <= 0) return null;
+  const rank = part * total;
+  let [low, below] = [0, 0];
+  for (const [bound, count] of buckets) {
+    if (count >= rank && count > below) {
+      return bound === Infinity ? low : low + ((bound - low) * (rank - below)) / (count - below);
+    }
+    [low, below] = [bound, count];
+  }
+  return low;
+}

@@ -1,0 +1,66 @@
+"""The requests of the AI SDK (`@ai-sdk/openai-compatible`), and what it reads of the answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+from support.chatting import events_of
+from support.server_process import ServerProcess
+
+HELLO = {"model": "demo", "max_tokens": 16, "messages": [{"role": "user", "content": "Say hello."}]}
+SCHEMA = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 10}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "weather", "parameters": SCHEMA}}
+
+
+def answer_of(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]:
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_text(server: ServerProcess) -> None:
+    answer = answer_of(server, HELLO)
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    usage = answer["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    text = httpx.post(f"{server.url}/v1/chat/completions", json=HELLO | more, timeout=60).text
+    *chunks, end = events_of(text)
+    assert end == "[DONE]"
+    joined = "".join(one["delta"].get("content") or "" for chunk in chunks for one in chunk["choices"])
+    assert joined == answer["choices"][0]["message"]["content"]
+    assert chunks[-1]["usage"]["completion_tokens"] == usage["completion_tokens"]
+
+
+def test_an_object(server: ServerProcess) -> None:
+    named = {"schema": SCHEMA, "strict": True, "name": "response"}
+    body = HELLO | {"max_tokens": 64, "response_format": {"type": "json_schema", "json_schema": named}}
+    found = json.loads(answer_of(server, body)["choices"][0]["message"]["content"])
+    assert [*found] == ["city"]
+    assert len(found["city"]) <= 10
+
+
+def test_tools(server: ServerProcess) -> None:
+    asked = {"model": "demo", "max_tokens": 64, "messages": [QUESTION], "tools": [TOOL]}
+    [call] = answer_of(server, asked | {"tool_choice": "required"})["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert [*json.loads(call["function"]["arguments"])] == ["city"]
+    sent = {"id": call["id"], "type": "function", "function": call["function"]}
+    results = [
+        {"role": "assistant", "content": None, "tool_calls": [sent]},
+        {"role": "tool", "tool_call_id": call["id"], "content": json.dumps({"degrees": 18})},
+    ]
+    answer = answer_of(server, asked | {"messages": [QUESTION, *results], "tool_choice": "auto"})
+    assert answer["choices"][0]["finish_reason"] in ("stop", "tool_calls", "length")

@@ -1,0 +1,207 @@
+"""The comparison and the metrics of the playground in headless Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Any
+
+import pytest
+from support.browser import names_by_tab, page_of, send, until
+from support.paged import kv_manager
+
+from penstock.pipelines.core import TextContext
+from penstock.testing import FakePipeline
+
+ENDED = (
+    "document.getElementById('compare-sides').ariaBusy === 'false' && document.querySelector('.numbers b')"
+)
+
+
+def endless() -> FakePipeline:
+    """Return a pipeline that generates one letter every few milliseconds, without an end."""
+
+    def choose(context: TextContext) -> int:
+        time.sleep(0.005)
+        return ord("x")
+
+    return FakePipeline(choose)
+
+
+def bodies_of(page: Any) -> list[dict[str, Any]]:
+    """Return the list to which the page's later chat requests are added."""
+    bodies: list[dict[str, Any]] = []
+    page.on(
+        "request", lambda one: bodies.append(one.post_data_json) if one.url.endswith("completions") else None
+    )
+    return bodies
+
+
+async def compare(page: Any, text: str) -> None:
+    await page.fill("#draft", text)
+    await page.press("#draft", "Enter")
+    await until(page, ENDED)
+
+
+async def test_two_settings_are_compared() -> None:
+    model = FakePipeline.answering(lambda prompt: "Ahoy!" if "pirate" in prompt else "Hello!")
+    async with page_of(model, adapters=("tone",)) as (page, _):
+        bodies = bodies_of(page)
+        await page.fill("[data-field=temperature]", "0.5")
+        await page.get_by_role("link", name="Compare").click()
+        assert await page.locator("#log").is_hidden()
+        first, second = page.get_by_role("region", name="Side A"), page.get_by_role("region", name="Side B")
+        await second.get_by_label("System prompt").fill("You are a pirate.")
+        await second.get_by_label("Temperature").fill("0")
+        await second.get_by_label("Model").select_option("tone")
+        await compare(page, "Hi")
+        assert await first.locator("article .markdown").inner_text() == "Hello!"
+        assert await second.locator("article .markdown").inner_text() == "Ahoy!"
+        plain, pirate = sorted(bodies, key=lambda body: len(body["messages"]))
+        assert (plain["model"], plain["temperature"], plain["messages"]) == (
+            "demo",
+            0.5,
+            [{"role": "user", "content": "Hi"}],
+        )
+        assert (pirate["model"], pirate["temperature"]) == ("tone", 0)
+        assert pirate["messages"][0] == {"role": "system", "content": "You are a pirate."}
+        assert await page.inner_text("#compare-note") == "The answers differ from character 1 on."
+        assert await page.inner_text("#compare-prompt article .text:visible") == "Hi"
+        await second.get_by_label("System prompt").fill("")
+        await page.press("#draft", "Enter")  # sends the last message again
+        await until(page, "document.getElementById('compare-note').textContent.includes('same text')")
+        assert [body["messages"][-1] for body in bodies] == [{"role": "user", "content": "Hi"}] * 4
+        await page.get_by_role("link", name="Chat").click()  # the chat has no message of the comparison
+        assert await page.locator("#log article").count() == 0
+
+
+async def test_wrong_numbers_are_not_sent() -> None:
+    async with page_of(FakePipeline.saying("Hello!")) as (page, _):
+        await page.get_by_role("link", name="Compare").click()
+        bodies = bodies_of(page)
+        await page.get_by_role("region", name="Side B").get_by_label("Temperature").fill("3")
+        await page.fill("#draft", "Hi")
+        await page.press("#draft", "Enter")
+        assert not bodies
+        assert await page.input_value("#draft") == "Hi"
+        focused = "document.activeElement === document.querySelectorAll('.side')[1].querySelector('input')"
+        await until(page, focused)
+
+
+async def test_both_answers_arrive_together_and_stop_together() -> None:
+    async with page_of(endless()) as (page, chat):
+        await page.get_by_role("link", name="Compare").click()
+        await page.fill("#draft", "Hi")
+        await page.press("#draft", "Enter")
+        texts = (
+            "[...document.querySelectorAll('.side-answer .text.markdown')].map((e) => e.textContent.length)"
+        )
+        await until(page, f"{texts}.filter((length) => length > 20).length === 2")
+        assert await page.get_attribute("#compare-sides", "aria-busy") == "true"
+        await page.get_by_role("button", name="Stop").click()
+        ends = page.locator(".side-answer .finish")
+        await ends.nth(1).wait_for()
+        assert await ends.all_inner_texts() == ["stopped by you", "stopped by you"]
+        assert await page.get_attribute("#compare-sides", "aria-busy") == "false"
+        async with asyncio.timeout(30):
+            while chat.services.worker.stats.num_running:
+                await asyncio.sleep(0.02)
+        await page.fill("#draft", "Again")
+        await page.press("#draft", "Enter")
+        await until(page, "document.getElementById('compare-sides').ariaBusy === 'true'")
+        await page.keyboard.press("Escape")
+        await until(page, "document.getElementById('compare-sides').ariaBusy === 'false'")
+
+
+async def test_the_metrics() -> None:
+    model = FakePipeline.saying("Hello!", kv=kv_manager(1000))
+    async with page_of(model, fragment="#metrics") as (page, chat):
+        assert await page.title() == "Penstock: metrics"
+        assert await page.locator("#composer").is_hidden()
+        rows = page.locator("#metrics-rows tr")
+        await until(page, "document.getElementById('metrics-running').textContent === '0'")
+        for _ in range(3):
+            await chat.chat(messages=[{"role": "user", "content": "Hi " * 100}])
+        await until(page, "document.getElementById('metrics-rows').rows[2].cells[2].textContent[0] === '3'")
+        cells = {row.split("\t")[0]: row.split("\t")[1:] for row in await rows.all_inner_texts()}
+        assert cells["Output throughput"][1] == "21 tokens"  # Hello! and the end token, 3 times
+        assert re.fullmatch(r"\d+\.\d tokens/s|\d+ tokens/s", cells["Output throughput"][0])
+        for name in ("Time to first token, median", "Inter-token latency, median"):
+            assert re.fullmatch(r"[\d.]+ m?s, 95 % below [\d.]+ m?s", cells[name][0]), cells
+        stats = chat.services.worker.stats
+        part = stats.num_prefix_hit_tokens / stats.num_prefix_query_tokens
+        assert 0.5 < part < 0.7  # two of the three prompts are cached
+        assert cells["Prefix cache hit rate"] == [f"{100 * part:.0f} %"] * 2
+        assert "of 1,000 blocks" in await page.inner_text("#metrics-kv")
+        label = await page.get_attribute("#metrics-rate-line", "aria-label")
+        assert re.fullmatch(r"Output throughput in the last minute, at most [\d.]+ tokens/s", label or "")
+        await page.check("#metrics-announce")
+        await until(page, "document.getElementById('announce').textContent.includes('0 running, 0 waiting')")
+
+
+async def test_the_metrics_count_running_requests() -> None:
+    async with page_of(endless(), fragment="#metrics") as (page, chat):
+        running = [asyncio.create_task(chat.chat(messages=[{"role": "user", "content": "Hi"}])) for _ in "ab"]
+        await until(page, "document.getElementById('metrics-running').textContent === '2'")
+        await until(page, "parseInt(document.getElementById('metrics-tokens').textContent) > 10")
+        for one in running:
+            one.cancel()
+        await until(page, "document.getElementById('metrics-running').textContent === '0'")
+
+
+async def test_a_proxy_that_wants_the_key_for_metrics() -> None:
+    """The page asks for the key, and goes on with it."""
+    async with page_of(FakePipeline.saying("Hello!"), "401") as (page, _):
+
+        async def check(route: Any) -> None:
+            if route.request.headers.get("authorization") == "Bearer secret":
+                await route.continue_()
+            else:
+                error = {"error": {"message": "an API key is required", "code": "missing_api_key"}}
+                await route.fulfill(status=401, json=error)
+
+        await page.route("**/metrics", check)
+        await page.get_by_role("link", name="Metrics").click()
+        await page.locator("#key-form").wait_for()
+        assert await page.inner_text("#metrics-error") == "an API key is required"
+        assert await page.evaluate("document.activeElement.id") == "key"
+        await page.fill("#key", "secret")
+        await page.press("#key", "Enter")
+        await until(page, "document.getElementById('metrics-running').textContent === '0'")
+        assert await page.inner_text("#metrics-error") == ""
+        assert await page.locator("#key-form").is_hidden()
+
+
+async def test_an_api_key() -> None:
+    async with page_of(FakePipeline.saying("Hello!"), "401", api_key=("secret",)) as (page, _):
+        await page.fill("#key", "secret")
+        await page.press("#key", "Enter")
+        await until(page, "document.getElementById('model').value === 'demo'")
+        await send(page, "Hi")
+        assert await page.inner_text("article.assistant .markdown") == "Hello!"
+
+
+@pytest.mark.parametrize("name", ["Compare", "Metrics"])
+async def test_the_pages_by_keyboard(name: str) -> None:
+    """Tab reaches each control once, in the order of the page, and each has a name."""
+    async with page_of(FakePipeline.saying("Hello!")) as (page, _):
+        await page.get_by_role("link", name=name).focus()
+        await page.keyboard.press("Enter")
+        await until(page, f"document.title === 'Penstock: {name.lower()}'")
+        assert await page.get_by_role("link", name=name).get_attribute("aria-current") == "page"
+        seen = await names_by_tab(page, 40)
+        assert all(label for _, label in seen), seen
+        labels = [label for _, label in seen]
+        first = ["Skip to the main content", "Model", "Chat", "Compare", "Metrics"]
+        for label, start in zip(labels, first, strict=False):
+            assert label.startswith(start), labels
+        wanted = ["Temperature", "Top p", "Seed"] if name == "Compare" else []
+        for one in wanted:
+            assert sum(one in label for label in labels[: 40 if wanted else 0]) >= 2, one
+        unnamed = await page.evaluate(
+            "[...document.querySelectorAll('svg[role=img], section, nav, form')]"
+            ".filter((e) => e.checkVisibility() && !e.ariaLabel && !e.getAttribute('aria-labelledby')"
+            " && e.tagName !== 'FORM').length"
+        )
+        assert unnamed == 0

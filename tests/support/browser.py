@@ -1,0 +1,105 @@
+"""The playground in headless Chromium, with Playwright and Debian's or Google's Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from support.chatting import Chatting, chatting
+
+from penstock.serve.app import create_app
+from penstock.testing import FakePipeline
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+READY = "document.getElementById('model').value === 'demo'"
+FOCUSED = """() => {
+  const e = document.activeElement;
+  const labels = [...(e.labels ?? [])].map((one) => one.textContent).join(" ");
+  return [e.tagName, (e.getAttribute("aria-label") || labels || e.textContent || "").trim(), e.id];
+}"""
+"""Returns tag, name and id of the element that has the focus."""
+START = "document.body.tabIndex = -1, document.body.focus(), document.body.removeAttribute('tabindex')"
+"""Lets Tab begin at the start of the page."""
+
+
+@asynccontextmanager
+async def browsing(url: str, expected: str = "nothing", **options: Any) -> AsyncIterator[Any]:
+    """Open a page. The test fails if the page reports an error other than `expected`.
+
+    Args:
+        url: the address.
+        expected: a part of the messages of errors that are expected.
+        options: of Playwright's ``new_page``, such as ``color_scheme``.
+    """
+    playwright = pytest.importorskip("playwright.async_api")
+    if CHROMIUM is None:
+        pytest.skip("needs chromium")
+    problems: list[str] = []
+    async with playwright.async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = await browser.new_page(**options)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda one: problems.append(one.text) if one.type == "error" else None)
+        await page.goto(url)
+        yield page
+        await browser.close()
+    assert not [one for one in problems if expected not in one]
+
+
+@asynccontextmanager
+async def page_of(
+    pipeline: FakePipeline, expected: str = "nothing", fragment: str = "", **config: Any
+) -> AsyncIterator[tuple[Any, Chatting]]:
+    """Open the playground of a server with a fake model; `config` is that of `chatting`."""
+    async with chatting(pipeline, **config) as chat:
+        chat.services.gate.open()
+        chat.services.metrics.watch(chat.services.worker)
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(create_app(chat.services), log_config=None))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/{fragment}"
+            async with browsing(url, expected) as page:
+                if not config.get("api_key"):
+                    await until(page, READY)
+                yield page, chat
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def until(page: Any, condition: str) -> None:
+    """Wait until an expression is true. The policy of the page forbids Playwright's own function for this."""
+    async with asyncio.timeout(60):
+        while not await page.evaluate(condition):
+            await asyncio.sleep(0.02)
+
+
+async def send(page: Any, text: str) -> None:
+    """Send a message and wait for the end of the answer."""
+    count = await page.locator("article.assistant").count()
+    await page.fill("#draft", text)
+    await page.press("#draft", "Enter")
+    await until(
+        page,
+        f"document.querySelectorAll('article.assistant').length === {count + 1}"
+        " && document.getElementById('stop-answer').hidden",
+    )
+
+
+async def names_by_tab(page: Any, count: int = 90) -> list[tuple[str, str]]:
+    """Return id and name of each control that Tab reaches, in order, without repetitions at the end."""
+    await page.evaluate(START)
+    seen: list[tuple[str, str]] = []
+    for _step in range(count):
+        await page.keyboard.press("Tab")
+        tag, name, key = await page.evaluate(FOCUSED)
+        if tag != "BODY":
+            seen.append((key, name))
+    return seen
