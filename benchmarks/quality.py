@@ -4,6 +4,7 @@
     python benchmarks/quality.py demo /models/small --json quality.json
     python benchmarks/quality.py /models/one-billion --tokens 8192 --text-file ordinary.txt
     python benchmarks/quality.py /models/small --quantized small-Q4_K_M.gguf small-gptq
+    python benchmarks/quality.py --caches int8 fp8                # and bfloat16 with these KV caches
 
 The script uses up to three kinds of text: text that `LLM` samples from the model in float32 at temperature 1
 with fixed seeds; for the embedded model, documents held out from its training; and the text of a file. Each
@@ -51,6 +52,7 @@ def main() -> None:
         default=[],
         help="quantized checkpoints of the (only) model, measured as stored",
     )
+    parser.add_argument("--caches", nargs="*", default=[], help="types of KV caches, with bfloat16 weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
@@ -62,7 +64,13 @@ def main() -> None:
             print(f"\n{model}: skipped, no such folder")
             continue
         found += measure(
-            model, options.tokens, options.seed, options.threads, options.text_file, options.quantized
+            model,
+            options.tokens,
+            options.seed,
+            options.threads,
+            options.text_file,
+            options.quantized,
+            options.caches,
         )
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=2) + "\n")
@@ -75,8 +83,9 @@ def measure(
     threads: int | None,
     text_file: Path | None = None,
     quantized: Sequence[str] = (),
+    caches: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Measure all encodings of a model, and quantized checkpoints of it, on all of its texts."""
+    """Measure all encodings of a model, KV caches, and quantized checkpoints of it, on all of its texts."""
     exact = open_model(model, "float32", threads)
     length = min(LENGTH, exact.pipeline.memory_plan.max_length)
     texts = {
@@ -94,6 +103,7 @@ def measure(
         models = {"float32": exact}
         models |= {encoding: open_model(model, encoding, threads) for encoding in ENCODINGS[1:]}
         models[PLAIN] = open_model(folder, "bfloat16", threads)
+        models |= {f"{cache} cache": open_model(model, "bfloat16", threads, cache) for cache in caches}
         models |= {Path(one).name: open_model(one, None, threads) for one in quantized}
         for kind, some in texts.items():
             for encoding, against in compare_all(models, some, REFERENCES).items():
@@ -105,12 +115,13 @@ def measure(
     return rows
 
 
-def open_model(model: str, encoding: str | None, threads: int | None) -> LLM:
+def open_model(model: str, encoding: str | None, threads: int | None, cache: str | None = None) -> LLM:
     return LLM(
         model,
         quantization_encoding=encoding,
         enable_prefix_caching=False,
         kv_cache_memory=1 << 28,
+        kv_cache_dtype=cache,
         num_threads=threads,
     )
 

@@ -23,6 +23,7 @@ class DType(str, Enum):
     int32 = "int32"
     int64 = "int64"
     uint8 = "uint8"
+    float8_e4m3fn = "float8_e4m3fn"
     float16 = "float16"
     bfloat16 = "bfloat16"
     float32 = "float32"
@@ -46,13 +47,13 @@ class DType(str, Enum):
         return dtype
 
     def to_numpy(self) -> np.dtype[np.generic]:
-        """Return the same type of numpy. Numpy has no bfloat16.
+        """Return the same type of numpy. Numpy has no bfloat16 and no 8-bit floats.
 
         Raises:
-            TypeError: the type is ``bfloat16``.
+            TypeError: the type is ``bfloat16`` or ``float8_e4m3fn``.
         """
-        if self is DType.bfloat16:
-            raise TypeError("numpy has no bfloat16: convert to float32 first")
+        if self in (DType.bfloat16, DType.float8_e4m3fn):
+            raise TypeError(f"numpy has no {self.value}: convert to float32 first")
         import numpy as np
 
         dtype: np.dtype[np.generic] = np.dtype(self.value)
@@ -69,7 +70,5 @@ class DType(str, Enum):
         return cls(dtype.name)
 
 
-_SIZES = {
-    dtype: 1 if dtype in (DType.bool, DType.int8, DType.uint8) else int(dtype.value[-2:]) // 8
-    for dtype in DType
-}
+_BYTES = (DType.bool, DType.int8, DType.uint8, DType.float8_e4m3fn)
+_SIZES = {dtype: 1 if dtype in _BYTES else int(dtype.value[-2:]) // 8 for dtype in DType}

@@ -14,14 +14,15 @@ def test_torch_and_numpy_agree(dtype: DType) -> None:
     assert DType.from_torch(dtype.to_torch()) is dtype
     assert dtype.size_in_bytes == dtype.to_torch().itemsize
     assert dtype.is_float() == dtype.to_torch().is_floating_point
-    if dtype is not DType.bfloat16:
+    if dtype not in (DType.bfloat16, DType.float8_e4m3fn):
         assert DType.from_numpy(dtype.to_numpy()) is dtype
         assert dtype.to_numpy().itemsize == dtype.size_in_bytes
 
 
-def test_numpy_has_no_bfloat16() -> None:
-    with pytest.raises(TypeError, match="convert to float32 first"):
-        DType.bfloat16.to_numpy()
+@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float8_e4m3fn])
+def test_numpy_lacks_some_floats(dtype: DType) -> None:
+    with pytest.raises(TypeError, match=f"no {dtype.value}: convert to float32 first"):
+        dtype.to_numpy()
 
 
 def test_unknown_dtype_names_are_refused() -> None:

@@ -65,7 +65,8 @@ def _table(title: str, fields: Iterable[ConfigField]) -> str:
 
 
 def _row(field: ConfigField) -> str:
-    return f"| `{field.name}` | {_shown(field.default)} | {field.rule.legal} | {field.help} |"
+    names = ", ".join(f"`{name}`" for name in (field.name, *field.aliases))
+    return f"| {names} | {_shown(field.default)} | {field.rule.legal} | {field.help} |"
 
 
 def _shown(value: object) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.architectures.cache_types import fixed_scales, kv_dtype
 from penstock.architectures.model import ModelInputs, ModelOutputs
 from penstock.architectures.network_model import NetworkModel
 from penstock.architectures.step_messages import StepMessage
@@ -28,9 +29,8 @@ from penstock.architectures.step_tensors import (
     with_tensors,
 )
 from penstock.architectures.vision import VisionModel
-from penstock.dtype import DType
 from penstock.errors import UnsupportedFeatureError
-from penstock.kernels import ImageSpans, KVCacheInputs, Ops, SamplingInputs, StepInputs, encoding_named
+from penstock.kernels import ImageSpans, KVCacheInputs, Ops, SamplingInputs, StepInputs
 from penstock.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.log_probabilities import compute_log_probabilities
 from penstock.memory import estimate_kv_cache_size, plan_memory, wanted_block_size
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
     from penstock.engine import InferenceSession
     from penstock.kernels import GraphCache
+
+
+__all__ = ["DecoderModel", "Network", "kv_dtype"]
 
 
 class Network(Protocol):
@@ -61,12 +64,6 @@ class Network(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm."""
         ...
-
-
-def kv_dtype(pipeline_config: PipelineConfig) -> DType:
-    """Return the element type of the KV cache: the configured one, or that of the activations."""
-    given = pipeline_config.kv_cache.dtype
-    return DType(given) if given else encoding_named(pipeline_config.model.encoding).compute_dtype
 
 
 class DecoderModel(NetworkModel[TextContext]):
@@ -100,6 +97,7 @@ class DecoderModel(NetworkModel[TextContext]):
         config = self.kv_cache_config
         spec = self.kv_cache_spec
         assert spec is not None
+        whole = self.kv_spec(self.pipeline_config, self.huggingface_config)
         manager = KVCacheManager(
             spec,
             self._num_blocks(available_cache_memory),
@@ -109,6 +107,7 @@ class DecoderModel(NetworkModel[TextContext]):
             and (spec.shares_prefixes or not self.network.length_dependent),
             adapter_digest=self.lora_manager.digest if self.lora_manager else None,
             host_memory=config.offload_memory or 0,
+            fixed_scales=fixed_scales(self.pipeline_config, whole, session.shard),
         )
         if session.ranks is not None:
             manager.storage.on_copy = lambda *blocks: self.announce("copy_block", *blocks)

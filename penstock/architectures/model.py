@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, run
 
 from torch import Tensor
 
+from penstock.architectures.cache_types import with_stored_scales
 from penstock.dtype import DType
 from penstock.host import private_memory
 from penstock.kernels import KVCacheInputs, LoRAInputs, SamplingInputs, encoding_named
@@ -156,6 +157,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         self.return_logits = return_logits
         self.return_hidden_states = return_hidden_states
         spec, shard = self.kv_spec(pipeline_config, self.huggingface_config), session.shard
+        spec = spec and with_stored_scales(spec, pipeline_config)
         # The ranks plan with the largest part of any rank, so that all have the same blocks.
         self.kv_cache_spec = spec and (spec if shard.is_whole else spec.with_kv_heads(shard.most_kv_heads))
         self.memory_plan = self._plan_memory()

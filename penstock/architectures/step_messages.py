@@ -68,8 +68,8 @@ class StepMessage:
             return torch.from_numpy(array).to(kv.device)
 
         groups = tuple(
-            KVGroupInputs(tensor(tables), tensor(slots), window, is_chunked)
-            for tables, slots, window, is_chunked in self.groups
+            KVGroupInputs(tensor(tables), tensor(slots), window, is_chunked, group.has_fixed_scales)
+            for (tables, slots, window, is_chunked), group in zip(self.groups, kv.spec.groups, strict=True)
         )
         cache = KVCacheInputs(
             lengths=tensor(self.lengths),

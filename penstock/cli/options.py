@@ -183,6 +183,7 @@ def _option(field: ConfigField, group: str, *, is_repeated: bool = False) -> Cal
     return click.option(
         *flags,
         f"--{name}",
+        *(f"--{alias.replace('_', '-')}" for alias in field.aliases),
         field.name,
         metavar=metavar,
         help=help,

@@ -33,6 +33,7 @@ class PipelineOptions(TypedDict, total=False):
     kv_cache_block_size: int | None
     enable_prefix_caching: bool | None
     device_memory_utilization: float | None
+    gpu_memory_utilization: float | None
     kv_cache_dtype: str | None
     kv_cache_memory: int | str | None
     kv_offload_memory: int | str | None

@@ -56,11 +56,13 @@ class KVCacheConfig:
         0.9,
         FRACTION,
         "Fraction of the free memory for weights, activations and the KV cache together.",
+        aliases=("gpu_memory_utilization",),
     )
     dtype: str | None = setting(
         None,
-        one_of("float32", "bfloat16", "float16", "int8"),
-        "Element type of the KV cache; by default that of the activations.",
+        one_of("float32", "bfloat16", "float16", "int8", "fp8"),
+        "Element type of the KV cache; by default that of the activations. fp8 is E4M3 with the scales of "
+        "the checkpoint, or with a scale for each row of a head.",
         flat="kv_cache_dtype",
     )
     memory: int | None = setting(

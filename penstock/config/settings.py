@@ -46,6 +46,8 @@ class ConfigField:
     rule: Rule
     parse: Callable[[str], object] | None
     secret: bool = False
+    aliases: tuple[str, ...] = ()
+    """Other names of the field, in flags, keyword arguments, files and the environment."""
 
     def convert(self, value: object, *, from_text: bool = False, source: str = "") -> object:
         """Convert a value to the field's type and check it.
@@ -88,6 +90,7 @@ def setting(
     flat: str | None = None,
     parse: Callable[[str], object] | None = None,
     secret: bool = False,
+    aliases: tuple[str, ...] = (),
 ) -> Any:
     """Declare a field of a configuration class.
 
@@ -98,8 +101,10 @@ def setting(
         flat: the flat name; by default the name of the attribute.
         parse: converts text to the value, if the type does not determine how.
         secret: whether messages and lists of settings hide the value.
+        aliases: other flat names.
     """
     metadata = {"rule": rule, "help": help, "flat": flat, "parse": parse, "secret": secret}
+    metadata["aliases"] = aliases
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -117,6 +122,7 @@ def fields_of(cls: type, section: str = "") -> tuple[ConfigField, ...]:
             rule=field.metadata["rule"],
             parse=field.metadata["parse"],
             secret=field.metadata["secret"],
+            aliases=field.metadata["aliases"],
         )
         for field in dataclasses.fields(cls)
         if "rule" in field.metadata

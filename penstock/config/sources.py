@@ -28,7 +28,7 @@ def collect_values(
     Raises:
         ConfigError: unknown name, wrong type, invalid value, or a file that cannot be read.
     """
-    known = {field.name: field for field in fields}
+    known = {name: field for field in fields for name in (field.name, *field.aliases)}
     values = {name: value for name, value in values.items() if value is not None}
     variables = _variables(environment, [*known, CONFIG_FILE])
     file = values.pop(CONFIG_FILE, variables.pop(CONFIG_FILE, None))
@@ -36,8 +36,13 @@ def collect_values(
     if file is not None:
         where = f"file {file}"
         _add(given, known, _read_file(cast(str, file)), where, where)
+    taken: dict[str, str] = {}
     for name, text in variables.items():
         where = f"environment {ENVIRONMENT_PREFIX}{name.upper()}"
+        if taken.setdefault(known[name].name, name) != name:
+            raise ConfigError(
+                name, f"is another name of {taken[known[name].name]} (from {where}): give one of them"
+            )
         _add(given, known, {name: text}, where, where, from_text=True)
     # Error messages about arguments name no source: the caller has just passed them.
     _add(given, known, values, source, "", from_text=source == "flag")
@@ -53,13 +58,18 @@ def _add(
     *,
     from_text: bool = False,
 ) -> None:
+    names: dict[str, str] = {}
     for name, value in values.items():
         if name not in known:
             raise _unknown(name, [*known, CONFIG_FILE], where)
         if value is None:
             continue
+        field = known[name]
+        if names.setdefault(field.name, name) != name:
+            origin = f" (from {where})" if where else ""
+            raise ConfigError(name, f"is another name of {names[field.name]}{origin}: give one of them")
         plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-        given[name] = (known[name].convert(plain, from_text=from_text, source=where), source)
+        given[field.name] = (field.convert(plain, from_text=from_text, source=where), source)
 
 
 def _unknown(name: str, known: Iterable[str], where: str) -> ConfigError:

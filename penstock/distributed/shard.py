@@ -120,9 +120,16 @@ class Shard:
             for rank in range(self.world)
         )
 
+    def kv_heads(self, kv_heads: int) -> Part:
+        """Return this rank's kv heads. With fewer kv heads than ranks, several ranks hold the same one."""
+        if kv_heads >= self.world:
+            return self.part(kv_heads, "kv heads")
+        head = self.rank * kv_heads // self.world
+        return Part(head, head + 1)
+
     def num_kv_heads(self, kv_heads: int) -> int:
         """Return the number of kv heads of this rank."""
-        return self.part(kv_heads, "kv heads").size if kv_heads >= self.world else 1
+        return self.kv_heads(kv_heads).size
 
     def most_kv_heads(self, kv_heads: int) -> int:
         """Return the largest number of kv heads of any rank."""

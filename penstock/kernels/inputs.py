@@ -36,8 +36,9 @@ class LayerKV:
     block_tables: Tensor  # [B, M] int32; 0 (null block): freed, or beyond the sequence
     slots: Tensor  # [T] int64: slot of each row, block * S + offset
     window: int | None = None  # a query attends to itself and the window - 1 keys before it
-    scales: Tensor | None = None  # [2, N, K, S] float32 for an int8 cache
+    scales: Tensor | None = None  # [2, N, K, S] float32 for a cache of int8 or of 8-bit floats
     is_chunked: bool = False  # whether windows begin at multiples of their size
+    has_fixed_scales: bool = False  # whether scales are those of the heads and are only read
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class KVGroupInputs:
     slots: Tensor  # [T] int64
     window: int | None = None
     is_chunked: bool = False
+    has_fixed_scales: bool = False
 
     def slots_at(self, positions: Tensor, block_size: int) -> Tensor:  # [n, B] of [n, B]
         """Return the slots of positions of each sequence; their blocks must be reserved."""
@@ -76,6 +78,7 @@ class KVCacheInputs:
             group.window,
             self.scales[index],
             group.is_chunked,
+            group.has_fixed_scales,
         )
 
     def advance(self) -> KVCacheInputs:

@@ -246,7 +246,12 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
     @operation(functions={"store_kv": CFunction("2q 5P 9q")})
     @abstractmethod
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
-        """Write ``k, v [T, K, D]`` into ``kv.cache`` at ``kv.slots``; quantises for an int8 cache."""
+        """Write ``k, v [T, K, D]`` into ``kv.cache`` at ``kv.slots``.
+
+        A cache of int8 or float8_e4m3fn gets the rows divided by their scales. The scale of a row of a head
+        is its largest magnitude divided by 127 or 448, and is written to ``kv.scales``. With
+        ``kv.has_fixed_scales`` it is read from there, and larger quotients are cut to 127 or 448.
+        """
 
     @operation(weights=["sinks"], functions={"attention": CFunction("2q 9P 13q 2d", can_be_long=True)})
     @abstractmethod

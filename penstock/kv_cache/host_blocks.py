@@ -36,8 +36,7 @@ class HostBlocks:
         self._free: list[list[int]] = []
         self.num_saved = self.num_restored = 0
         for index, (group, pool) in enumerate(zip(spec.groups, pools, strict=True)):
-            layers = [(storage.caches[layer], storage.scales[layer]) for layer in group.layers]
-            tensors = [one for pair in layers for one in pair if one is not None]
+            tensors = [one for layer in group.layers for one in storage.block_tensors(layer)]
             capacity = num_bytes // len(pools) // sum(one[:, 0].nbytes for one in tensors)
             self._device.append(tensors)
             self._host.append([_host_tensor(one, capacity) for one in tensors])

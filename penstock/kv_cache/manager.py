@@ -15,7 +15,7 @@ Entries of blocks before the window hold the null block, 0. All tables of a cont
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,6 +60,7 @@ class KVCacheManager(PrefixCacheControls):
         enable_prefix_caching: whether contexts share the blocks of common prefixes.
         adapter_digest: returns the digest of a context's adapter; without it, such contexts share no blocks.
         host_memory: bytes of host memory for shared blocks that are evicted from the device.
+        fixed_scales: see `KVCacheStorage`.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class KVCacheManager(PrefixCacheControls):
         enable_prefix_caching: bool = True,
         adapter_digest: Callable[[InputContext], bytes] | None = None,
         host_memory: int = 0,
+        fixed_scales: Mapping[int, Tensor] | None = None,
     ) -> None:
         assert len(num_blocks) == len(spec.groups), f"{len(num_blocks)} pools, {len(spec.groups)} groups"
         assert block_size.bit_count() == 1, f"the block size must be a power of two, was {block_size}"
@@ -79,7 +81,7 @@ class KVCacheManager(PrefixCacheControls):
         self.block_size = block_size
         self.max_length: int | None = None
         self.device = device
-        self.storage = KVCacheStorage(spec, num_blocks, block_size, device)
+        self.storage = KVCacheStorage(spec, num_blocks, block_size, device, fixed_scales)
         self._group_of_layer = spec.group_of_layer
         self._windowed = [(i, group) for i, group in enumerate(spec.groups) if group.window is not None]
         self._enable_prefix_caching = enable_prefix_caching
@@ -259,7 +261,7 @@ class KVCacheManager(PrefixCacheControls):
         ends = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
         tables = self._tables.of_batch(slots, max_blocks, ends, counts, self.block_size)
         groups = (
-            KVGroupInputs(self._upload(table), self._upload(stored), group.window, group.is_chunked)
+            KVGroupInputs(self._upload(table), self._upload(stored), *group.view)
             for group, (table, stored) in zip(self.spec.groups, tables, strict=True)
         )
         return KVCacheInputs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 
 from penstock.dtype import DType
@@ -22,6 +22,9 @@ class KVGroup:
     """A query sees its own key and the ``window - 1`` keys before it; None for all keys."""
     is_chunked: bool = False
     """Whether a query sees no key before the last multiple of the window."""
+    has_fixed_scales: bool = False
+    """Whether the checkpoint gives the scales of each head of a quantized cache. Otherwise each row of a
+    quantized cache stores its own scale."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -35,11 +38,28 @@ class KVGroup:
             raise ConfigError("window", "must be a number: it is the size of the chunks")
         if not (self.dtype.is_float() or self.dtype is DType.int8):
             raise ConfigError("dtype", f"a KV cache holds floats or int8, not {self.dtype.value}")
+        if self.has_fixed_scales and not self.is_quantized:
+            raise ConfigError("has_fixed_scales", f"a cache of {self.dtype.value} has no scales")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the cache holds numbers that are multiplied by scales."""
+        return self.dtype in (DType.int8, DType.float8_e4m3fn)
+
+    @property
+    def view(self) -> tuple[int | None, bool, bool]:
+        """``window``, ``is_chunked`` and ``has_fixed_scales``, as `KVGroupInputs` takes them."""
+        return self.window, self.is_chunked, self.has_fixed_scales
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether each row of each head has a scale in the cache."""
+        return self.is_quantized and not self.has_fixed_scales
 
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of one block of ``block_size`` tokens: keys, values and scales of all layers."""
         rows = 2 * len(self.layers) * self.kv_heads * block_size
-        scale = DType.float32.size_in_bytes if self.dtype is DType.int8 else 0
+        scale = DType.float32.size_in_bytes if self.has_row_scales else 0
         return rows * (self.head_dim * self.dtype.size_in_bytes + scale)
 
     def first_visible(self, position: int) -> int:
@@ -106,6 +126,16 @@ class KVCacheSpec:
         """
         regime = self.regime(length)
         return self.key_limits[regime] - length + 1 if regime < len(self.key_limits) else None
+
+    def with_fixed_scales(self, layers: Container[int]) -> KVCacheSpec:
+        """Return the cache with fixed scales in groups of 8-bit floats whose layers are all in ``layers``."""
+        groups = (
+            replace(group, has_fixed_scales=True)
+            if group.dtype is DType.float8_e4m3fn and all(layer in layers for layer in group.layers)
+            else group
+            for group in self.groups
+        )
+        return replace(self, groups=tuple(groups))
 
     def with_kv_heads(self, kv_heads: Callable[[int], int]) -> KVCacheSpec:
         """Return the cache of one rank.

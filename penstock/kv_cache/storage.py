@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.driver import zeros
-from penstock.dtype import DType
 from penstock.errors import UnsupportedFeatureError
 from penstock.host.memory import discard_pages
 from penstock.kv_cache.spec import KVCacheSpec
@@ -18,10 +17,23 @@ class KVCacheStorage:
     """The keys and values of every block of every layer, initialised to zero.
 
     Kernels read and mask rows beyond the end of a sequence. With zeros these rows are never NaN.
+
+    Args:
+        spec: the groups of layers.
+        num_blocks: blocks of each group.
+        block_size: tokens of a block.
+        device: where the tensors are.
+        fixed_scales: layer -> scales of keys and values ``[2, K]`` float32, for the layers of groups with
+            fixed scales; by default they are 1.
     """
 
     def __init__(
-        self, spec: KVCacheSpec, num_blocks: Sequence[int], block_size: int, device: torch.device
+        self,
+        spec: KVCacheSpec,
+        num_blocks: Sequence[int],
+        block_size: int,
+        device: torch.device,
+        fixed_scales: Mapping[int, Tensor] | None = None,
     ) -> None:
         self._spec = spec
         caches: list[Tensor] = []
@@ -31,12 +43,17 @@ class KVCacheStorage:
             rows = (2, num_blocks[index], group.kv_heads, block_size)  # [2, N, K, S]
             dtype = group.dtype.to_torch()
             caches.append(zeros((*rows, group.head_dim), dtype, device))
-            is_int8 = group.dtype is DType.int8
-            scales.append(zeros(rows, torch.float32, device) if is_int8 else None)
+            if group.has_fixed_scales:
+                ones = torch.ones(2, group.kv_heads)
+                fixed = ones if fixed_scales is None else fixed_scales[len(scales)]
+                scales.append(fixed.to(device, torch.float32)[:, None, :, None].expand(rows))
+            else:
+                scales.append(zeros(rows, torch.float32, device) if group.is_quantized else None)
         self.caches = tuple(caches)
         """L tensors ``[2, N, K, S, D]``: keys, then values."""
         self.scales = tuple(scales)
-        """L tensors ``[2, N, K, S]`` float32, for layers in int8; None for other layers."""
+        """L tensors ``[2, N, K, S]`` float32 for quantized layers; None for other layers. Fixed scales are
+        views of ``[2, K]``, which is never written."""
         self.on_copy: Callable[[int, int, int], None] = lambda group, source, target: None
         """Called before a block is copied, with the arguments of `copy_block`."""
         self.on_discard: Callable[[], None] = lambda: None
@@ -51,7 +68,7 @@ class KVCacheStorage:
             UnsupportedFeatureError: the tensors are not in host memory.
         """
         self.on_discard()
-        for tensor in (*self.caches, *(scale for scale in self.scales if scale is not None)):
+        for tensor in (one for layer in range(len(self.caches)) for one in self.block_tensors(layer)):
             if tensor.device.type != "cpu":
                 raise UnsupportedFeatureError(
                     "releasing only the KV cache", "a GPU cannot: release the weights too, with level 2"
@@ -62,6 +79,11 @@ class KVCacheStorage:
         """Copy one block of all layers of a group."""
         self.on_copy(group, source, target)
         for layer in self._spec.groups[group].layers:
-            for tensor in (self.caches[layer], self.scales[layer]):
-                if tensor is not None:
-                    tensor[:, target] = tensor[:, source]
+            for tensor in self.block_tensors(layer):
+                tensor[:, target] = tensor[:, source]
+
+    def block_tensors(self, layer: int) -> tuple[Tensor, ...]:
+        """Return the tensors ``[2, N, ...]`` that hold the content of a layer's blocks."""
+        cache, scales = self.caches[layer], self.scales[layer]
+        group = self._spec.groups[self._spec.group_of_layer[layer]]
+        return (cache, scales) if scales is not None and group.has_row_scales else (cache,)

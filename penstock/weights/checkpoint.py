@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.weights import gguf
+from penstock.weights.cache_scales import CacheScales, find_cache_scales
 from penstock.weights.formats import FORMATS, CheckpointFormat, Headers, quantization_section
 from penstock.weights.gguf_names import read_gguf_headers
 from penstock.weights.json_files import read_json_object
@@ -20,6 +21,8 @@ class Checkpoint:
     format: CheckpointFormat
     headers: Headers
     """The tensors that a model sees, by name."""
+    cache_scales: CacheScales = field(default_factory=dict)
+    """The stored scales of a KV cache of 8-bit floats."""
 
 
 def is_gguf(checkpoint: Path) -> bool:
@@ -45,7 +48,7 @@ def open_checkpoint(checkpoint: Path) -> Checkpoint:
         if checkpoint.is_dir() and not quantization_section(config):
             config = {**config, **_quantization_beside(checkpoint)}
     found = FORMATS.detect(config, stored)
-    return Checkpoint(found, found.headers(config, stored))
+    return Checkpoint(found, found.headers(config, stored), find_cache_scales(config, stored))
 
 
 _BESIDE = {

@@ -179,7 +179,10 @@ def test_print_config_shows_the_sources_of_values(tmp_path: Path, monkeypatch: p
 def test_every_setting_is_a_flag() -> None:
     help = CliRunner().invoke(cli, ["generate", "--help"]).stdout
     for field in config_fields():
-        assert f"--{field.name.replace('_', '-')}" in help
+        for name in (field.name, *field.aliases):
+            assert f"--{name.replace('_', '-')}" in help
+    result = CliRunner().invoke(cli, ["generate", "--print-config", "--gpu-memory-utilization", "0.25"])
+    assert re.search(r"^device_memory_utilization +0.25 +flag$", result.stdout, re.MULTILINE)
 
 
 def test_without_a_command_help_is_printed() -> None:

@@ -50,7 +50,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "kv_cache_block_size": st.sampled_from([16, 32, 64, 128]),
     "enable_prefix_caching": st.booleans(),
     "device_memory_utilization": st.floats(0, 1, exclude_min=True),
-    "kv_cache_dtype": st.sampled_from([None, "float32", "bfloat16", "float16", "int8"]),
+    "kv_cache_dtype": st.sampled_from([None, "float32", "bfloat16", "float16", "int8", "fp8"]),
     "kv_cache_memory": st.none() | st.integers(1, 2**40),
     "kv_offload_memory": st.none(),  # needs a GPU
     "use_generation_config": st.booleans(),
@@ -159,7 +159,7 @@ def test_text_from_flags_and_environment_means_the_same(values: dict[str, Any]) 
         ({"device_memory_utilization": float("nan")}, "above 0 and at most 1, was nan"),
         ({"device_memory_utilization": float("inf")}, "above 0 and at most 1, was inf"),
         ({"enable_prefix_caching": 1}, "true or false, was 1"),
-        ({"kv_cache_dtype": "float64"}, "one of float32, bfloat16, float16, int8"),
+        ({"kv_cache_dtype": "float64"}, "one of float32, bfloat16, float16, int8, fp8"),
         ({"quantization_encoding": "q9"}, "use one of float32"),
         ({"quantization_encoding": 16}, "the name of an encoding, was 16"),
         ({"devices": "tpu"}, "cpu, gpu, gpu:1 or gpu:0,1, was 'tpu'"),
@@ -462,3 +462,40 @@ def test_every_setting_in_bytes_takes_sizes() -> None:
 def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_memory: must be a number of bytes.* such as 4GiB"):
         PipelineConfig.from_flat({"kv_cache_memory": text})
+
+
+# -- Other names of a setting ---------------------------------------------------------------------------
+
+
+def test_an_alias_works_in_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("gpu_memory_utilization = 0.4")
+    for values, environment, expected, source in (
+        ({"gpu_memory_utilization": 0.3}, {}, 0.3, "argument"),
+        ({"config_file": file}, {}, 0.4, f"file {file}"),
+        ({"config_file": file}, {"PENSTOCK_DEVICE_MEMORY_UTILIZATION": "0.5"}, 0.5, None),
+        ({}, {"PENSTOCK_GPU_MEMORY_UTILIZATION": "0.6"}, 0.6, "environment PENSTOCK_GPU_MEMORY_UTILIZATION"),
+        ({"device_memory_utilization": 0.7}, {"PENSTOCK_GPU_MEMORY_UTILIZATION": "0.6"}, 0.7, "argument"),
+    ):
+        config = PipelineConfig.from_flat(values, environment=environment)
+        assert config.kv_cache.device_memory_utilization == expected
+        assert source is None or config.sources["device_memory_utilization"] == source
+    names = [name for name, _, _ in config.describe()]
+    assert "gpu_memory_utilization" not in names
+
+
+def test_an_alias_beside_its_setting_is_refused(tmp_path: Path) -> None:
+    both = {"device_memory_utilization": 0.5, "gpu_memory_utilization": 0.5}
+    with pytest.raises(ConfigError, match="gpu_memory_utilization: is another name of device_memory_util"):
+        PipelineConfig.from_flat(both)
+    file = tmp_path / "settings.toml"
+    file.write_text("\n".join(f"{name} = {value}" for name, value in both.items()))
+    with pytest.raises(ConfigError, match=r"is another name of device_memory_utilization .from file"):
+        PipelineConfig.from_flat({"config_file": file})
+    environment = {f"PENSTOCK_{name.upper()}": "0.5" for name in both}
+    with pytest.raises(ConfigError, match=r"is another name of device_memory_utilization .from environment"):
+        PipelineConfig.from_flat({}, environment=environment)
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilisation: .* did you mean gpu_memory_utilization"):
+        PipelineConfig.from_flat({"gpu_memory_utilisation": 0.5})
+    with pytest.raises(ConfigError, match="must be a number above 0"):
+        PipelineConfig.from_flat({"gpu_memory_utilization": 0.0})

@@ -619,6 +619,23 @@ def test_attention_over_bytes_with_all_options(ops: Ops, dtype: torch.dtype, win
     same(lambda o: attend(o, q, batch, sinks=sinks, soft_cap=2.0, scale=0.5), ops)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_attention_over_8_bit_floats(ops: Ops, dtype: torch.dtype, mix: str, is_fixed: bool) -> None:
+    batch = paged(MIXES[mix], 2, 80, 16, torch.float32, 77)
+    scales = batch.kv.cache.float().abs().amax(-1).clamp_min(1e-12) / 448
+    if is_fixed:
+        scales = torch.tensor([0.01, 0.02, 0.03, 0.04]).view(2, 1, 2, 1).expand(scales.shape)
+    cache = (batch.kv.cache / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    batch = replace(batch, kv=replace(batch.kv, cache=cache, scales=scales, has_fixed_scales=is_fixed))
+    q, k, v = fused_qkv(int(batch.row_offsets[-1]), 6, 2, 80, dtype)
+    same(lambda o: attend(o, q, batch, sinks=torch.ones(6), soft_cap=2.0), ops)
+    ops.store_kv(k, v, batch.kv)
+    same(lambda o: attend(o, q, batch), ops)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_non_finite_values_show_in_byte_caches(ops: Ops, dtype: torch.dtype) -> None:
     """Integers have no NaN: the scales carry it."""
@@ -675,7 +692,7 @@ def test_large_scores_do_not_overflow(ops: Ops) -> None:
     same(lambda o: attend(o, 50 * q, batch), ops)  # e ** score would be infinite
 
 
-@pytest.mark.parametrize("cached", [*DTYPES, torch.int8])
+@pytest.mark.parametrize("cached", [*DTYPES, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 20, 64])
 def test_store_kv(ops: Ops, cached: torch.dtype, dtype: torch.dtype, dim: int) -> None:
@@ -683,12 +700,12 @@ def test_store_kv(ops: Ops, cached: torch.dtype, dtype: torch.dtype, dim: int) -
     _, k, v = fused_qkv(45, 4, 2, dim, dtype)
     stored = []
     for back_end in (ops, REFERENCE):
-        scales = torch.zeros(batch.kv.cache.shape[:4]) if cached == torch.int8 else None
+        scales = torch.zeros(batch.kv.cache.shape[:4]) if cached.itemsize == 1 else None
         kv = replace(batch.kv, cache=torch.zeros_like(batch.kv.cache).to(cached), scales=scales)
         back_end.store_kv(k, v, kv)
-        stored.append(kv.cache)
+        stored.append(kv.cache.float())
         if scales is not None:
-            stored[-1] = torch.cat([kv.cache.flatten(), scales.flatten()])
+            stored[-1] = torch.cat([kv.cache.float().flatten(), scales.flatten()])
     assert torch.equal(*stored)
     assert stored[0].any()
 

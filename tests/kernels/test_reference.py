@@ -20,6 +20,8 @@ def paged(
     *,
     window: int | None = None,
     int8: bool = False,
+    fp8: bool = False,
+    fixed: float | None = None,
     is_chunked: bool = False,
 ) -> tuple[LayerKV, list[np.ndarray]]:
     """Return a cache with sequences of these lengths in scattered blocks, and the sequences, [2, L, K, D]."""
@@ -29,9 +31,13 @@ def paged(
     cache = torch.full(
         (2, sum(counts) + 1, kv_heads, BLOCK, dim), torch.nan
     )  # what is unwritten must not count
-    scales = torch.zeros(2, sum(counts) + 1, kv_heads, BLOCK) if int8 else None
+    scales = torch.zeros(2, sum(counts) + 1, kv_heads, BLOCK) if int8 or fp8 else None
     if int8:
         cache = torch.zeros_like(cache, dtype=torch.int8)
+    if fp8:
+        cache = cache.to(torch.float8_e4m3fn)
+    if scales is not None and fixed is not None:
+        scales = torch.full((1, 1, 1, 1), fixed).expand(scales.shape)
     tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     flat = []
     for sequence, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -44,7 +50,7 @@ def paged(
         OPS.store_kv(
             torch.from_numpy(pair[0]),
             torch.from_numpy(pair[1]),
-            LayerKV(cache, tables, slots, window, scales),
+            LayerKV(cache, tables, slots, window, scales, has_fixed_scales=fixed is not None),
         )
         flat.append(pair)
     return LayerKV(cache, tables, torch.zeros(0, dtype=torch.int64), window, scales, is_chunked), flat
@@ -141,6 +147,35 @@ def test_an_int8_cache_is_close() -> None:
     )
     assert 0 < float(difference.abs().max()) < 0.03
     assert flat[0].shape == (2, 70, 2, 16)
+
+
+@pytest.mark.parametrize("fixed", [None, 4 / 448])
+def test_a_cache_of_8_bit_floats_is_close(fixed: float | None) -> None:
+    """A stored number differs by at most 2**-4 of itself, or half of the smallest step of 2**-9."""
+    exact, _ = paged([70], 2, 16)
+    rounded, _ = paged([70], 2, 16, fp8=True, fixed=fixed)
+    assert rounded.scales is not None
+    scales = rounded.scales[..., None]
+    used = exact.cache.isfinite()
+    values, found = exact.cache[used], (rounded.cache.float() * scales)[used]
+    bound = torch.maximum(values.abs() * 2**-4, 2**-10 * scales.expand(used.shape)[used])
+    differences = (values - found).abs()
+    assert (differences <= bound * 1.0001)[values.abs() < 4].all()
+    assert 0.5 < float((differences / bound).max())
+    q = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0))
+    offsets, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
+    got, expected = (OPS.attention(q, kv, offsets, lengths, scale=0.3) for kv in (rounded, exact))
+    assert 0 < float((got - expected).abs().max()) < 0.06
+
+
+def test_values_beyond_a_fixed_scale_are_cut() -> None:
+    exact, _ = paged([70], 2, 16)
+    rounded, _ = paged([70], 2, 16, fp8=True, fixed=1 / 448)
+    used = exact.cache.isfinite()
+    found = (rounded.cache.float() / 448)[used]
+    assert float(found.max()) == 1
+    assert float(found.min()) == -1
+    assert (found[exact.cache[used] > 1] == 1).all()
 
 
 def test_norms() -> None:

@@ -77,7 +77,12 @@ def test_the_pages_have_code_to_check() -> None:
 
 def test_the_options_of_llm_are_the_settings() -> None:
     options = get_type_hints(PipelineOptions)
-    expected = {field.name: type_of_option(field) for field in config_fields() if field.name != "model_path"}
+    expected = {
+        name: type_of_option(field)
+        for field in config_fields()
+        for name in (field.name, *field.aliases)
+        if name != "model_path"
+    }
     assert options == {"config_file": str | PathLike[str] | None, **expected}, (
         "change PipelineOptions in penstock/config/options.py"
     )

@@ -22,7 +22,7 @@ _NARROW = 128
 
 
 class CudaAttention(ReferenceOps):
-    """Attention in Triton, for floats and int8 caches.
+    """Attention in Triton, for caches of floats, of int8 and of 8-bit floats.
 
     The products multiply in the type of the queries and add in float32. Queries that are narrower than the
     cache are widened.
@@ -49,6 +49,7 @@ class CudaAttention(ReferenceOps):
             return super().attention(
                 q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, spans=spans
             )
+        cache, is_e4m3 = bytes_of(cache)
         num_rows, heads, dim = q.shape
         num_sequences, group = len(lengths), heads // cache.shape[2]
         is_wide = scales is None and cache.dtype == torch.float32 and q.dtype != torch.float32
@@ -69,6 +70,7 @@ class CudaAttention(ReferenceOps):
             "HAS_SPANS": spans is not None,
             "HAS_CAP": soft_cap is not None,
             "IS_SCALED": scales is not None,
+            "IS_E4M3": is_e4m3,
         }
         window, cap = kv.window or 0, soft_cap or 1.0
         q_strides, kv_strides = q.stride()[:2], cache.stride()[1:4]
@@ -138,6 +140,12 @@ class CudaAttention(ReferenceOps):
             HAS_BIAS=bias is not None,
         )  # fmt: skip
         return out
+
+
+def bytes_of(cache: Tensor) -> tuple[Tensor, bool]:
+    """Return a cache as programs read it, 8-bit floats as uint8, and whether it holds 8-bit floats."""
+    is_e4m3 = cache.dtype == torch.float8_e4m3fn
+    return cache.view(torch.uint8) if is_e4m3 else cache, is_e4m3
 
 
 def _tile_constants(tile: int, group: int, dim: int, is_wide: bool) -> dict[str, int]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.activations import Activation
-from penstock.kernels.cuda.attention import FLOATS, CudaAttention
+from penstock.kernels.codes import LARGEST_FP8
+from penstock.kernels.cuda.attention import FLOATS, CudaAttention, bytes_of
 from penstock.kernels.cuda.launch import Program, divide_up, has_rows, launch, power_of_two, row_stride
 from penstock.kernels.cuda.programs import rows as programs
 from penstock.kernels.cuda.programs.routing import route
@@ -90,11 +91,14 @@ class CudaRows(CudaAttention):
         fits = k.dtype in FLOATS and v.dtype in FLOATS and has_rows(k, v, cache) and kv.slots.is_contiguous()
         if not fits or (cache.dtype not in FLOATS and scales is None):
             return super().store_kv(k, v, kv)
+        cache, is_e4m3 = bytes_of(cache)
+        largest = 0.0 if scales is None else LARGEST_FP8 if is_e4m3 else 127.0
         scale_strides = (0, 0, 0, 0) if scales is None else scales.stride()
         launch(
             programs.store_keys_values, (len(k), k.shape[1], 2), cache, cache if scales is None else scales,
             k, v, kv.slots, *k.stride()[:2], *v.stride()[:2], *cache.stride()[:4], *scale_strides, k.shape[2],
-            BLOCK=cache.shape[3], WIDTH=power_of_two(k.shape[2]), IS_SCALED=scales is not None, num_warps=1,
+            BLOCK=cache.shape[3], WIDTH=power_of_two(k.shape[2]), LARGEST=largest,
+            HAS_FIXED_SCALES=kv.has_fixed_scales, IS_E4M3=is_e4m3, num_warps=1,
         )  # fmt: skip
 
     def route(

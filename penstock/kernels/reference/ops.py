@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.activations import XIELU, Activation
+from penstock.kernels.codes import LARGEST_FP8
 from penstock.kernels.encodings import ENCODINGS, encoding_named
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts, grouped_by_expert
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs, SequenceBlocks
@@ -134,9 +135,14 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         blocks, offsets = kv.slots // block_size, kv.slots % block_size  # [T]
         for side, rows in enumerate((k, v)):  # rows: [T, K, D]
             if kv.scales is not None:
-                scale = rows.float().abs().amax(-1).clamp_min(1e-12) / 127  # [T, K]
-                kv.scales[side][blocks, :, offsets] = scale
-                rows = (rows.float() / scale[..., None]).round()
+                largest = LARGEST_FP8 if kv.cache.dtype == torch.float8_e4m3fn else 127
+                if kv.has_fixed_scales:
+                    scale = kv.scales[side, 0, :, 0]  # [K]
+                else:
+                    scale = rows.float().abs().amax(-1).clamp_min(1e-12) / largest  # [T, K]
+                    kv.scales[side][blocks, :, offsets] = scale
+                rows = (rows.float() / scale[..., None]).clamp(-largest, largest)
+                rows = rows.round() if largest == 127 else rows
             kv.cache[side][blocks, :, offsets] = rows.to(kv.cache.dtype)
 
     def attention(

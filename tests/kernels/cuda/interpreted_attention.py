@@ -33,7 +33,8 @@ class Case:
     kv_heads: int = 1
     dtype: torch.dtype = torch.float32
     cached: str = "same"
-    """``same``: the type of the queries; ``wide``: float32; ``int8``: with scales."""
+    """``same``: the type of the queries; ``wide``: float32; ``int8``, ``fp8``: with scales of rows;
+    ``fixed``: fp8 with scales of heads."""
     sequences: tuple[tuple[int, int], ...] = ((1, 20), (7, 19))
     """Rows of each sequence and its length. A sequence may have no rows."""
     block: int = 16
@@ -64,6 +65,11 @@ def inputs_of(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, An
     if case.cached == "int8":
         scales = cache.abs().amax(-1) / 127
         kept = (cache / scales[..., None]).nan_to_num(127).round().to(torch.int8)
+    elif case.cached in ("fp8", "fixed"):
+        scales = cache.abs().amax(-1) / 448
+        if case.cached == "fixed":
+            scales = (torch.rand(2, 1, case.kv_heads, 1) / 50).expand(scales.shape)
+        kept = (cache / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     kv = LayerKV(
         kept,
         tables,
@@ -71,6 +77,7 @@ def inputs_of(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, An
         window=case.window,
         scales=scales,
         is_chunked=case.is_chunked,
+        has_fixed_scales=case.cached == "fixed",
     )
     offsets = torch.tensor([0, *(rows for rows, _ in case.sequences)]).cumsum(0).int()
     lengths = torch.tensor([length for _, length in case.sequences]).int()
@@ -108,6 +115,14 @@ FIXED = {
         for dim in (80, 112, 192)
     },
     **{f"group of {group}": Case(dim=16, group=group, kv_heads=2) for group in (3, 5, 7, 12)},
+    **{
+        f"{cached} head of {dim}": Case(dim=dim, group=2, kv_heads=3, dtype=dtype, cached=cached)
+        for dim, dtype in ((80, torch.bfloat16), (128, torch.float16), (192, torch.float32))
+        for cached in ("fp8", "fixed")
+    },
+    "spans in a window with fp8": Case(window=4, span=6, cached="fp8", sequences=((8, 30), (1, 9))),
+    "sinks, cap and fixed scales": Case(soft_cap=3.0, has_sinks=True, cached="fixed", group=5, dim=80),
+    "splits with fp8": Case(window=530, cached="fp8", sequences=((1, 1100), (1, 30)), dim=16),
     "window beyond the context": Case(window=500, sequences=((1, 20), (9, 33))),
     "window of one key": Case(window=1, sequences=((1, 20), (9, 33))),
     "chunks beyond the context": Case(window=64, is_chunked=True, sequences=((1, 20), (9, 33))),
@@ -149,7 +164,7 @@ def cases(draw: st.DrawFn) -> Case:
         group=draw(st.sampled_from([1, 2, 3, 5, 6, 7, 8, 12, 16])),
         kv_heads=draw(st.integers(1, 3)),
         dtype=draw(st.sampled_from(list(TOLERANCE))),
-        cached=draw(st.sampled_from(["same", "wide", "int8"])),
+        cached=draw(st.sampled_from(["same", "wide", "int8", "fp8", "fixed"])),
         sequences=sequences,
         block=draw(st.sampled_from([16, 32, 64])),
         window=window,

@@ -171,19 +171,57 @@ def test_attention(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
     agree(got, expected)
 
 
-@pytest.mark.parametrize("cached", [torch.float32, torch.bfloat16, torch.int8])
-def test_cache_writes(ops: CudaOps, cached: torch.dtype) -> None:
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("cached", "is_fixed"),
+    [*((one, False) for one in (torch.float32, torch.bfloat16, torch.int8, FP8)), (FP8, True)],
+)
+def test_cache_writes(ops: CudaOps, cached: torch.dtype, is_fixed: bool) -> None:
     kv, _, _ = paged([(5, 40)])
-    k, v = torch.randn(2, 5, 3, 16).bfloat16()[:, :, :2]
+    k, v = (3 * torch.randn(2, 5, 3, 16)).bfloat16()[:, :, :2]
+    v[4, 1] = 0
     stored = []
     for back_end in (ops, REFERENCE):
-        scales = torch.zeros(kv.cache.shape[:4]) if cached == torch.int8 else None
+        scales = torch.zeros(kv.cache.shape[:4]) if cached in (torch.int8, FP8) else None
+        if is_fixed:
+            heads = torch.tensor([0.004, 0.7, 1.0, 0.01]).view(2, 1, 2, 1)  # some numbers are beyond 448
+            scales = heads.expand(kv.cache.shape[:4])
         slots = torch.tensor([17, 40, 3, 33, 18])
-        own = replace(kv, cache=torch.zeros_like(kv.cache).to(cached), scales=scales, slots=slots)
+        own = replace(
+            kv,
+            cache=torch.zeros_like(kv.cache).to(cached),
+            scales=scales,
+            slots=slots,
+            has_fixed_scales=is_fixed,
+        )
         back_end.store_kv(k, v, own)
-        stored.append((own.cache, own.cache if scales is None else scales))
+        cache = own.cache.view(torch.uint8) if cached == FP8 else own.cache
+        stored.append((cache, cache if scales is None else scales))
     assert torch.equal(stored[0][0], stored[1][0])
     assert torch.equal(stored[0][1], stored[1][1])
+    assert stored[0][0].any()
+    assert not is_fixed or (stored[0][0] & 127 == 126).any()
+
+
+def test_all_8_bit_floats(ops: CudaOps) -> None:
+    """All codes and the midpoints between them are stored as torch converts them, and NaN as NaN."""
+    codes = torch.arange(256).to(torch.uint8)
+    values = codes.view(FP8).float()[:127].sort().values
+    middles = (values[1:] + values[:-1]) / 2
+    some = torch.cat([values, middles, middles * (1 + 2**-20), middles * (1 - 2**-20), torch.tensor([1e30])])
+    some = torch.cat([some, -some, torch.tensor([torch.nan, torch.inf])])
+    k = some.view(1, 1, -1)
+    ones = torch.ones(2, 1, 1, 1).expand(2, 2, 1, 16)
+    kv = LayerKV(
+        torch.zeros(2, 2, 1, 16, k.shape[2]).to(FP8), torch.ones(1, 1).int(), torch.tensor([16]), None, ones
+    )
+    kv = replace(kv, has_fixed_scales=True)
+    ops.store_kv(k, k, kv)
+    got, expected = kv.cache[0, 1, 0, 0].float(), some.clamp(-448, 448).to(FP8).float()
+    assert torch.equal(got.nan_to_num(1000), expected.nan_to_num(1000))
+    assert got.isnan().sum() == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"is_causal": True}, {"bias": True}], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,14 +88,17 @@ def test_attention(
     if dim == 80:
         spans = ImageSpans(torch.zeros(rows, 2).int(), offsets, offsets[1:])
         options = {"soft_cap": 2.0, "sinks": torch.zeros(heads), "spans": spans}
-    for cached in (dtype, torch.int8):
+    for cached in (dtype, torch.int8, torch.float8_e4m3fn):
         kv = LayerKV(
             torch.zeros(2, 3, kv_heads, 32, dim, dtype=cached),
             torch.zeros(sequences, 128, dtype=torch.int32),
             torch.zeros(rows, dtype=torch.int64),
             16 if dim == 64 else None,
-            torch.zeros(2, 3, kv_heads, 32) if cached == torch.int8 else None,
+            torch.zeros(2, 3, kv_heads, 32) if cached != dtype else None,
         )
+        if cached == torch.float8_e4m3fn and rows == 1:
+            scales = torch.ones(2, 1, kv_heads, 1).expand(2, 3, kv_heads, 32)
+            kv = replace(kv, scales=scales, has_fixed_scales=True)
         ops.attention(q, kv, offsets, offsets[1:].contiguous(), scale=0.1, **options)
         ops.store_kv(q[:, :kv_heads], q[:, :kv_heads], kv)
     keys = q[:, :kv_heads].contiguous()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.cuda.programs.floats8 import e4m3_values
 from penstock.kernels.cuda.programs.tiles import group_of_tile, tanh
 
 
@@ -99,6 +100,7 @@ def _attend_keys(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_SCALED: tl.constexpr,
+    IS_E4M3: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
     """Return the largest score, the sum of exponentials, and the weighted values of the keys begin:end."""
@@ -115,6 +117,8 @@ def _attend_keys(
         some = tl.load(
             keys + slots[None, :] + dims[:, None], mask=is_held[None, :] & is_dim[:, None], other=0
         )
+        if IS_E4M3:
+            some = e4m3_values(some)
         scores = tl.dot(queries, some.to(queries.dtype), input_precision="ieee") * scale
         if IS_SCALED:
             scale_slots = blocks * scale_block_stride + (places % BLOCK) * scale_slot_stride
@@ -134,6 +138,8 @@ def _attend_keys(
         some = tl.load(
             values + slots[:, None] + dims[None, :], mask=is_held[:, None] & is_dim[None, :], other=0
         )
+        if IS_E4M3:
+            some = e4m3_values(some)
         product = tl.dot(weights.to(queries.dtype), some.to(queries.dtype), input_precision="ieee")
         out = out * factor[:, None] + product
         top = new_top
@@ -209,6 +215,7 @@ def attend(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_SCALED: tl.constexpr,
+    IS_E4M3: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Attention of one tile. Grid: tiles, kv heads. SPLIT 0 takes all keys as one split."""
@@ -226,7 +233,7 @@ def attend(
         top, total, sums = _attend_keys(
             queries, first, last, low, high, begin, high, keys, values, key_scales, value_scales, table,
             block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
-            M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, HAS_CAP,
+            M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
         )  # fmt: skip
     else:
         top = tl.full([M], float("-inf"), tl.float32)
@@ -238,7 +245,7 @@ def attend(
                 tl.maximum(split * SPLIT, begin), tl.minimum(split * SPLIT + SPLIT, high),
                 keys, values, key_scales, value_scales, table,
                 block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
-                M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, HAS_CAP,
+                M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
             )  # fmt: skip
             top, total, sums = _merge(top, total, sums, other_top, other_total, other_sums)
     result = _finish(top, total, sums, sinks, heads, is_row, HAS_SINKS)
@@ -290,6 +297,7 @@ def attend_split(
     HAS_SPANS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     IS_SCALED: tl.constexpr,
+    IS_E4M3: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """One split of one tile, before the division. Grid: tiles, kv heads, splits.
@@ -312,7 +320,7 @@ def attend_split(
             value_scales + tl.program_id(1) * scale_head_stride,
             tables + sequence.to(tl.int64) * table_stride,
             block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
-            M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, HAS_CAP,
+            M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
         )  # fmt: skip
         places = (split.to(tl.int64) * num_rows + rows) * num_heads + heads
         tl.store(partial_top + places, top, mask=is_row)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.cuda.programs.floats8 import e4m3_values
 from penstock.kernels.cuda.programs.tiles import group_of_tile
 
 
@@ -38,15 +39,6 @@ def _weight_of(weight, weights, group, group_stride, GROUPS: tl.constexpr, POINT
         return weight + group.to(tl.int64) * group_stride
     else:
         return weight
-
-
-@triton.jit
-def e4m3_values(codes):
-    """Return 8-bit floats as float32. Their bits, shifted by 7, are a float16 2**8 times too small."""
-    wide = codes.to(tl.uint16)
-    halves = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    values = halves.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
 
 
 @triton.jit

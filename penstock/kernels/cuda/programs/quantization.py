@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.rows import round_half_even
+from penstock.kernels.cuda.programs.tiles import round_half_even
 
 
 @triton.jit

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.tiles import tanh
+from penstock.kernels.cuda.programs.floats8 import e4m3_codes
+from penstock.kernels.cuda.programs.tiles import round_half_even, tanh
 
 
 @triton.jit
@@ -176,9 +177,15 @@ def store_keys_values(
     dim,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    IS_SCALED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HAS_FIXED_SCALES: tl.constexpr,
+    IS_E4M3: tl.constexpr,
 ):
-    """Write one head of one row into the cache. Grid: rows, kv heads, keys and values."""
+    """Write one head of one row into the cache. Grid: rows, kv heads, keys and values.
+
+    LARGEST is the largest number of a quantized cache, 0.0 for floats without a scale. With IS_E4M3 the
+    cache is bytes.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     side = tl.program_id(2)
@@ -192,23 +199,24 @@ def store_keys_values(
     slot = tl.load(slots + row)
     block = slot // BLOCK
     offset = slot % BLOCK
-    if IS_SCALED:
-        largest = tl.max(tl.abs(values), 0)
-        has_nan = tl.sum((values != values).to(tl.int32), 0) > 0
-        scale = tl.div_rn(tl.maximum(largest, 1e-12), 127.0)
-        scale = tl.where(has_nan, float("nan"), scale)
-        at = side * scale_side_stride + block * scale_block_stride
-        tl.store(scales + at + head * scale_head_stride + offset * scale_slot_stride, scale)
-        values = round_half_even(tl.div_rn(values, scale))
-        values = tl.where(values == values, values, 0.0)
     target = cache + side * side_stride + block * block_stride + head * head_stride + offset * slot_stride
-    tl.store(target + dims, values.to(cache.dtype.element_ty), mask=is_dim)
-
-
-@triton.jit
-def round_half_even(x):
-    """Return the nearest integers of numbers below 2**22; of a half the even one.
-
-    Adding 1.5 * 2**23 leaves no bits for a fraction.
-    """
-    return (x + 12582912.0) - 12582912.0
+    if LARGEST > 0:
+        at = side * scale_side_stride + block * scale_block_stride
+        at += head * scale_head_stride + offset * scale_slot_stride
+        if HAS_FIXED_SCALES:
+            scale = tl.load(scales + at)
+        else:
+            largest = tl.max(tl.abs(values), 0)
+            has_nan = tl.sum((values != values).to(tl.int32), 0) > 0
+            scale = tl.div_rn(tl.maximum(largest, 1e-12), LARGEST)
+            scale = tl.where(has_nan, float("nan"), scale)
+            tl.store(scales + at, scale)
+        values = tl.div_rn(values, scale)
+    if IS_E4M3:
+        tl.store(target + dims, e4m3_codes(values), mask=is_dim)
+    elif LARGEST > 0:
+        values = tl.where(values > LARGEST, LARGEST, tl.where(values < -LARGEST, -LARGEST, values))
+        values = round_half_even(values)
+        tl.store(target + dims, tl.where(values == values, values, 0.0).to(tl.int8), mask=is_dim)
+    else:
+        tl.store(target + dims, values.to(cache.dtype.element_ty), mask=is_dim)

@@ -34,3 +34,12 @@ def tanh(x):
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     far = 1 - 2 / (tl.exp(2 * tl.abs(x)) + 1)
     return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def round_half_even(x):
+    """Return the nearest integers of numbers below 2**22; of a half the even one.
+
+    Adding 1.5 * 2**23 leaves no bits for a fraction.
+    """
+    return (x + 12582912.0) - 12582912.0

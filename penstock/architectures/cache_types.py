@@ -1,0 +1,55 @@
+"""The element type of a model's KV cache, and the scales that the checkpoint stores for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from penstock.dtype import DType
+from penstock.kernels import encoding_named
+from penstock.weights.cache_scales import read_cache_scales
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.distributed import Shard
+    from penstock.kv_cache import KVCacheSpec
+
+
+def kv_dtype(pipeline_config: PipelineConfig) -> DType:
+    """Return the element type of the KV cache: the configured one, or that of the activations."""
+    given = pipeline_config.kv_cache.dtype
+    if given == "fp8":
+        return DType.float8_e4m3fn
+    return DType(given) if given else encoding_named(pipeline_config.model.encoding).compute_dtype
+
+
+def with_stored_scales(spec: KVCacheSpec, pipeline_config: PipelineConfig) -> KVCacheSpec:
+    """Return the cache with fixed scales in the layers whose scales the checkpoint stores."""
+    if all(group.dtype is not DType.float8_e4m3fn for group in spec.groups):
+        return spec
+    return spec.with_fixed_scales(pipeline_config.model.opened_checkpoint.cache_scales)
+
+
+def fixed_scales(
+    pipeline_config: PipelineConfig, spec: KVCacheSpec, shard: Shard
+) -> dict[int, Tensor] | None:
+    """Return layer -> ``[2, K]``, the checkpoint's scales of the kv heads of a rank; None if unused.
+
+    Args:
+        pipeline_config: names the checkpoint.
+        spec: the cache of all ranks.
+        shard: the rank.
+
+    Raises:
+        WeightsError: a scale has another type or size, or is not a positive number.
+    """
+    spec = with_stored_scales(spec, pipeline_config)
+    heads = {
+        layer: group.kv_heads for group in spec.groups if group.has_fixed_scales for layer in group.layers
+    }
+    if not heads:
+        return None
+    stored = read_cache_scales(pipeline_config.model.opened_checkpoint.cache_scales, heads)
+    parts = {layer: shard.kv_heads(count) for layer, count in heads.items()}
+    return {layer: scales[:, parts[layer].start : parts[layer].stop] for layer, scales in stored.items()}

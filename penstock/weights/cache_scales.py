@@ -1,0 +1,98 @@
+"""Scales of an 8-bit float KV cache that quantized checkpoints store for each layer.
+
+A stored number of the cache times ``k_scale`` is the key, times ``v_scale`` the value. A scale has one
+number, or one for each kv head. Writers name them ``self_attn.k_scale`` (compressed-tensors, transformers),
+``self_attn.k_proj.k_scale`` (ModelOpt), ``self_attn.k_proj.output_scale`` (early compressed-tensors), or
+``self_attn.kv_scale`` for both.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from math import isfinite, prod
+from typing import TYPE_CHECKING
+
+from penstock.errors import WeightsError
+from penstock.weights.formats import Headers, quantization_section
+from penstock.weights.safetensors import TensorHeader, read_tensor_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CacheScales = Mapping[int, tuple[TensorHeader, TensorHeader]]
+"""Layer -> the scales of its keys and of its values."""
+
+_NAME = re.compile(
+    r"(?P<path>.*\blayers)\.(?P<layer>\d+)\.\w+\."
+    r"(?:(?:attn\.|[kv]_proj\.)?(?P<side>k|v)_scale|(?P<proj>k|v)_proj\.output_scale|(?P<both>kv)_scale)"
+)
+_OTHER_MODELS = ("vision", "visual", "audio")
+_logger = logging.getLogger(__name__)
+
+
+def find_cache_scales(config: Mapping[str, object], stored: Headers) -> CacheScales:
+    """Return the scales that a checkpoint stores for a cache of 8-bit floats; empty if it has none.
+
+    Scales of another ``kv_cache_scheme``, such as 8-bit integers, do not count.
+    """
+    scheme = quantization_section(config).get("kv_cache_scheme")
+    if isinstance(scheme, Mapping) and (
+        scheme.get("num_bits", 8) != 8
+        or scheme.get("type", "float") != "float"
+        or scheme.get("dynamic")
+        or not scheme.get("symmetric", True)
+    ):
+        return {}
+    found: dict[tuple[int, str], TensorHeader] = {}
+    for name, header in stored.items():
+        match = _NAME.fullmatch(name)
+        if match is not None and not any(part in match["path"] for part in _OTHER_MODELS):
+            for side in match["side"] or match["proj"] or match["both"]:
+                found[int(match["layer"]), side] = header
+    layers = {layer for layer, _ in found}
+    incomplete = [layer for layer in sorted(layers) if not {(layer, "k"), (layer, "v")} <= found.keys()]
+    if incomplete:
+        _logger.warning("the scales of the KV cache are not used: layers %s have only one of two", incomplete)
+        return {}
+    return {layer: (found[layer, "k"], found[layer, "v"]) for layer in sorted(layers)}
+
+
+def read_cache_scales(scales: CacheScales, kv_heads: Mapping[int, int]) -> dict[int, Tensor]:
+    """Return layer -> the scales of keys and values of each kv head, ``[2, K]`` float32.
+
+    Args:
+        scales: the headers of the scales.
+        kv_heads: layer -> K, for the layers to read.
+
+    Raises:
+        WeightsError: a scale has another type or size, or is not a positive number.
+    """
+    import torch
+
+    return {
+        layer: torch.stack([_read(header, count) for header in scales[layer]])
+        for layer, count in kv_heads.items()
+    }
+
+
+def _read(header: TensorHeader, kv_heads: int) -> Tensor:  # [K]
+    import torch
+
+    count, dtype = prod(header.shape), header.dtype
+    if dtype is None or not dtype.is_float() or count not in (1, kv_heads):
+        raise WeightsError(
+            header.file,
+            f"{header.stored_name} is {header.type_name} {list(header.shape)}: the scale of a KV cache has "
+            f"one float, or one for each of {kv_heads} kv heads",
+        )
+    values = torch.frombuffer(bytearray(read_tensor_bytes(header)), dtype=dtype.to_torch()).float()
+    wrong = [value for value in values.tolist() if not (isfinite(value) and value > 0)]
+    if wrong:
+        raise WeightsError(
+            header.file,
+            f"{header.stored_name} is {wrong[0]}: a scale must be positive. Another kv_cache_dtype than fp8 "
+            "does not read it",
+        )
+    return values.expand(kv_heads)

@@ -1,0 +1,211 @@
+"""KV caches of 8-bit floats in a model: accuracy, the scales of checkpoints, shared and copied blocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import write_checkpoint
+from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+from torch import Tensor
+
+from penstock.architectures.cache_types import fixed_scales
+from penstock.architectures.llama import tiny_config
+from penstock.distributed import Shard
+from penstock.dtype import DType
+from penstock.errors import WeightsError
+from penstock.pipelines import TextGenerationPipeline
+
+SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+}
+PROMPT = random_tokens(60, 130)
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config() | SIZES)
+
+
+def with_scales(
+    checkpoint: Path, folder: Path, tensors: dict[str, Tensor], scheme: object = SCHEME, layers: int = 2
+) -> Path:
+    """Write the checkpoint with these tensors in each layer, and with a ``kv_cache_scheme``."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "kv_cache_scheme": scheme,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    own = {
+        f"model.layers.{layer}.self_attn.{name}": one.clone()
+        for layer in range(layers)
+        for name, one in tensors.items()
+    }
+    save_file(load_file(checkpoint / "model.safetensors") | own, folder / "model.safetensors")
+    return folder
+
+
+def opened(checkpoint: Path, kv_type: str | None = "fp8", **config: Any) -> TextGenerationPipeline:
+    options = {
+        "kernels": "reference",
+        "kv_cache_block_size": 16,
+        "max_length": 128,
+        "kv_cache_memory": 80_000,
+    }
+    return open_pipeline(checkpoint, kv_cache_dtype=kv_type, **(options | config))
+
+
+def logits_of(pipeline: TextGenerationPipeline) -> Tensor:
+    return step_logits(pipeline, [context_of(PROMPT)])[0]
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """Return the mean difference of log probabilities."""
+    return float((one.log_softmax(-1) - other.log_softmax(-1)).abs().mean())
+
+
+def test_logits_are_close_to_those_of_bfloat16(checkpoint: Path) -> None:
+    exact = logits_of(opened(checkpoint, "float32"))
+    errors = {
+        kind: difference(logits_of(opened(checkpoint, kind)), exact) for kind in ("bfloat16", "int8", "fp8")
+    }
+    assert 0 < errors["bfloat16"] < errors["fp8"] < 16 * errors["bfloat16"]  # 3 bits of mantissa, not 7
+    assert errors["fp8"] < 0.2  # random weights: a trained model differs far less
+
+
+def test_rows_have_scales_unless_the_checkpoint_has_them(checkpoint: Path, tmp_path: Path) -> None:
+    rows = opened(checkpoint)
+    heads = opened(with_scales(checkpoint, tmp_path, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}))
+    (plain,), (fixed,) = (one.model.kv_cache_spec.groups for one in (rows, heads))
+    assert plain.dtype is fixed.dtype is DType.float8_e4m3fn
+    assert plain.bytes_per_block(16) == 2 * 2 * 2 * 16 * (16 + 4)
+    assert fixed.bytes_per_block(16) == 2 * 2 * 2 * 16 * 16
+    assert heads.memory_plan.num_blocks[0] > rows.memory_plan.num_blocks[0]
+    assert rows.kv.storage.scales[0].is_contiguous()
+    assert heads.kv.storage.scales[0].untyped_storage().nbytes() == 2 * 2 * 4
+
+
+NAMES = {
+    "compressed-tensors": ("k_scale", "v_scale"),
+    "modelopt": ("k_proj.k_scale", "v_proj.v_scale"),
+    "early": ("k_proj.output_scale", "v_proj.output_scale"),
+}
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+def test_stored_scales_are_used(checkpoint: Path, tmp_path: Path, names: tuple[str, str]) -> None:
+    exact = logits_of(opened(checkpoint, "float32"))
+    for scales, is_close in (((0.02, 0.03), True), ((0.0001, 0.03), False), ((0.02, 0.0001), False)):
+        tensors = {name: torch.tensor(value) for name, value in zip(names, scales, strict=True)}
+        pipeline = opened(with_scales(checkpoint, tmp_path, tensors))
+        assert pipeline.kv.storage.scales[1][:, 0, 1, 3].tolist() == pytest.approx(scales)
+        error = difference(logits_of(pipeline), exact)
+        assert 0 < error < 0.2 if is_close else error > 0.4, (
+            scales,
+            error,
+        )  # too small a scale cuts the values
+
+
+def test_scales_of_heads(checkpoint: Path, tmp_path: Path) -> None:
+    tensors = {
+        "k_scale": torch.tensor([0.02, 0.03]).view(2, 1, 1),
+        "v_scale": torch.tensor([0.01]).bfloat16(),
+    }
+    pipeline = opened(with_scales(checkpoint, tmp_path, tensors, {**SCHEME, "strategy": "attn_head"}))
+    scales = pipeline.kv.storage.scales[0]
+    assert scales[0, 5, :, 7].tolist() == pytest.approx([0.02, 0.03])
+    assert scales[1, 0, :, 0].tolist() == pytest.approx([0.01, 0.01], rel=0.01)
+    config = pipeline.model.pipeline_config
+    spec = type(pipeline.model).kv_spec(config, config.model.huggingface_config)
+    assert spec is not None
+    for rank, world, expected in ((0, 2, [0.02]), (1, 2, [0.03]), (3, 4, [0.03]), (1, 4, [0.02])):
+        found = fixed_scales(config, spec, Shard(rank, world))
+        assert found is not None
+        assert found[1][0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "scheme", [{**SCHEME, "type": "int"}, {**SCHEME, "num_bits": 4}, {**SCHEME, "dynamic": True}], ids=str
+)
+def test_scales_of_other_schemes_are_not_used(checkpoint: Path, tmp_path: Path, scheme: object) -> None:
+    tensors = {"k_scale": torch.tensor(1e-5), "v_scale": torch.tensor(1e-5)}
+    pipeline = opened(with_scales(checkpoint, tmp_path, tensors, scheme))
+    assert pipeline.model.kv_cache_spec is not None
+    assert not pipeline.model.kv_cache_spec.groups[0].has_fixed_scales
+
+
+def test_scales_of_some_layers_or_sides_are_not_used(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = {"k_scale": torch.tensor(0.1), "v_scale": torch.tensor(0.1)}
+    for number, (tensors, layers) in enumerate(((pair, 1), ({"k_scale": torch.tensor(0.1)}, 2))):
+        pipeline = opened(with_scales(checkpoint, tmp_path / str(number), tensors, layers=layers))
+        assert pipeline.model.kv_cache_spec is not None
+        assert not pipeline.model.kv_cache_spec.groups[0].has_fixed_scales
+    assert "layers [0, 1] have only one of two" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (torch.zeros(1), "k_scale is 0.0: a scale must be positive"),
+        (torch.tensor(torch.nan), "k_scale is nan"),
+        (
+            torch.ones(3),
+            r"is F32 \[3\]: the scale of a KV cache has one float, or one for each of 2 kv heads",
+        ),
+        (torch.ones(1).int(), r"is I32 \[1\]"),
+    ],
+)
+def test_wrong_scales(checkpoint: Path, tmp_path: Path, scale: Tensor, message: str) -> None:
+    folder = with_scales(checkpoint, tmp_path, {"k_scale": scale, "v_scale": torch.ones(1)})
+    with pytest.raises(WeightsError, match=message):
+        opened(folder)
+    logits_of(opened(folder, "int8"))  # another cache does not read them
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_texts_alone_batched_and_from_shared_blocks(checkpoint: Path, tmp_path: Path, is_fixed: bool) -> None:
+    if is_fixed:
+        scales = {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor(0.02)}
+        checkpoint = with_scales(checkpoint, tmp_path, scales)
+    prompts = [PROMPT, PROMPT[:40], [*PROMPT[:33], 7], [3, 4]]
+    alone = opened(checkpoint, deterministic=True, enable_prefix_caching=False)
+    expected = [generate(alone, [context_of(prompt, 12)])[0] for prompt in prompts]
+    pipeline = opened(checkpoint, deterministic=True)
+    for _ in range(2):  # the second time from the prefix cache
+        assert generate(pipeline, [context_of(prompt, 12) for prompt in prompts]) == expected
+    storage = pipeline.kv.storage
+    storage.caches[0].view(torch.uint8)[:, 3] = 7
+    before = [None if is_fixed else scale.clone() for scale in storage.scales]
+    storage.copy_block(0, 3, 4)
+    assert (storage.caches[0][:, 4].view(torch.uint8) == 7).all()
+    assert is_fixed or torch.equal(storage.scales[0][:, 4], before[0][:, 3])
+    assert len(storage.block_tensors(0)) == (1 if is_fixed else 2)
+    storage.discard()
+    assert not storage.caches[0].view(torch.uint8).any()
+    assert bool(storage.scales[0].any()) == is_fixed
+
+
+def test_the_cpu_kernels_fall_back_and_say_so(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from penstock.kernels import cpu
+
+    if not cpu.available_isas():
+        pytest.skip("the C++ kernels are not built")
+    pipeline = opened(checkpoint, kernels="best")
+    expected = generate(opened(checkpoint), [context_of(PROMPT, 5)])
+    assert generate(pipeline, [context_of(PROMPT, 5)]) == expected
+    assert caplog.text.count("attention runs on the reference kernels") <= 1
+    assert pipeline.session.plan_status == "eager: store_kv has no kernel for its arguments"
