@@ -21,6 +21,8 @@ class Entry(Generic[ContextT]):
     is_decoding: bool = False
     """Whether the prompt is computed and the context generates tokens."""
     was_admitted: bool = False
+    last_selection: int = 0
+    """Number of the last selection of decode rows that contained the context (`StepLimit`)."""
 
     @property
     def request_id(self) -> str:
@@ -63,6 +65,11 @@ class Batch(Generic[ContextT]):
     def num_rows(self) -> int:
         """Number of tokens that the first forward computes."""
         return sum([num_rows(entry.context) for entry in self.entries.values()])
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Number of those tokens that belong to contexts that decode."""
+        return sum([num_rows(entry.context) for entry in self.entries.values() if entry.is_decoding])
 
     def add(self, entry: Entry[ContextT], rows: int) -> None:
         """Add an entry that computes ``rows`` tokens."""

@@ -15,7 +15,7 @@ _MAX_ROWS_WITH_PROMPT = 8
 takes about as long as one with a single row, because both read the same weights.
 """
 
-_PROMPT_TOKENS_PER_ROW = 4
+PROMPT_TOKENS_PER_ROW = 4
 """Number of prompt tokens that take about as long as one decode row, which also needs attention over the
 whole cache, logits and sampling.
 """
@@ -29,7 +29,7 @@ class Deferral:
     short prompt, every client except the prompt's decodes at most `_MAX_ROWS_WITH_PROMPT` contexts; its other
     contexts decode in the next step. Two consecutive steps never defer rows, so a client loses at most half
     of its steps. A prompt is short if its tokens take less time than the deferred rows, estimated with
-    `_PROMPT_TOKENS_PER_ROW`.
+    `PROMPT_TOKENS_PER_ROW`.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Deferral:
             counts[entry.client_id] += 1
             if entry.client_id == prompt.client_id or counts[entry.client_id] <= _MAX_ROWS_WITH_PROMPT:
                 selected.append(entry)
-        if (len(decoding) - len(selected)) * _PROMPT_TOKENS_PER_ROW <= prompt.num_remaining:
+        if (len(decoding) - len(selected)) * PROMPT_TOKENS_PER_ROW <= prompt.num_remaining:
             return decoding
         self._has_deferred = True
         return selected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from operator import attrgetter
 from typing import TypeVar
@@ -12,9 +13,10 @@ from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
 from penstock.scheduler.batch import Batch, Entry, is_whole, set_rows, splittable_rows
 from penstock.scheduler.budget import PromptBudget, check_limits, decode_rows, smallest_chunk
-from penstock.scheduler.deferral import Deferral
+from penstock.scheduler.deferral import PROMPT_TOKENS_PER_ROW, Deferral
 from penstock.scheduler.isolation import Isolation
 from penstock.scheduler.request_queues import RequestQueues
+from penstock.scheduler.step_limit import StepLimit
 
 ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
@@ -22,14 +24,19 @@ OutputT = TypeVar("OutputT", bound=PipelineOutput)
 _SLOT_FREE_STEPS = 64
 """Number of steps for which one slot stays free for other clients after one client has held all slots."""
 
+_MAX_TIMED_PROMPT = 64
+"""Prompt tokens up to which the duration of a step is recorded. The time of longer prompts is not
+proportional to their tokens."""
+
 
 class Scheduler(RequestQueues[ContextT, OutputT]):
     """Continuous batching: contexts join and leave the batch between two steps.
 
     A context is either waiting or running. The order is priority, then arrival. Each step contains all
-    contexts that decode, except those that `Deferral` moves to the next step. Prompts share the rest of the
-    token budget, in chunks if necessary. If blocks run out, the youngest context of the lowest priority is
-    preempted: it returns to the queue and keeps its arrival number. Its tokens are then computed again.
+    contexts that decode, except those that `Deferral` and `StepLimit` move to a later step. Prompts share
+    the rest of the token budget, in chunks if necessary. If blocks run out, the youngest context of the
+    lowest priority is preempted: it returns to the queue and keeps its arrival number. Its tokens are then
+    computed again.
 
     Contexts of several clients (``client_id``) share the batch. Within a priority, the client that holds the
     fewest slots is admitted first, and clients take turns with prompts. The contexts of one client stay in
@@ -56,6 +63,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             that are not ready are overtaken. An exception that it raises ends the request.
         isolates_faults: whether a failed batch runs again in halves. Without it `step` raises every exception
             of ``pipeline.execute``.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         whole_prompts: bool = False,
         ready: Callable[[ContextT], bool] | None = None,
         isolates_faults: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         check_limits(
             max_batch_size=max_batch_size,
@@ -85,6 +94,8 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         super().__init__(pipeline, prompts, max_batch_size, ready)
         self._isolation = Isolation(pipeline, is_enabled=isolates_faults)
         self._deferral = Deferral()
+        self._clock = clock
+        self._limit = StepLimit(clock)
         self._slot_free_steps = 0  # remaining steps in which no client may hold all slots
         self.admitted: list[ContextT] = []
         """Contexts that received their first slot in the last step."""
@@ -103,7 +114,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         """
         self._begin_step()
         batch = self._next_batch(num_steps)
-        outputs = self._run(batch.contexts, batch.num_steps) if batch.entries else {}
+        outputs = self._run_timed(batch) if batch.entries else {}
         self._retire(outputs)
         return outputs
 
@@ -111,6 +122,8 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         self._apply_cancels()
         self.admitted.clear()
         self._shares.begin_step()
+        if self._shares.is_contended:
+            self._limit.note_contention()
         self._slot_free_steps = max(self._slot_free_steps - 1, 0)
 
     def _next_batch(self, num_steps: int) -> Batch[ContextT]:
@@ -123,6 +136,16 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         self._add_prompts(batch)
         self.last_batch = (len(batch.entries), batch.num_rows)
         return batch
+
+    def _run_timed(self, batch: Batch[ContextT]) -> dict[str, OutputT]:
+        """Run a batch and record its duration, unless it computes a long prompt."""
+        decode_rows, prompt_rows = batch.num_decode_rows, batch.num_rows - batch.num_decode_rows
+        start = self._clock()
+        outputs = self._run(batch.contexts, batch.num_steps)
+        if prompt_rows <= _MAX_TIMED_PROMPT:
+            seconds = (self._clock() - start) / batch.num_steps
+            self._limit.record(decode_rows + prompt_rows / PROMPT_TOKENS_PER_ROW, seconds)
+        return outputs
 
     def _run(self, contexts: ReservedBatch[ContextT], num_steps: int) -> dict[str, OutputT]:
         """Run a batch, end the contexts that fail, and return the outputs of the others."""
@@ -150,6 +173,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         decoding = [entry for entry in decoding if entry.is_generating]
         if self._shares.is_contended:
             decoding = self._deferral.select(decoding, self._next_prompt())
+        decoding, batch.num_steps = self._limit.select(decoding, batch.num_steps)
         num_left = batch.num_left
         all_rows = []
         for num_others, entry in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):

@@ -20,7 +20,7 @@ class Run:
         self.pipeline = FakePipeline(kv_manager(num_blocks))
         settings = {"max_batch_size": 4, "max_batch_input_tokens": 16, "min_chunk_size": 4}
         self.scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(
-            self.pipeline, **(settings | options)
+            self.pipeline, clock=lambda: 0.0, **(settings | options)
         )
         self.contexts: dict[str, TextContext] = {}
         self.tokens: dict[str, list[int]] = {}

@@ -99,6 +99,7 @@ class SimulatedWorker:
             self._pipeline,
             max_batch_size=limits.max_batch_size,
             max_batch_input_tokens=limits.max_batch_input_tokens,
+            clock=lambda: self._pipeline.seconds,
         )
         self._clock = clock
         self._message_seconds = costs.message_seconds

@@ -1,0 +1,187 @@
+"""The duration of decode steps while one client holds many slots and others send requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from support.fake_pipeline import FakePipeline, alone
+from support.paged import kv_manager, text_context
+
+from penstock.pipelines.core import TextContext, TextGenerationResponse
+from penstock.scheduler import Scheduler
+from penstock.scheduler.step_limit import StepTime
+
+
+class TimedPipeline(FakePipeline):
+    """A fake pipeline whose steps take a fixed time plus a time per row, or per four tokens of a prompt."""
+
+    def __init__(self, fixed: float, per_row: float) -> None:
+        super().__init__(kv_manager(4000))
+        self.fixed, self.per_row = fixed, per_row
+        self.seconds = 0.0
+        self.calls: list[float] = []
+        self.num_steps: list[int] = []
+
+    def execute(
+        self, batch: Mapping[str, TextContext], num_steps: int = 1
+    ) -> dict[str, TextGenerationResponse]:
+        lengths = [context.active_length for context in batch.values()]
+        rows = sum(length if length == 1 else length / 4 for length in lengths)
+        self.calls.append((self.fixed + self.per_row * rows) * num_steps)
+        self.num_steps.append(num_steps)
+        self.seconds += self.calls[-1]
+        return super().execute(batch, num_steps)
+
+
+class Run:
+    """A scheduler over a timed pipeline. The first letter of a request's name is its client."""
+
+    def __init__(self, fixed: float, per_row: float) -> None:
+        self.pipeline = TimedPipeline(fixed, per_row)
+        self.scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(
+            self.pipeline, max_batch_size=160, clock=lambda: self.pipeline.seconds
+        )
+        self.tokens: dict[str, list[int]] = {}
+
+    def submit(self, name: str, new: int) -> None:
+        self.tokens[name] = []
+        context = text_context(
+            [sum(map(ord, name))] * 3, max_length=3 + new, request_id=name, client_id=name[0]
+        )
+        self.scheduler.submit(context)
+
+    def step(self, num_steps: int = 1) -> float:
+        """Run a call and return its duration in seconds."""
+        before = self.pipeline.seconds
+        for name, output in self.scheduler.step(num_steps).items():
+            self.tokens[name] += [int(token.next_token) for token in output.tokens]
+        return self.pipeline.seconds - before
+
+    def contend(self, num_rows: int, new: int = 40) -> None:
+        """Start many sequences of one client, and two short requests of another."""
+        for number in range(num_rows):
+            self.submit(f"a{number}", new)
+        for request in ("b0", "b1"):
+            self.step()
+            self.submit(request, 2)
+            while len(self.tokens[request]) < 2:
+                self.step()
+
+    def finish(self) -> None:
+        while self.scheduler.has_work:
+            self.step()
+        for name, tokens in self.tokens.items():
+            prompt = [sum(map(ord, name))] * 3
+            assert tokens == alone(text_context(prompt, max_length=3 + len(tokens))), name
+
+
+def test_steps_of_many_rows_are_short_while_another_client_sends_requests() -> None:
+    run = Run(fixed=0.001, per_row=0.0002)
+    run.contend(128)
+    durations = [run.step() for _ in range(40)]
+    assert max(durations) <= 0.0051
+    assert min(map(len, run.pipeline.trace[-40:])) > 8
+    run.finish()
+
+
+def test_a_step_may_take_three_times_its_fixed_costs() -> None:
+    run = Run(fixed=0.010, per_row=0.001)
+    run.contend(128)
+    durations = [run.step() for _ in range(40)]
+    assert max(durations) == pytest.approx(0.030, rel=0.05)
+    run.finish()
+
+
+def test_sequences_take_turns() -> None:
+    run = Run(fixed=0.001, per_row=0.0002)
+    run.contend(128)
+    before = {name: len(tokens) for name, tokens in run.tokens.items()}
+    rows = Counter[str]()
+    for _ in range(40):
+        run.step()
+        rows.update(run.pipeline.trace[-1].keys())
+    sequences = [name for name in before if name.startswith("a")]
+    steps = [rows[name] for name in sequences]
+    assert min(steps) >= 5
+    assert max(steps) - min(steps) <= 2, "each sequence decodes equally often"
+    run.finish()
+
+
+def test_a_client_alone_decodes_all_rows_again_after_a_while() -> None:
+    run = Run(fixed=0.001, per_row=0.0002)
+    run.contend(128, new=900)
+    while run.pipeline.seconds < 60 and len(run.pipeline.trace[-1]) < 128:
+        run.step()
+    assert len(run.pipeline.trace[-1]) == 128
+    assert 1.9 < run.pipeline.seconds < 2.4
+
+
+def test_many_clients_with_few_sequences_share_every_step() -> None:
+    run = Run(fixed=0.001, per_row=0.002)
+    for client in "abcdefghijklmnop":
+        for number in range(8):
+            run.submit(f"{client}{number}", 30)
+        run.step()
+    for _ in range(10):
+        run.step()
+        assert len(run.pipeline.trace[-1]) == 128
+
+
+def test_steps_whose_time_does_not_depend_on_rows_are_not_divided() -> None:
+    run = Run(fixed=0.040, per_row=0.0)
+    run.contend(128)
+    run.step()
+    assert len(run.pipeline.trace[-1]) == 128
+
+
+def test_a_call_of_several_steps_is_as_short() -> None:
+    run = Run(fixed=0.0005, per_row=0.00005)
+    run.contend(32)
+    assert run.step(8) <= 0.005
+    assert run.pipeline.num_steps[-1] == 2
+    run.finish()
+
+
+def test_small_shares_are_kept_whole() -> None:
+    run = Run(fixed=0.001, per_row=0.0002)
+    run.contend(100, new=900)
+    for number in range(6):
+        run.submit(f"c{number}", 400)
+    for _ in range(30):
+        run.step()
+    for batch in run.pipeline.trace[-10:]:
+        assert sum(name.startswith("c") for name in batch) == 6
+        assert 8 <= sum(name.startswith("a") for name in batch) < 20
+
+
+def test_step_time_fits_a_line_and_follows_changes() -> None:
+    estimate = StepTime()
+    for number in range(100):
+        rows = 1 + number % 50
+        estimate.record(rows, 0.003 + 0.0004 * rows)
+    assert estimate.fixed == pytest.approx(0.003)
+    assert estimate.per_row == pytest.approx(0.0004)
+    for number in range(400):
+        rows = 1 + number % 50
+        estimate.record(rows, 0.002 + 0.0001 * rows)
+    assert estimate.fixed == pytest.approx(0.002, rel=0.05)
+    assert estimate.per_row == pytest.approx(0.0001, rel=0.05)
+
+
+def test_equal_steps_determine_no_line() -> None:
+    estimate = StepTime()
+    for _ in range(50):
+        estimate.record(64, 0.01)
+    assert estimate.fixed is None
+    estimate.record(1, 0.001)
+    assert estimate.fixed is not None
+    known = estimate.fixed, estimate.per_row
+    for _ in range(2000):
+        estimate.record(64, 0.02)
+    assert estimate.per_row != known[1], "steps after the short one still refined the line"
+    known = estimate.fixed, estimate.per_row
+    for _ in range(50):
+        estimate.record(64, 0.03)
+    assert (estimate.fixed, estimate.per_row) == known
