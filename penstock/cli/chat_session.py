@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
 import click
 
-from penstock.cli.chat_backends import ChatBackend
+from penstock.cli.chat_backends import ChatBackend, ChatMessages
 from penstock.errors import InputError, PenstockError
 
 SETTINGS: dict[str, Callable[[str], object]] = {
@@ -30,7 +32,9 @@ SETTINGS: dict[str, Callable[[str], object]] = {
 
 HELP = """\
 /system [TEXT]       set the system message; without a text, show it; /system none removes it
-/set [NAME [VALUE]]  set a sampling parameter; without a value, remove it; without a name, list all
+/set [NAME [VALUE]]  set a sampling parameter, also as NAME=VALUE; without a value, remove it; without
+                     a name, list all
+/image FILE          add an image to the next question; /image none removes the images
 /clear               forget the conversation, and keep the system message and the settings
 /undo                forget the last question and its answer
 /retry               answer the last question again
@@ -52,8 +56,10 @@ class ChatSession:
     """
 
     def __init__(self, backend: ChatBackend, system: str | None, settings: dict[str, object]) -> None:
-        self.messages: list[Mapping[str, str]] = []
+        self.messages: list[Mapping[str, object]] = []
         """The conversation without the system message."""
+        self.images: list[str] = []
+        """The images of the next question, as ``data:`` URLs."""
         self.system = system
         self.settings = settings
         self._backend = backend
@@ -79,13 +85,15 @@ class ChatSession:
                 self._set_system(rest)
             case "set":
                 self._set(rest)
+            case "image":
+                self._add_image(rest)
             case "clear":
                 self.messages.clear()
+                self.images.clear()
             case "undo":
                 self._undo()
             case "retry":
-                question = self._undo()
-                self.ask(question)
+                self._ask(self._undo())
             case "save":
                 self.save(_file(rest))
             case "load":
@@ -96,7 +104,13 @@ class ChatSession:
 
     def ask(self, question: str) -> None:
         """Print the answer to a question. Ctrl-C ends the answer, and what was printed is kept."""
-        self.messages.append({"role": "user", "content": question})
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        text = {"type": "text", "text": question}
+        self._ask({"role": "user", "content": [*parts, text] if parts else question})
+        self.images.clear()
+
+    def _ask(self, question: Mapping[str, object]) -> None:
+        self.messages.append(question)
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         try:
             answer = self._print([*system, *self.messages])
@@ -138,7 +152,7 @@ class ChatSession:
             raise InputError(f"{path} is not a conversation that /save has written") from None
         click.echo(f"loaded {len(self.messages)} messages from {path}", err=True)
 
-    def _print(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _print(self, messages: ChatMessages) -> str:
         """Print an answer while it arrives, then its speed. Return its text."""
         begin, first, num_tokens = time.perf_counter(), None, 0
         texts: list[str] = []
@@ -173,7 +187,7 @@ class ChatSession:
             click.echo("no system message" if self.system is None else self.system)
 
     def _set(self, text: str) -> None:
-        name, _, value = text.partition(" ")
+        name, _, value = text.replace("=", " ", 1).partition(" ")
         if not name:
             for one in SETTINGS:
                 click.echo(f"{one:20}{json.dumps(self.settings[one]) if one in self.settings else '-'}")
@@ -187,12 +201,27 @@ class ChatSession:
         except ValueError:
             raise InputError(f"{name} cannot be {value.strip()!r}") from None
 
-    def _undo(self) -> str:
+    def _add_image(self, text: str) -> None:
+        if text == "none":
+            self.images.clear()
+            return
+        path = _file(text)
+        try:
+            data = base64.b64encode(path.read_bytes()).decode()
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        kind = mimetypes.guess_type(path.name)[0] or "image/png"  # decoders look at the content
+        if not kind.startswith("image/"):
+            raise InputError(f"{path} is not an image: its name stands for {kind}")
+        self.images.append(f"data:{kind};base64,{data}")
+        click.echo(f"the next question has {len(self.images)} images", err=True)
+
+    def _undo(self) -> Mapping[str, object]:
         """Forget the last question and its answer. Return the question."""
         while self.messages:
             message = self.messages.pop()
             if message["role"] == "user":
-                return message["content"]
+                return message
         raise InputError("there is no question yet")
 
 
@@ -203,7 +232,7 @@ def _reader(name: str) -> Callable[[str], object]:
 
 
 def _check_message(message: Mapping[str, object]) -> None:
-    if not isinstance(message["role"], str) or not isinstance(message["content"], str):
+    if not isinstance(message["role"], str) or not isinstance(message["content"], str | list):
         raise ValueError("not a message")
 
 

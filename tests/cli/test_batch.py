@@ -62,20 +62,26 @@ def test_mistakes(tmp_path: Path) -> None:
     assert "Missing option" in CliRunner().invoke(cli, ["batch", "run", str(given)]).output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_batch_of_many_requests_continues(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "count", "parts"),
+    [
+        (signal.SIGKILL, 100, (0.3,)),
+        pytest.param(signal.SIGKILL, 10_000, (0.2, 0.6), marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+        pytest.param(signal.SIGINT, 2000, (0.5,), marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_batch_continues(tmp_path: Path, number: int, count: int, parts: tuple[float, ...]) -> None:
+    """Each request has one result, although the process ends when a part of them is done."""
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    write(given, 2000, max_tokens=4)
+    write(given, count, max_tokens=4)
     command = [sys.executable, "-m", "penstock", "batch", "run", str(given), "-o", str(output)]
-    process = subprocess.Popen(command, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not output.exists() or output.stat().st_size < 100_000:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(number)
-    process.wait(30)
-    num_first = output.read_text().count("\n")
-    assert 0 < num_first < 2000
+    for part in parts:
+        process = subprocess.Popen(command, start_new_session=True)
+        while not output.exists() or output.read_bytes().count(b"\n") < part * count:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        process.wait(30)
+        assert part * count <= output.read_bytes().count(b"\n") < count
     subprocess.run(command, check=True)
-    assert len(results_of(output)) == 2000
+    assert {*results_of(output)} == {f"n{index}" for index in range(count)}

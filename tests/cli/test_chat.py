@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from support.chatting import THINKING
+from support.documents import ROOT
 from support.live_server import live_server
 
 from penstock.cli import chat, cli
@@ -18,6 +20,15 @@ from penstock.cli.chat_backends import AnswerPiece, ChatMessages
 from penstock.cli.chat_session import ChatSession
 from penstock.errors import InputError
 from penstock.testing import FakePipeline
+
+
+def shown(content: Any) -> str:
+    """Return a content as text, with the number of bytes of each image."""
+    if isinstance(content, str):
+        return content
+    urls = [part["image_url"]["url"] for part in content[:-1]]
+    sizes = [len(b64decode(url.removeprefix("data:image/png;base64,"), validate=True)) for url in urls]
+    return f"{sizes}{content[-1]['text']}"
 
 
 class Scripted:
@@ -33,10 +44,10 @@ class Scripted:
         self.settings = {**settings}
         try:
             yield AnswerPiece("Hm. ", is_reasoning=True)
-            if "refuse" in messages[-1]["content"]:
+            if "refuse" in shown(messages[-1]["content"]):
                 raise InputError("it is refused")
-            yield AnswerPiece("|".join(message["content"] for message in messages))
-            if "stop here" in messages[-1]["content"]:
+            yield AnswerPiece("|".join(shown(message["content"]) for message in messages))
+            if "stop here" in shown(messages[-1]["content"]):
                 raise KeyboardInterrupt
             yield AnswerPiece("!")
         finally:
@@ -60,7 +71,7 @@ def test_history_commands_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path
         "two\\",
         "more",
         "/undo",
-        "/set temperature 0.5",
+        "/set temperature=0.5",
         '/set stop ["x"]',
         "/set seed",
         "three",
@@ -94,6 +105,34 @@ def test_history_commands_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert (saved["system"], len(saved["messages"])) == ("S", 4)
     speeds = re.findall(r"3 tokens, [\d.]+ tokens/s, first after \d+ ms", result.stderr)
     assert len(speeds) == 6
+
+
+def test_images_belong_to_the_next_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    image, text, saved = tmp_path / "a.png", tmp_path / "b.txt", tmp_path / "saved.json"
+    image.write_bytes(b"12345")
+    text.write_text("x")
+    result, _ = converse(
+        monkeypatch,
+        f"/image {image}",
+        f"/image {image}",
+        "refuse",  # keeps the images
+        "one",
+        "/retry",
+        f"/save {saved}",
+        f"/image {image}",
+        "/image none",
+        f"/load {saved}",
+        "two",
+        f"/image {tmp_path}/none.png",
+        f"/image {text}",
+        "/image",
+    )
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.replace("\x1b[2m", "").replace("\x1b[0m", "").splitlines()
+    assert lines[-3:] == ["Hm. [5, 5]one!", "Hm. [5, 5]one!", "Hm. [5, 5]one|[5, 5]one!|two!"]
+    assert "the next question has 2 images" in result.stderr
+    for words in ("none.png cannot be read: No such file", "its name stands for text/plain", "name a file"):
+        assert words in result.stderr
 
 
 def test_an_interrupt_stops_the_answer_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +193,16 @@ def test_a_model_in_this_process() -> None:
     assert first == "The capital of Germany is Berlin."
     assert second.startswith("Penstock is an LLM inference library")
     assert "tokens/s" in result.stderr
+
+
+def test_an_image_for_a_model_in_this_process() -> None:
+    lines = (
+        f"/image {ROOT / 'examples' / 'shapes.png'}\nWhat is in the picture?\nHow many shapes are there?\n"
+    )
+    flags = ["--temperature", "0", "--kv-cache-memory", "8MiB"]
+    result = CliRunner().invoke(cli, ["chat", "demo-vision", *flags], input=lines)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == "There is a red circle and a blue square."
 
 
 def test_a_server() -> None:
