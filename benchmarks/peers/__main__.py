@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers setup llama_cpp
     python -m benchmarks.peers run llama_cpp --shape l1b --encoding int4 --works decode --works prefill
+    python -m benchmarks.peers run llama_cpp --shape l1b --encoding gguf --peer-encoding Q4_K_M --works decode
     python -m benchmarks.peers table *.json
     python -m benchmarks.peers plot *.json --out peers.png
 
@@ -61,7 +62,12 @@ def setup(names: tuple[str, ...], venvs: Path) -> None:
 @main.command()
 @click.argument("name", metavar="PEER", type=click.Choice(list(PEERS)))
 @click.option("--shape", default="l110m", show_default=True, help="l110m, l1b, or the path of a config.json.")
-@click.option("--encoding", default="bfloat16", show_default=True, help="Penstock's encoding.")
+@click.option(
+    "--encoding",
+    default="bfloat16",
+    show_default=True,
+    help="Penstock's encoding. With gguf, it loads the file of llama.cpp.",
+)
 @click.option(
     "--peer-encoding", help="The peer's own name of its encoding. Default: the closest to --encoding."
 )
@@ -102,6 +108,9 @@ def run(
     """Run workloads on Penstock and on a peer alternately, and print medians and ratios."""
     peer = PEERS[name]
     theirs = peer_encoding or peer.encodings.get(encoding)
+    is_same_file = encoding == "gguf"
+    if is_same_file and (name != "llama_cpp" or peer_encoding is None or "cold" in works):
+        raise click.UsageError("--encoding gguf needs the peer llama_cpp, --peer-encoding, and no work cold")
     if theirs is None:
         known = ", ".join(f"{ours} ({word})" for ours, word in peer.encodings.items())
         raise click.UsageError(f"{name} has no encoding to compare with {encoding}; it has {known}")
@@ -130,7 +139,7 @@ def run(
         ours=opener(
             sys.executable,
             "penstock",
-            {"model": str(source), "encoding": encoding},
+            {"model": str(_alone(model) if is_same_file else source), "encoding": encoding},
             ours,
         ),
         theirs=opener(
@@ -162,6 +171,15 @@ def run(
         json_path.write_text(json.dumps(report, indent=1))
     if plot_path is not None:
         plot([report], plot_path)
+
+
+def _alone(model: Path) -> Path:
+    """Return a link to a GGUF file in a folder without a tokenizer, so that the file's own is loaded."""
+    link = model.parent / "gguf" / model.name
+    link.parent.mkdir(exist_ok=True)
+    if not link.exists():
+        link.symlink_to(model.resolve())
+    return link
 
 
 _JSON_FILES = click.argument(
