@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
 
 
+_HIDDEN_SIZES = ("hidden_size", "dim", "d_model", "n_embd")
+"""The keys of ``config.json`` with the size of the hidden states."""
+
+
 class EncoderNetwork(Protocol):
     """The computation from tokens to hidden states, with the heads that the checkpoint has."""
 
@@ -81,9 +85,20 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
         return True
 
     @property
+    def placeholders(self) -> Mapping[int, str]:
+        """The tokens that stand for inputs other than text, with the names of these inputs; refused."""
+        return {}
+
+    @property
     def token_weights(self) -> Callable[[Tensor, StepInputs], Tensor] | None:
         """The head that weighs each token for sparse embeddings, ``[T, E] -> [T, 1]``; None without one."""
         return None
+
+    @classmethod
+    def output_size(cls, huggingface_config: HuggingFaceConfig) -> int:
+        """Return E, the size of the hidden states that the network computes."""
+        config = huggingface_config
+        return config.integer(next((one for one in _HIDDEN_SIZES if one in config), _HIDDEN_SIZES[0]))
 
     @classmethod
     @abstractmethod

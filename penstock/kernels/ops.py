@@ -203,6 +203,11 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
 
     @operation()
     @abstractmethod
+    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return ``x * y``; both have one shape."""
+
+    @operation()
+    @abstractmethod
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Return ``x * factor``, rounded once to x's type."""
 

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from penstock.lora import LoRAManager
     from penstock.pipelines.tasks import PipelineRequirements
 
-_HIDDEN_SIZES = ("hidden_size", "dim", "d_model", "n_embd")
-"""The keys of ``config.json`` with the size of the hidden states."""
-
 
 def create_embeddings(required: PipelineRequirements) -> EmbeddingsPipeline:
     """Load the model and return its pipeline.
@@ -47,7 +44,7 @@ def create_embeddings(required: PipelineRequirements) -> EmbeddingsPipeline:
     """
     config = required.config
     model = required.architecture.load_pipeline_model()(config, required.open_session())
-    size = hidden_size(model.huggingface_config)
+    size = model.output_size(model.huggingface_config)
     return EmbeddingsPipeline(
         model,
         config.model.embedding_layout,
@@ -125,6 +122,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
 
     def ready(self, context: EmbeddingsContext) -> bool:
         super().ready(context)
+        self._check_tokens(context)
         missing = [name for name in context.outputs if name not in self.outputs]
         if missing:
             raise UnsupportedFeatureError(
@@ -140,6 +138,24 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
                 f"the adapter {context.adapter!r}", "the model is loaded without LoRA adapters (--lora)"
             )
         return self.lora_manager.ready(context)
+
+    def _check_tokens(self, context: EmbeddingsContext) -> None:
+        """Refuse tokens that stand for inputs other than text.
+
+        Raises:
+            UnsupportedFeatureError: names the first of them.
+        """
+        placeholders = self.model.placeholders
+        if not placeholders:
+            return
+        tokens = context.next_tokens
+        (found,) = np.isin(tokens, list(placeholders)).nonzero()
+        if len(found):
+            token = int(tokens[found[0]])
+            raise UnsupportedFeatureError(
+                f"input of type {placeholders[token]}",
+                f"token {found[0]} of the input, with id {token}, stands for one; the model reads text only",
+            )
 
     def release(self, context: EmbeddingsContext) -> None:
         super().release(context)
@@ -157,7 +173,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         """Return the length of a dense embedding."""
         if self.layout.dense:
             return self.layout.dense[-1].out_features
-        return hidden_size(self.model.huggingface_config) * num_poolings
+        return self.model.output_size(self.model.huggingface_config) * num_poolings
 
     def _responses(
         self, contexts: Sequence[EmbeddingsContext], hidden: Tensor, step: StepInputs
@@ -263,11 +279,6 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         for layer in layers:
             vectors = layer(vectors, self.session.ops)
         return F.normalize(vectors[:, : context.dimensions], dim=-1).numpy(force=True)
-
-
-def hidden_size(config: HuggingFaceConfig) -> int:
-    """Return the size of the hidden states of a model."""
-    return config.integer(next((one for one in _HIDDEN_SIZES if one in config), _HIDDEN_SIZES[0]))
 
 
 def scores_activation(config: HuggingFaceConfig) -> Callable[[Tensor], Tensor]:

@@ -187,7 +187,7 @@ def test_a_name_is_taken_once_unless_overridden(registry: PipelineRegistry, name
     assert [one.name for one in registry.of_task(PipelineTask.TEXT_GENERATION)].count(name) == 1
 
 
-PARTS_OF_OTHERS = ("llama4_text",)
+PARTS_OF_OTHERS = ("llama4_text", "embedding_gemma2_text")
 """Types that are published only as parts of checkpoints of other types."""
 
 

@@ -76,6 +76,25 @@ def test_poolings_dense_normalize_and_prompts(pooling: Any, include_prompt: bool
             np.testing.assert_allclose(ours, model.encode(TEXTS, prompt_name=name), atol=1e-5)
 
 
+def test_embedding_gemma2(tmp_path: Path) -> None:
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    transformer = Transformer(str(save(tmp_path / "base", "embedding_gemma2_text", "")))
+    pooled = Pooling(40, pooling_mode="mean")
+    model = st.SentenceTransformer(
+        modules=[transformer, pooled, Normalize()],
+        prompts={"query": "query how ", "document": "passage "},
+        device="cpu",
+    )
+    model.save(str(tmp_path / "saved"))
+    with open_llm(tmp_path / "saved") as llm:
+        assert llm.pipeline.embedding_size == 40
+        for prompt in (None, "query", "document"):
+            ours = llm.embed(TEXTS, use_tqdm=False, prompt_name=prompt)
+            np.testing.assert_allclose(ours, model.encode(TEXTS, prompt_name=prompt), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert"])
 @pytest.mark.parametrize("activation", [None, "torch.nn.modules.linear.Identity"])
 def test_cross_encoders(name: str, activation: str | None, tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def test_layer_norm_of_heads(ops: Ops, dtype: torch.dtype) -> None:
 def test_number_by_number(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
     x, y = (5 * torch.randn(2, rows, 2 * width)).to(dtype)[:, :, :width]
     same(lambda o: o.add(x, y), ops)
+    same(lambda o: o.multiply(x, y), ops)
     same(lambda o: o.scale(x, 0.22), ops)
     same(lambda o: o.soft_cap(x, 3.0), ops)
     assert (ops.soft_cap(1000 * x, 3.0).abs() <= 3).all()

@@ -217,6 +217,7 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
         "": of_rows(lambda ops, x, y: ops.add_layer_norm(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
     },
     "add": {"": of_rows(lambda ops, x, y: ops.add(x, y), (101,), (101,))},
+    "multiply": {"": of_rows(lambda ops, x, y: ops.multiply(x, y), (101,), (101,))},
     "scale": {"": of_rows(lambda ops, x: ops.scale(x, 0.3), (101,))},
     "clamp": {"": of_rows(lambda ops, x: ops.clamp(x, 0.7), (101,))},
     "soft_cap": {"": of_rows(lambda ops, x: ops.soft_cap(x, 2.5), (101,))},

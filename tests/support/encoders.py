@@ -40,6 +40,10 @@ def save_encoder(architecture: SupportedArchitecture, folder: Path, head: str, *
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms of a new model are 0 and 1
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        stored = model.state_dict()
+        for name, buffer in model.named_buffers():  # factors that are no parameters
+            if name in stored and buffer.is_floating_point():
+                buffer.add_(torch.randn_like(buffer) * 0.05)
     model.save_pretrained(folder)
     loaded = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     publish(folder, values, head)

@@ -112,6 +112,9 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
+    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
 

@@ -1,0 +1,39 @@
+"""EmbeddingGemma 2 with its text inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.architectures.embedding_gemma2_text.model import EmbeddingGemma2TextModel
+from penstock.config.huggingface import HuggingFaceConfig
+
+_PLACEHOLDERS = {
+    "image_token_id": ("image", 258_880),
+    "video_token_id": ("video", 258_884),
+    "audio_token_id": ("audio", 258_881),
+}
+"""The keys of the tokens that stand for other inputs, with the names of these inputs and default ids."""
+
+
+def _of_text_model(name: str) -> str:
+    """Return the name of a tensor in the text model, whose names have no prefix."""
+    return name.removeprefix("model.").removeprefix("language_model.")
+
+
+class EmbeddingGemma2Model(EmbeddingGemma2TextModel):
+    """EmbeddingGemma 2 as a pipeline model, without its image and audio encoders."""
+
+    weights_adapter = _of_text_model
+    ignored_weights = ("vision_tower.*", "embed_vision.*", "audio_tower.*", "embed_audio.*")
+
+    @classmethod
+    def text_config(cls, config: HuggingFaceConfig) -> HuggingFaceConfig:
+        return HuggingFaceConfig(config.section("text_config").to_dict(), "config.json: text_config")
+
+    @property
+    def placeholders(self) -> Mapping[int, str]:
+        config = self.huggingface_config
+        ids = {
+            name: config.optional_integer(key, id_, minimum=0) for key, (name, id_) in _PLACEHOLDERS.items()
+        }
+        return {id_: name for name, id_ in ids.items() if id_ is not None}

@@ -1,0 +1,182 @@
+"""The text model of EmbeddingGemma 2: Gemma's blocks with bidirectional attention.
+
+Layers without a window have other heads than those with one. Each block gets an input of its own, which is a
+projection of the embeddings (per-layer embeddings, as in Gemma 3n and Gemma 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.architectures.embedder import without_model
+from penstock.architectures.embedding_gemma2_text.network import (
+    EmbeddingGemma2Block,
+    EmbeddingGemma2Network,
+    LayerInput,
+    NormedAttention,
+)
+from penstock.architectures.encoder import EncoderModel
+from penstock.errors import ConfigError
+from penstock.kernels import Activation
+from penstock.nn import (
+    FULL,
+    SLIDING,
+    GatedMLP,
+    Loader,
+    RMSNorm,
+    Rotary,
+    RotaryConfig,
+    TensorNames,
+    activation_named,
+    layer_types,
+    load_embedding,
+    num_layers,
+)
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+_KINDS = (FULL, SLIDING)
+_BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}
+_GLOBAL_HEADS = (512, 1)
+"""Size of a head and number of kv heads in layers without a window, if the file gives no sizes by layer."""
+
+
+class EmbeddingGemma2TextModel(EncoderModel):
+    """The text model of EmbeddingGemma 2 as a pipeline model."""
+
+    weights_adapter = without_model
+
+    @classmethod
+    def text_config(cls, config: HuggingFaceConfig) -> HuggingFaceConfig:
+        """Return the configuration of the text model."""
+        return config
+
+    @classmethod
+    def output_size(cls, huggingface_config: HuggingFaceConfig) -> int:
+        return cls.text_config(huggingface_config).integer("embedding_dim", 768)
+
+    @classmethod
+    def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
+        return TensorNames(prefix="")
+
+    @classmethod
+    def max_positions(cls, huggingface_config: HuggingFaceConfig) -> int:
+        config = cls.text_config(huggingface_config)
+        return min(rotary.max_length for rotary in _rotaries(config).values())
+
+    @classmethod
+    def build(
+        cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int
+    ) -> EmbeddingGemma2Network:
+        config = cls.text_config(huggingface_config)
+        vocabulary, hidden = config.integer("vocab_size"), config.integer("hidden_size")
+        size, layers = config.integer("hidden_size_per_layer_input", 512), num_layers(config)
+        scale = float(torch.tensor(hidden**0.5, dtype=load.dtype))
+        rotaries = _rotaries(config)
+        kinds = _types(config)
+        return EmbeddingGemma2Network(
+            load_embedding(load, load.table("embed_tokens", vocabulary, hidden), vocabulary, scale),
+            load.linear("ple.per_layer_model_projection", layers * size, hidden),
+            hidden**-0.5,
+            _norm(load, config, "ple.per_layer_projection_norm", size),
+            tuple(Rotary(rotaries[kind], max_length, load.device) for kind in _KINDS),
+            tuple(_block(load, config, layer, kind) for layer, kind in enumerate(kinds)),
+            _norm(load, config, "norm", hidden),
+            load.linear("embedding_projection", cls.output_size(huggingface_config), hidden),
+        )
+
+
+def _types(config: HuggingFaceConfig) -> tuple[str, ...]:
+    """Return the type of each layer. The last one has no window, whatever the file says."""
+    default = tuple(FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_layers(config)))
+    return (*layer_types(config, default)[:-1], FULL)
+
+
+def _heads_of(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, int, int]:
+    """Return heads, kv heads and size of a head of a layer.
+
+    Raises:
+        ConfigError: the kv heads do not divide the heads.
+    """
+    heads = config.integer("num_attention_heads")
+    head_dim, kv_heads = config.integer("head_dim", 256), config.integer("num_key_value_heads", 2)
+    if "per_layer_config" in config:
+        own = config.section("per_layer_config").section(str(layer))
+        head_dim = own.integer("head_dim", head_dim)
+        kv_heads = own.integer("num_key_value_heads", kv_heads)
+    elif kind == FULL:
+        head_dim, kv_heads = _GLOBAL_HEADS
+    if heads % kv_heads:
+        raise ConfigError(
+            "num_key_value_heads", f"{kv_heads} kv heads do not divide {heads} heads of layer {layer}"
+        )
+    return heads, kv_heads, head_dim
+
+
+def _rotaries(config: HuggingFaceConfig) -> Mapping[str, RotaryConfig]:
+    """Return the rotary embedding of each type of layers; types that the model lacks have that of another."""
+    given, kinds = config.section("rope_parameters"), _types(config)
+    found = {}
+    for kind in _KINDS:
+        layer = kinds.index(kind) if kind in kinds else len(kinds) - 1
+        parameters = {"rope_theta": _BASES[kind], **given.section(kind).to_dict()}
+        head_dim = _heads_of(config, layer, kinds[layer])[2]
+        found[kind] = RotaryConfig.from_huggingface(
+            config, head_dim, parameters=parameters, supports_partial=False
+        )
+    return found
+
+
+def _norm(load: Loader, config: HuggingFaceConfig, name: str, size: int) -> RMSNorm:
+    return load.norm(name, size, config.number("rms_norm_eps", 1e-6))
+
+
+def _attention(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -> NormedAttention:
+    name, hidden = f"layers.{layer}.self_attn", config.integer("hidden_size")
+    heads, kv_heads, dim = _heads_of(config, layer, kind)
+    bias = config.flag("attention_bias")
+    parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+    plain = torch.ones(dim, dtype=load.dtype, device=load.device)
+    return NormedAttention(
+        load.fused(name, parts, hidden, bias=bias),
+        load.linear(f"{name}.o_proj", hidden, heads * dim, bias=bias),
+        heads,
+        kv_heads,
+        dim,
+        _norm(load, config, f"{name}.q_norm", dim),
+        _norm(load, config, f"{name}.k_norm", dim),
+        RMSNorm(plain, config.number("rms_norm_eps", 1e-6)),
+        _KINDS.index(kind),
+        config.integer("sliding_window", 512) if kind == SLIDING else None,
+    )
+
+
+def _block(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -> EmbeddingGemma2Block:
+    name, hidden = f"layers.{layer}", config.integer("hidden_size")
+    size = config.integer("hidden_size_per_layer_input", 512)
+    activation = _activation(config)
+
+    def norms(before: str, after: str) -> tuple[RMSNorm, RMSNorm]:
+        return _norm(load, config, f"{name}.{before}", hidden), _norm(load, config, f"{name}.{after}", hidden)
+
+    return EmbeddingGemma2Block(
+        norms("input_layernorm", "post_attention_layernorm"),
+        _attention(load, config, layer, kind),
+        norms("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        GatedMLP.load(load, f"{name}.mlp", hidden, config.integer("intermediate_size"), activation),
+        LayerInput(
+            load.linear(f"{name}.ple_block.per_layer_input_gate", size, hidden),
+            load.linear(f"{name}.ple_block.per_layer_projection", hidden, size),
+            _norm(load, config, f"{name}.ple_block.post_per_layer_input_norm", hidden),
+            activation,
+        ),
+        float(load.source.tensor(f"{name}.layer_scalar", (1,))),
+    )
+
+
+def _activation(config: HuggingFaceConfig) -> Activation:
+    return activation_named(config.get("hidden_activation") or "gelu_pytorch_tanh", "hidden_activation")

@@ -1,0 +1,112 @@
+"""The network of EmbeddingGemma 2: blocks of Gemma, each with an input of its own from the embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.host.heartbeat import beat
+from penstock.kernels import Activation, StepInputs
+from penstock.nn import Embedding, GatedMLP, Linear, RMSNorm, Rotary, RotaryRows
+
+
+@dataclass(frozen=True, slots=True)
+class NormedAttention:
+    """Bidirectional attention with norms of queries, keys and values; the scores are not scaled."""
+
+    qkv: Linear  # [E] -> [(H + 2K) D]
+    output: Linear  # [H D] -> [E]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+    v_norm: RMSNorm
+    rotary: int
+    """The index of the rotary embedding for queries and keys."""
+    window: int | None
+    """Distance of the farthest visible key, in either direction."""
+
+    def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
+        """``x [T, E] -> [T, E]``; ``rows`` are the rows of all rotary embeddings of the model."""
+        keys = self.heads + self.kv_heads
+        heads = self.qkv(x, step).view(-1, keys + self.kv_heads, self.head_dim)
+        q = self.q_norm(heads[:, : self.heads], step)
+        k = self.k_norm(heads[:, self.heads : keys], step)
+        v = self.v_norm(heads[:, keys:], step)
+        q, k = step.ops.rotary(q, k, *rows[self.rotary])
+        out = step.ops.encoder_attention(
+            q, k, v, step.row_offsets, scale=1.0, window=self.window, blocks=step.blocks
+        )
+        return self.output(out.view(-1, self.heads * self.head_dim), step)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """``norm(project(activation(gate(x)) * own))``, with the block's input ``own [T, P]``."""
+
+    gate: Linear  # [E] -> [P]
+    project: Linear  # [P] -> [E]
+    norm: RMSNorm
+    activation: Activation
+
+    def __call__(self, x: Tensor, own: Tensor, step: StepInputs) -> Tensor:
+        """``x [T, E] -> [T, E]``."""
+        gated = step.ops.activation(self.gate(x, step), self.activation)
+        return self.norm(self.project(step.ops.multiply(gated, own), step), step)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingGemma2Block:
+    """Attention, feed-forward layer and the block's own input, each with norms; then a factor."""
+
+    attention_norms: tuple[RMSNorm, RMSNorm]
+    attention: NormedAttention
+    mlp_norms: tuple[RMSNorm, RMSNorm]
+    mlp: GatedMLP
+    layer_input: LayerInput
+    factor: float
+
+    def __call__(self, x: Tensor, own: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
+        """``x [T, E]`` and the block's own input ``[T, P]`` -> ``[T, E]``."""
+        before, after = self.attention_norms
+        attended = after(self.attention(before(x, step), rows, step), step)
+        before, after = self.mlp_norms
+        normed, x = before.add(attended, x, step)
+        x = step.ops.add(after(self.mlp(normed, step), step), x)
+        x = step.ops.add(self.layer_input(x, own, step), x)
+        return x if self.factor == 1 else step.ops.scale(x, self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingGemma2Network:
+    """Embeddings, their projection to an input for each block, the blocks, a norm and a projection."""
+
+    embedding: Embedding
+    layer_inputs: Linear  # [E] -> [L P]
+    layer_input_scale: float
+    layer_input_norm: RMSNorm  # [P]
+    rotaries: tuple[Rotary, ...]
+    blocks: tuple[EmbeddingGemma2Block, ...]
+    norm: RMSNorm
+    projection: Linear  # [E] -> [embedding_dim]
+    classifier: None = None
+    vocabulary: None = None
+
+    @property
+    def length_dependent(self) -> bool:
+        """Whether positions depend on the length of the sequence."""
+        return any(rotary.length_dependent for rotary in self.rotaries)
+
+    def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
+        """``tokens [T]`` -> hidden states ``[T, embedding_dim]``; the family has no token types."""
+        x = self.embedding(tokens, step)
+        projected = step.ops.scale(self.layer_inputs(x, step), self.layer_input_scale)
+        own = self.layer_input_norm(projected.view(len(x), len(self.blocks), -1), step)  # [T, L, P]
+        rows = [rotary.rows(step) for rotary in self.rotaries]
+        for layer, block in enumerate(self.blocks):
+            x = block(x, own[:, layer], rows, step)
+            beat()
+        return self.projection(self.norm(x, step), step)
