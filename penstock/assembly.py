@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     from penstock.worker.process import WorkerRuntime
 
 _MIN_PREFAULTED = 64 << 20
-"""Bytes. Smaller allocations take no noticeable time."""
+"""Bytes above which memory is prefaulted. Smaller allocations take no noticeable time."""
 _PREFAULT_SHARE = 0.7
-"""Nothing is prefaulted for weights larger than this share of the free memory: the planner may refuse
-them."""
+"""Weights above this fraction of the free memory are not prefaulted, because the planner may refuse them."""
 _PHASES = ("tokenizer", "libraries", "model")
 STREAMING_LATENCY_BUDGET = 0.02
 """Default time limit of a scheduler step in seconds. New requests wait up to this long, and streamed tokens
@@ -192,8 +191,8 @@ def check_checkpoint(config: PipelineConfig) -> Any:
 
     Raises:
         CheckpointError: it cannot be loaded; lists all tensors with errors.
-        ConfigError: it does not run in its encoding, the chat template is invalid, or the model has no
-            network of layers.
+        ConfigError: it does not run in its encoding, the chat template is invalid, or the model has no native
+            network.
     """
     import torch
 
@@ -324,7 +323,7 @@ def load_scheduler(
 
 
 def load_work(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRuntime:
-    """Load all that a worker runs. The worker's process calls ``functools.partial(load_work, config)``.
+    """Load the runtime of a worker. The worker's process calls ``functools.partial(load_work, config)``.
 
     Raises:
         CheckpointError: the model cannot be loaded.

@@ -1,6 +1,6 @@
 """The devices of this machine: their names and their memory.
 
-Only this module, ``engine`` and ``kernels`` know device names.
+Only this module, ``engine`` and ``kernels`` contain device names.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class Device:
         return str(self.spec)
 
 
-def CPU(id: int = 0) -> Device:  # the page's name
+def CPU(id: int = 0) -> Device:  # name of the `max.driver` page
     """Return the CPU of the host as a device."""
     return Device(DeviceSpec.cpu(id))
 
 
-def Accelerator(id: int = 0) -> Device:  # the page's name
+def Accelerator(id: int = 0) -> Device:  # name of the `max.driver` page
     """Return NVIDIA GPU number ``id`` as a device.
 
     Raises:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class InferenceSession:
-    """The devices, kernels and threads that models run on.
+    """The devices, kernels and threads on which models run.
 
     Args:
         devices: the devices to run on; the CPU of the host if not given.
@@ -29,8 +29,8 @@ class InferenceSession:
             or ``OMP_NUM_THREADS``), but not more than the CPU limit of the container allows.
         kernels: name of the back end; the best one that runs on the device if not given.
         prefaulted: memory for the weights that models of this session pack.
-        deterministic: whether the bits of a row must not depend on the other rows of its batch. Some back
-            ends then use slower kernels.
+        deterministic: whether results of a row must be bit-equal in every batch. Some back ends then use
+            slower kernels.
         ranks: the processes that divide the models of this session; None for one process.
 
     Raises:
@@ -61,7 +61,7 @@ class InferenceSession:
         if len(self.devices) > 1:
             raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
         self.use_plans = True
-        """False runs every step operation by operation, for comparisons."""
+        """False runs every step eagerly, for comparisons."""
         self.ranks = ranks
         self.prefaulted = prefaulted or PrefaultedMemory()
         self.reservations = MemoryReservations()
@@ -126,7 +126,7 @@ class InferenceSession:
         """The back end of this session.
 
         Raises:
-            ConfigError: the back end that was asked for does not exist or cannot run here.
+            ConfigError: the requested back end does not exist or cannot run on this machine.
         """
         return self._opened[0]
 
@@ -137,7 +137,7 @@ class InferenceSession:
 
     @property
     def plans(self) -> GraphCache | None:
-        """The compiled steps of this session's models; None if operations run one by one."""
+        """The compiled steps of this session's models; None if operations run eagerly."""
         from penstock.kernels.graph import GraphCache
 
         if not self.use_plans:
@@ -150,7 +150,7 @@ class InferenceSession:
 
     @cached_property
     def queue(self) -> DeviceQueue | None:
-        """The queue of the device; None if the operations of the back end run when they are called."""
+        """The queue of the device; None if the back end is synchronous."""
         return self.backend.queue(self.ops)
 
     @cached_property
@@ -160,7 +160,7 @@ class InferenceSession:
 
     @property
     def plan_status(self) -> str:
-        """How the last step ran: ``planned``, as one call, or ``eager`` and why."""
+        """The mode of the last step: ``planned`` (one call), or ``eager`` and the reason."""
         plans = self.plans
         if plans is None:
             return f"eager: no plans for {self.ops.name} kernels" if self.use_plans else "eager: as asked for"

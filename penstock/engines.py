@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("penstock.worker")
 
 LoadWork: TypeAlias = "Callable[[PipelineConfig], WorkerRuntime]"
-"""Loads what a worker runs, in its process; `load_work` or a picklable function that calls it."""
+"""Loads the runtime of a worker, in its process; `load_work` or a picklable function that calls it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerShare:
-    """What one of several workers may use."""
+    """The resources of one of several workers."""
 
     devices: tuple[DeviceSpec, ...]
     processors: ProcessorShare | None = None
@@ -52,10 +52,10 @@ def make_engine(
 
     Args:
         config: the configuration; ``data_parallel_size`` is the number of workers.
-        load: loads what a worker runs, in its process.
-        max_queue_size: as of `WorkerClient`, for each worker.
-        hang_limit: as of `WorkerClient`.
-        memory_limit: as of `WorkerClient`, for each worker.
+        load: loads the runtime of a worker, in its process.
+        max_queue_size: see `WorkerClient`; for each worker.
+        hang_limit: see `WorkerClient`.
+        memory_limit: see `WorkerClient`; for each worker.
         memory: bytes of host memory for all workers together; by default ``device_memory_utilization`` of the
             free memory if there are several.
         is_asleep: whether `wake_up` starts the workers, in place of `start`.
@@ -111,7 +111,7 @@ def divide(config: PipelineConfig, memory: int | None = None) -> list[WorkerShar
 
 
 def load_share(config: PipelineConfig, share: WorkerShare, load: LoadWork) -> WorkerRuntime:
-    """Load what a worker runs within its share. Runs in the worker's process, before it loads torch."""
+    """Load the runtime of a worker within its share. Runs in the worker's process, before torch is loaded."""
     num_threads = config.num_threads
     if share.processors is not None:
         pin(share.processors.processors)

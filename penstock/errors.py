@@ -75,7 +75,7 @@ class TaskMismatchError(InputError):
 
     Args:
         request: what was requested, such as ``"LLM.generate"`` or ``"a TTSContext"``.
-        task: the task that the request belongs to; None where it follows from ``request``.
+        task: the task of the request; None if it follows from ``request``.
         served: the task that the model is loaded for.
     """
 
@@ -98,7 +98,7 @@ class UnsupportedFeatureError(InputError):
 
 
 class UnsupportedSchemaError(UnsupportedFeatureError):
-    """A JSON schema uses a keyword without a grammar. A grammar that accepts more is never used instead."""
+    """A JSON schema uses a keyword without a grammar. It is never replaced by a grammar that accepts more."""
 
     def __init__(self, keyword: str, where: str, reason: str) -> None:
         super().__init__(f"the JSON schema keyword {keyword!r} (at {where})", reason)

@@ -1,4 +1,4 @@
-"""Log probabilities of sampled and input tokens, from the model's own logits in float32."""
+"""Log probabilities of sampled and input tokens, from the unmodified logits in float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.pipelines.core import LogProbabilities
 
 _MAX_CELLS = 1 << 23
-"""Most logits that are processed at once: 32 MB in float32."""
+"""Maximum number of logits that are processed at once: 32 MB in float32."""
 
 
 def compute_log_probabilities(

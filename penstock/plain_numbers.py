@@ -58,7 +58,8 @@ def checked_integer(
     """Return an integer of any type, except bool, as a plain ``int``.
 
     Raises:
-        InputError: the value is no integer, or not in ``[minimum, maximum]``. The message contains ``rule``.
+        InputError: the value is not an integer, or not in ``[minimum, maximum]``. The message contains
+            ``rule``.
     """
     number = plain(value)
     if type(number) is not int or not minimum <= number <= maximum:
@@ -71,7 +72,7 @@ def checked_number(name: str, value: object, low: float, high: float) -> float:
     """Return a real number of any type, except bool, as a plain ``int`` or ``float``.
 
     Raises:
-        InputError: the value is no number, is NaN, or is not in ``[low, high]``.
+        InputError: the value is not a number, is NaN, or is not in ``[low, high]``.
     """
     number = plain_real(value)
     if number is None or not low <= number <= high:  # false for NaN
@@ -89,7 +90,7 @@ def checked_flag(name: str, value: object) -> bool:
     """Return a Python or numpy truth value as a plain ``bool``.
 
     Raises:
-        InputError: the value is no truth value.
+        InputError: the value is not a truth value.
     """
     flag = plain(value)
     if type(flag) is not bool:
@@ -101,7 +102,7 @@ def checked_ids(name: str, ids: object) -> list[int] | None:
     """Return token ids from a list, tuple or array as a list of plain ``int``. Return None for None.
 
     Raises:
-        InputError: the value is no sequence of integers, or an id is out of range.
+        InputError: the value is not a sequence of integers, or an id is out of range.
     """
     if ids is None:
         return None

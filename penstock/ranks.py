@@ -59,7 +59,7 @@ def load_divided(required: PipelineRequirements, task: TaskRecord, resolve: Reso
         processes.close()
         raise
     pipeline.processes = processes
-    finalize(pipeline, processes.close)  # of a program that does not close the model
+    finalize(pipeline, processes.close)  # for programs that do not close the model
     return pipeline
 
 
@@ -85,7 +85,7 @@ def run_rank(config: PipelineConfig, resolve: Resolve, ranks: Ranks) -> None:
 
 
 def threads_of(config: PipelineConfig) -> int | None:
-    """Return the threads of each rank if the configuration names those of all ranks together."""
+    """Return the threads of each rank, if the configuration sets the total of all ranks."""
     if config.num_threads is None:
         return None
     return max(config.num_threads // config.parallel.tensor_parallel_size, 1)
@@ -113,7 +113,7 @@ def check_divisible(config: PipelineConfig, architecture: SupportedArchitecture)
     """Check that several processes can divide the configured model.
 
     Raises:
-        ConfigError: names the model or the setting that does not allow it.
+        ConfigError: names the model or the setting that prevents it.
     """
     model = architecture.load_pipeline_model()
     if not (issubclass(model, DecoderModel) and model.is_divisible):

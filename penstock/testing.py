@@ -41,12 +41,12 @@ _LETTERS = (string.ascii_lowercase + " ").encode()
 class FakeTokenizer(TextTokenizer):
     """A `TextTokenizer` whose token ids are the bytes of UTF-8: ASCII characters are their own ids.
 
-    Limits, stops, chat template and threads are those of `TextTokenizer`.
+    Limits, stops, chat template and threading are those of `TextTokenizer`.
 
     Args:
         max_length: the maximum number of tokens of prompt and output together; None sets no limit.
         template: the Jinja text of the chat template; None for a tokenizer without one.
-        special_tokens_in_content: as of `TextTokenizer`.
+        special_tokens_in_content: see `TextTokenizer`.
     """
 
     EOS: ClassVar[int] = 256
@@ -96,7 +96,7 @@ class FakePipeline:
         self.batches: list[dict[str, int]] = []
         """One entry for each forward: request id -> number of computed tokens."""
         self.failures: dict[str, PenstockError] = {}
-        """As in `penstock.pipelines.core.Pipeline`; this class never adds an entry."""
+        """See `penstock.pipelines.core.Pipeline`; this class never adds an entry."""
         self._choose = choose if choose is not None else _letter_after
 
     @classmethod

@@ -71,7 +71,7 @@ class DecoderModel(NetworkModel[TextContext]):
 
     network: Network
     is_divisible: ClassVar[bool] = False
-    """Whether all its layers declare which part a rank holds, so that several processes can divide it."""
+    """Whether all of its layers declare the part that a rank holds, which tensor parallelism requires."""
 
     @classmethod
     @abstractmethod
@@ -216,7 +216,7 @@ class DecoderModel(NetworkModel[TextContext]):
 
     @property
     def _plans(self) -> GraphCache | None:
-        """The compiled steps; None if ranks exchange tensors in a way that they cannot contain."""
+        """The compiled steps; None if ranks exchange tensors by a method that they cannot contain."""
         ranks = self.session.ranks
         return self.session.plans if ranks is None or ranks.region else None
 
@@ -340,8 +340,8 @@ class DecoderModel(NetworkModel[TextContext]):
         """Return the sequence length that determines the rotary angles of each row.
 
         It is the length of the prompt, or the row's position + 1 if that is larger. Transformers uses the
-        same lengths. In a regime of longer sequences (see `KVCacheSpec.regime`) it is at least the length at
-        which the regime begins. Therefore a context that is recomputed gets the same rows again.
+        same lengths. In a regime of longer sequences (see `KVCacheSpec.regime`), it is at least the length at
+        which the regime begins, so that recomputing a context gives the same rows.
         """
         spec = self.kv_cache_spec
         if not self.network.length_dependent or spec is None:
@@ -352,7 +352,7 @@ class DecoderModel(NetworkModel[TextContext]):
         return self._to_device(np.maximum(np.array(lengths).repeat(counts), positions + 1), np.int64)
 
     def _check_images(self, contexts: Sequence[TextContext]) -> None:
-        """Refuse pixels that the model would not read."""
+        """Refuse pixels if the model does not read them."""
         for context in contexts:
             if not isinstance(context, TextAndVisionContext) or not context.pixel_values:
                 continue
@@ -366,7 +366,7 @@ class DecoderModel(NetworkModel[TextContext]):
     def _spans(
         self, contexts: Sequence[TextContext], counts: np.ndarray, positions: np.ndarray
     ) -> Tensor | None:  # [T, 2]
-        """Return `ImageSpans.bounds`: the span of the image of a row, or the row itself."""
+        """Return `ImageSpans.bounds`: for each row, the span of its image, or the row itself."""
         spans: np.ndarray | None = None
         first = 0
         for context, count in zip(contexts, counts.tolist(), strict=True):

@@ -50,7 +50,7 @@ class EmbedderNetwork:
 
 
 def without_model(name: str) -> str:
-    """Return the name of a tensor without ``model.``, which models with a head have and others lack."""
+    """Return the name of a tensor without the prefix ``model.``, which only models with a head have."""
     return name.removeprefix("model.")
 
 
@@ -82,7 +82,7 @@ class EmbedderModel(EncoderModel):
 
     @classmethod
     def is_causal(cls, huggingface_config: HuggingFaceConfig) -> bool:
-        """Return whether attention sees no later keys."""
+        """Return whether attention is causal."""
         return True
 
     @classmethod

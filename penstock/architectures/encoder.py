@@ -67,7 +67,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
 
     network: EncoderNetwork
     default_pooling: PoolingType = "mean"
-    """How the hidden states of a checkpoint without a sentence-transformers layout are pooled."""
+    """The pooling of a checkpoint without a sentence-transformers layout."""
 
     @property
     def pools_logits(self) -> bool:
@@ -76,12 +76,12 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
 
     @property
     def classifier_pooling(self) -> PoolingType:
-        """How a sequence classifier pools the hidden states."""
+        """The pooling of a sequence classifier."""
         return "cls"
 
     @property
     def reads_token_types(self) -> bool:
-        """Whether the second text of a pair has a token type of its own."""
+        """Whether the two texts of a pair have different token types."""
         return True
 
     @property
@@ -91,7 +91,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
 
     @property
     def token_weights(self) -> Callable[[Tensor, StepInputs], Tensor] | None:
-        """The head that weighs each token for sparse embeddings, ``[T, E] -> [T, 1]``; None without one."""
+        """The token-weight head of sparse embeddings, ``[T, E] -> [T, 1]``; None without one."""
         return None
 
     @classmethod
@@ -179,8 +179,8 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def _run_compiled(self, model_inputs: EncoderInputs, step: StepInputs) -> Tensor | None:
         """Return the hidden states from a compiled step; None if the step must run eagerly.
 
-        Only steps of one input are compiled: there are as many shapes as lengths, and the blocks of a step
-        follow from its length. Batches have many more shapes.
+        Only steps of one input are compiled: their shape depends on the length only. Batches have many more
+        shapes.
         """
         plans = self.session.plans
         if plans is None:
@@ -215,7 +215,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
         return None if results is None else results[0]
 
     def step_inputs(self, model_inputs: EncoderInputs) -> StepInputs:
-        """Return what the layers and heads share in the step of these inputs."""
+        """Return the tensors that all layers and heads of a step share."""
         lengths = None
         if self.network.length_dependent:
             counts = model_inputs.row_offsets.diff().long()

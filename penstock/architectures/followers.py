@@ -1,9 +1,9 @@
-"""The steps of ranks 1 and above: they run what rank 0 announces.
+"""The steps of ranks 1 and above, which rank 0 announces.
 
-Rank 0 schedules, prepares inputs and samples. For each forward it sends one message with the tensors of the
-step, a few kilobytes, and then all ranks run the network. The other ranks do not know contexts, text or
-sampling parameters: the tokens that rank 0 has sampled are part of its next message. Block tables and cache
-slots are those of rank 0, because each rank has the same blocks, with its own heads in them.
+Rank 0 schedules, prepares inputs and samples. For each forward it sends one message of a few kilobytes with
+the tensors of the step, and then all ranks run the network. The other ranks do not have contexts, text or
+sampling parameters: the tokens that rank 0 samples are part of its next message. Block tables and cache slots
+are those of rank 0, because all ranks have the same blocks, with different heads in them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Follower:
     """A model on rank 1 or above.
 
     Args:
-        model: has loaded this rank's part.
+        model: the loaded part of this rank.
         kv: holds the blocks of this rank's heads. Its tables are not used.
     """
 
@@ -34,7 +34,7 @@ class Follower:
         self._model, self._kv = model, kv
 
     def run(self, ranks: Ranks) -> None:
-        """Run what rank 0 announces, until it ends.
+        """Run the calls that rank 0 announces, until it ends.
 
         Raises:
             EOFError: rank 0 has closed the model.
@@ -76,7 +76,7 @@ class Follower:
         self._kv.discard_storage()
 
     def put_adapter(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Put the matrices of an adapter into a slot; they are whole, and this rank takes its part."""
+        """Put an adapter into a slot. The given matrices are whole; this rank takes its part."""
         adapters = self._model.lora_manager
         assert adapters is not None
         adapters.put(slot, matrices)

@@ -20,7 +20,7 @@ def measured_plan(model: PipelineModel[Any], spec: KVCacheSpec, memory: DeviceMe
     """Return the memory plan of a loaded model with measured sizes of weights and activations.
 
     Runs a step of ``max_batch_input_tokens`` tokens of ``max_batch_size`` sequences, with sampling. The
-    maximum length stays at most that of the first plan, because the layers were made for it.
+    maximum length never exceeds that of the first plan, because the layers were built for it.
 
     Args:
         model: the model, whose weights are loaded.
@@ -58,7 +58,7 @@ def measured_plan(model: PipelineModel[Any], spec: KVCacheSpec, memory: DeviceMe
 
 
 def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryPlan) -> None:
-    """Run the largest step of a plan, on a KV cache that is just large enough and is dropped again."""
+    """Run the largest step of a plan, on a minimal KV cache that is freed afterwards."""
     contexts = _largest_batch(plan)
     blocks = sum(-(-context.current_length // plan.block_size) for context in contexts)
     device = model.devices[0].torch_device
@@ -85,11 +85,11 @@ def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryP
         torch.zeros(rows, device=device),
         torch.full((rows,), 0.5, dtype=torch.float64, device=device),
     )
-    model.session.ops.sample(logits.float().clone(), sampling)  # penalties work on such a copy
+    model.session.ops.sample(logits.float().clone(), sampling)  # penalties need a copy of this size
 
 
 def _largest_batch(plan: MemoryPlan) -> list[TextContext]:
-    """Return prompts that share the tokens of the largest step evenly."""
+    """Return prompts among which the tokens of the largest step are divided evenly."""
     count = min(plan.max_batch_size, plan.max_batch_input_tokens)
     lengths = np.full(count, plan.max_batch_input_tokens // count)
     lengths[: plan.max_batch_input_tokens % count] += 1

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 BaseContextType = TypeVar("BaseContextType", bound=InputContext)
 
 WeightsAdapter = Callable[[str], str | None]
-"""Maps a name in the checkpoint to the name that the model reads, or to None to drop the tensor."""
+"""Maps a checkpoint tensor name to the name that the model uses, or to None to drop the tensor."""
 
 _UNSET: Any = None  # a subclass with its own inputs need not set these fields
 
@@ -70,7 +70,7 @@ class ModelInputs:
     input_embeds: tuple[Tensor, Tensor] | None = None
     """Rows ``[P]`` and the embeddings ``[P, W]`` that replace theirs, for images and audio.
 
-    W is E, unless the family's encoder returns wider rows, whose further parts its network reads."""
+    W is E, unless the family's encoder returns wider rows with additional parts for its network."""
     spans: Tensor | None = None
     """``[T, 2]`` int32, see `ImageSpans.bounds`."""
     hidden_states: Tensor | None = None
@@ -146,7 +146,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         return_logits: ReturnLogits = ReturnLogits.VARIABLE,
         return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE,
     ) -> None:
-        if kv_cache_config is not None:  # memory plan, cache and its element type use the given one
+        if kv_cache_config is not None:  # memory plan and cache use the given configuration
             pipeline_config = replace(pipeline_config, kv_cache=kv_cache_config)
         pipeline_config.check_determinism()
         self.pipeline_config = pipeline_config
@@ -158,7 +158,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         self.return_hidden_states = return_hidden_states
         spec, shard = self.kv_spec(pipeline_config, self.huggingface_config), session.shard
         spec = spec and with_stored_scales(spec, pipeline_config)
-        # The ranks plan with the largest part of any rank, so that all have the same blocks.
+        # All ranks plan with the largest part of any rank, so that they have the same blocks.
         self.kv_cache_spec = spec and (spec if shard.is_whole else spec.with_kv_heads(shard.most_kv_heads))
         self.memory_plan = self._plan_memory()
         self.kv_cache_spec = spec and (spec if shard.is_whole else spec.with_kv_heads(shard.num_kv_heads))
@@ -167,7 +167,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     @cached_property
     def weights(self) -> Weights:
-        """The tensors of the checkpoint, under the names that the model reads."""
+        """The tensors of the checkpoint, under the names that the model uses."""
         weights = self._weights or Weights.open(self.pipeline_config.model.checkpoint)
         return weights if self.adapter is None else weights.renamed(self.adapter)
 
@@ -194,7 +194,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def signal_buffers(self) -> list[Tensor]:
         """Buffers for collectives between several devices, one for each rank; empty for one device.
 
-        Also empty if torch.distributed exchanges the tensors: it has its own buffers.
+        Also empty if torch.distributed exchanges the tensors, which has separate buffers.
         """
         ranks = self.session.ranks
         return [] if ranks is None else ranks.buffers
@@ -263,7 +263,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """Pack one lazily packed weight, in a fraction of a second. An idle worker calls it.
 
         Returns:
-            Whether weights remain to be packed. `execute` packs the rest when it has to.
+            Whether weights remain to be packed. `execute` packs the rest when necessary.
         """
         return False
 
@@ -279,16 +279,16 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         uniforms: Tensor,
         ends: Tensor,
     ) -> Tensor | None:
-        """Run several decode steps in one call, if the model can; each step reads the tokens sampled before.
+        """Run several decode steps in one call, if possible. Each step reads the tokens of the previous one.
 
         Args:
             model_inputs: the inputs of the first step, one row for each sequence.
-            sampling: the sampling parameters of all steps; its own uniforms are not read.
+            sampling: the sampling parameters of all steps; their uniforms are not used.
             uniforms: ``[n, B]`` float64: the random numbers of each step.
             ends: ``[B, E]`` int64: tokens that end a sequence, -1 for none.
 
         Returns:
-            None if the model cannot run these steps in one call; then nothing has changed. Otherwise the
+            None, without any change, if the model cannot run these steps in one call. Otherwise the
             sampled tokens ``[m, B]`` int64, with -1 for a row of non-finite logits. m is less than n if all
             sequences have ended.
         """
@@ -351,11 +351,11 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     def _free_memory(self, weights_size: int) -> int:
         """Return the memory for weights, activations and KV cache, before anything is loaded."""
-        free = self.session.prefaulted.num_idle  # read first: it grows while the free memory shrinks
+        free = self.session.prefaulted.num_idle  # read before loading: it grows while the free memory shrinks
         free += self.session.free_memory_of(self.devices)
         private = private_memory.free()
         if private is not None and free >= private and self.pipeline_config.model.packed_key.file.is_file():
-            free += weights_size  # mapped from the packed file, which the memory limit does not count
+            free += weights_size  # mapped from the packed file: not counted by the memory limit
         ranks = self.session.ranks
         if ranks is None:
             return free

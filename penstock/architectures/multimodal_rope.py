@@ -1,7 +1,7 @@
 """`MultimodalRopeModel`: positions of several axes for the tokens of images (arXiv:2409.12191).
 
-A text token has one position. A token of an image has three: time, row and column, each from the position at
-which the image begins. The text after an image continues at the largest of them plus 1, so positions advance
+A text token has one position. A token of an image has three: time, row and column, counted from the start
+position of the image. The text after an image continues at the largest of them plus 1, so positions advance
 more slowly than indices.
 """
 
@@ -30,7 +30,7 @@ class MultimodalRopeModel(DecoderModel):
     """A decoder whose rotary embedding has axes for time, rows and columns of images."""
 
     merge_size: int = 2
-    """Patches of a row of the encoder, in each direction."""
+    """Patches that are merged into one row, in each direction."""
 
     def prepare_initial_token_inputs(
         self,
@@ -102,7 +102,7 @@ def merged_grid(image: ImageMetadata, merge: int) -> tuple[int, int]:
 
 
 def sectioned_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
-    """Return the axis of each pair of dims if each axis rotates adjacent pairs.
+    """Return the axis of each pair of dims, if each axis rotates a contiguous section of pairs.
 
     Raises:
         ConfigError: the sections do not cover the pairs of a head.
@@ -116,7 +116,7 @@ def sectioned_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
 
 
 def interleaved_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
-    """Return the axis of each pair of dims if the axes take turns.
+    """Return the axis of each pair of dims, if the axes are interleaved.
 
     Axes 1 and 2 each rotate every third pair, up to the length of their section. Axis 0 rotates the rest.
     """

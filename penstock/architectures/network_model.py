@@ -40,7 +40,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
     """A model whose network is read from a checkpoint."""
 
     ignored_weights: tuple[str, ...] = ("*rotary_emb.inv_freq",)
-    """Patterns of checkpoint tensors that the network does not have to read."""
+    """Patterns of checkpoint tensors that the network may ignore."""
     network: CalibrationNetwork
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,11 +54,11 @@ class NetworkModel(PipelineModel[BaseContextType]):
         model = self.pipeline_config.model
         ops = self.session.ops
         shard = self.session.shard
-        # The file has whole layers.
+        # the file has whole layers
         has_store = ops.packs_weights and shard.is_whole
         store = open_packed(model.packed_key, ops.layout) if has_store else None
         if store is not None or not ops.packs_weights:
-            self.session.prefaulted.release()  # no weight will be packed into it
+            self.session.prefaulted.release()  # no weights will be packed into it
         take_packed = None if store is None else store.take
         self._warn_of_widened_weights()
         loader = Loader(
@@ -98,7 +98,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
 
     @classmethod
     def ignored_tensors(cls, huggingface_config: HuggingFaceConfig) -> tuple[str, ...]:
-        """Return patterns of checkpoint tensors that the network does not have to read."""
+        """Return patterns of checkpoint tensors that the network may ignore."""
         return cls.ignored_weights
 
     @classmethod
@@ -168,7 +168,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         return self.lazy_packing.pack_next()
 
     def announce(self, method: str, *arguments: object) -> None:
-        """Make the other ranks call a method of their `Follower`. Does nothing on a rank above 0."""
+        """Make the other ranks call a method of their `Follower`. Does nothing on ranks above 0."""
         ranks = self.session.ranks
         if ranks is not None and ranks.rank == 0:
             ranks.send(pickle.dumps((method, arguments), protocol=pickle.HIGHEST_PROTOCOL))
@@ -199,7 +199,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         return loader.linears
 
     def task_adapters(self, loader: Loader) -> Mapping[str, Adapter]:
-        """Return the adapters that the checkpoint itself has for several tasks, by the names of the tasks."""
+        """Return the task adapters that the checkpoint contains, by task name."""
         return {}
 
     @property

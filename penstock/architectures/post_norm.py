@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def without_prefix(prefix: str) -> Callable[[str], str]:
-    """Return a weights adapter that removes a prefix, which models with a head have and others lack."""
+    """Return a weights adapter that removes a prefix, which only models with a head have."""
     return lambda name: name.removeprefix(prefix)
 
 

@@ -31,11 +31,12 @@ _BUILT_IN = "penstock.architectures"
 
 @dataclass(frozen=True, kw_only=True)
 class SupportedArchitecture:
-    """The registry's record of a model family and a task; creating it loads none of the family's code.
+    """The registry's record of a model family and a task. Creating it does not load the code of the family.
 
     A class is given as the class itself or as ``"module:Class"``. The module is relative to the family's
-    folder. It is absolute if there is no folder (``package`` is None), as in a record that is registered by
-    hand."""
+    folder. It is absolute if there is no folder (``package`` is None), as in records added by
+    `PipelineRegistry.register`.
+    """
 
     name: str
     """The ``model_type`` in ``config.json``."""
@@ -44,11 +45,11 @@ class SupportedArchitecture:
     pipeline_model: str | type
     """The `PipelineModel`."""
     supported_encodings: tuple[str, ...] | None = None
-    """None: all encodings, as in a network whose layers come from a `penstock.nn.Loader`."""
+    """The supported encodings. None: all, as in a network whose layers come from a `penstock.nn.Loader`."""
     example_repo_ids: tuple[str, ...] = ()
     """Hub ids of models that work."""
     tokenizer: str | type | None = None
-    """The `PipelineTokenizer`, in an absolute module; None takes the one of the task in
+    """The `PipelineTokenizer`, in an absolute module; None selects the tokenizer of the task in
     `penstock.pipelines.tasks`.
 
     It is constructed with the checkpoint and the keyword arguments ``chat_template`` and
@@ -56,9 +57,9 @@ class SupportedArchitecture:
     media: str | type | None = None
     """The `penstock.media.family.VisionFamily` of a family that reads images; its module loads no torch.
 
-    The `pipeline_model` is a `penstock.architectures.vision.VisionModel` then."""
+    The `pipeline_model` must then be a `penstock.architectures.vision.VisionModel`."""
     tiny_config: Callable[[], dict[str, object]] | None = None
-    """Values of a ``config.json`` small enough for tests with random weights; every folder has them."""
+    """Values of a ``config.json`` small enough for tests with random weights; required in every folder."""
     package: str | None = None
     """The folder as a package; the registry fills it in."""
 
@@ -95,7 +96,7 @@ def speech_architectures(
     tiny_config: Callable[[], dict[str, object]],
     example_repo_ids: tuple[str, ...] = (),
 ) -> tuple[SupportedArchitecture, SupportedArchitecture]:
-    """Return the records of a decoder that can write speech: one for speech tokens, one for audio.
+    """Return the records of a decoder that can generate speech: one for speech tokens, one for audio.
 
     Both use the family's text generation model; the speech format of the checkpoint defines prompt and
     tokens.
@@ -115,10 +116,10 @@ def speech_architectures(
 
 
 class PipelineRegistry:
-    """The architectures of some folders, and those registered by hand; the key is model type and task.
+    """The architectures of some folders, and those added by `register`, by model type and task.
 
     Args:
-        folders: searched in addition to Penstock's own; each holds one package a family.
+        folders: searched in addition to Penstock's own; each holds one package per family.
     """
 
     def __init__(self, folders: Iterable[Path] = ()) -> None:
@@ -126,7 +127,7 @@ class PipelineRegistry:
         self._registered: dict[tuple[str, PipelineTask], SupportedArchitecture] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        # Another process has to register the folders as packages itself.
+        # Another process must register the folders as packages again.
         return {name: value for name, value in vars(self).items() if name != "_folders"}
 
     @property
@@ -232,7 +233,7 @@ class PipelineRegistry:
 
 
 PIPELINE_REGISTRY = PipelineRegistry()
-"""The registry of Penstock's own architectures."""
+"""The registry of Penstock's architectures."""
 
 
 def _key(architecture: SupportedArchitecture) -> tuple[str, PipelineTask]:
@@ -245,7 +246,7 @@ def _folder_of(name: str) -> str:
 
 def _as_package(folder: Path) -> str:
     """Register a folder as a package with a unique name, and return the name."""
-    folder = folder.resolve()  # the import system would keep the first target of a relative path
+    folder = folder.resolve()  # the import system would cache the first target of a relative path
     digest = blake2b(str(folder).encode(), digest_size=6).hexdigest()
     name = f"penstock_architectures_{digest}"
     if name not in sys.modules:
@@ -269,7 +270,7 @@ def load_class(target: str | type, package: str | None = None) -> type[Any]:
 
 
 def load_object(target: str, package: str | None = None) -> Any:
-    """Import what ``"module:name"`` names, the module relative to ``package`` if there is one.
+    """Import the object ``"module:name"``, with the module relative to ``package`` if there is one.
 
     Raises:
         ConfigError: the text has another form.

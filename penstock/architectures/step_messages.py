@@ -27,7 +27,7 @@ class StepMessage:
     spans: np.ndarray | None
     lengths: np.ndarray
     groups: tuple[tuple[np.ndarray, np.ndarray, int | None, bool], ...]
-    """For each group of the cache: block tables, slots, window, and whether windows are chunks."""
+    """For each group of the cache: block tables, slots, window, and whether windows are chunked."""
     adapters: np.ndarray | None
     embeds: tuple[np.ndarray, np.ndarray, torch.dtype] | None
     """Rows, their embeddings in float32, and the type of the embeddings."""

@@ -14,7 +14,7 @@ from penstock.kernels import LoRAInputs
 
 
 def eager_reason(inputs: ModelInputs, max_rows: int) -> str | None:
-    """Return why a step cannot run as a compiled step of at most ``max_rows`` rows; None if it can."""
+    """Return the reason why a step cannot be compiled for up to ``max_rows`` rows; None if it can."""
     if inputs.kv is None:
         return "there is no KV cache"
     if len(inputs.tokens) > max_rows:
@@ -25,7 +25,7 @@ def eager_reason(inputs: ModelInputs, max_rows: int) -> str | None:
 
 
 def shape_of(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
-    """Return a key of all properties of the inputs that change the operations of a step.
+    """Return a key of all properties of the inputs that affect the operations of a step.
 
     Args:
         inputs: the inputs of the step.
@@ -38,7 +38,7 @@ def shape_of(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
         kv.lengths.shape[0],
         inputs.logit_rows.shape[0],
         inputs.text_lengths is None,
-        kv.caches[0].data_ptr(),  # a compiled step writes to the cache that it was recorded with
+        kv.caches[0].data_ptr(),  # a compiled step writes to the cache of its recording
         _adapter_matrices(inputs.lora),
         *(columns(group.block_tables.shape[1]) for group in kv.groups),
     )

@@ -2,7 +2,7 @@
 
 An architecture subclasses it and reads a blueprint from ``config.json``. It overrides `feed_forward` if its
 blocks have another feed-forward layer, `parts` if they have other norms or another attention, and `block` if
-they combine these differently.
+they combine the parts differently.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TransformerModel(DecoderModel):
         """Read the blueprint from a checkpoint's configuration.
 
         Raises:
-            ConfigError: the configuration asks for a feature that this family does not have.
+            ConfigError: the configuration has a feature that this family does not support.
             CheckpointError: a value is missing or has the wrong type.
         """
 
@@ -57,7 +57,7 @@ class TransformerModel(DecoderModel):
 
     @classmethod
     def parts(cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig) -> BlockParts:
-        """Return how the parts of a block are read; by default attention and norms are those of Llama."""
+        """Return the readers of the parts of a block; by default attention and norms of Llama."""
         feed_forward = cls.feed_forward(load, blueprint, huggingface_config)
         return replace(llama_parts(load, blueprint), feed_forward=feed_forward)
 

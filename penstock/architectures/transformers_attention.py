@@ -33,7 +33,7 @@ class ModuleStep:
 
 
 def register() -> None:
-    """Register the attention with transformers. It needs no mask: the cache knows which keys a query sees."""
+    """Register the attention with transformers. It needs no mask: the cache determines the visible keys."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, paged_attention)
@@ -57,7 +57,7 @@ def paged_attention(
     """Return the attention of a step, as transformers calls it from the attention layers of a module.
 
     Raises:
-        UnsupportedFeatureError: the layer calls for an attention that the KV cache was not made for.
+        UnsupportedFeatureError: the layer requests an attention that does not match the KV cache.
     """
     given = options.pop(STEP, None)
     if not isinstance(given, ModuleStep):
@@ -128,7 +128,7 @@ def _check(
     ):
         raise UnsupportedFeatureError(name, f"its window is {window}, that of the cache {group.window}")
     if attention_mask is not None:
-        raise UnsupportedFeatureError(name, "it makes an attention mask of its own")
+        raise UnsupportedFeatureError(name, "it creates an attention mask")
     is_causal = options.get("is_causal")
     if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
         raise UnsupportedFeatureError(name, "its attention is not causal")

@@ -2,7 +2,7 @@
 
 The module computes everything but attention, which reads the paged KV cache. Steps run eagerly. A module
 conforms if it calls the attention interface of transformers in each layer, passes on the arguments of a
-forward, and reads its positions from ``position_ids``. Everything else is refused: recurrent layers,
+forward, and reads its positions from ``position_ids``. All other modules are refused: recurrent layers,
 encoders, positions that depend on the whole batch, and quantized weights.
 """
 
@@ -63,13 +63,13 @@ class ModuleNetwork:
         return logits
 
     def head(self, x: Tensor, step: StepInputs) -> Tensor:
-        """Not called: the module applies its head itself."""
+        """Never called: the module applies its head."""
         raise NotImplementedError
 
     def __call__(
         self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Not called: see `logits`."""
+        """Never called: see `logits`."""
         raise NotImplementedError
 
 
@@ -124,7 +124,7 @@ class TransformersModel(DecoderModel):
         model, spec = self.pipeline_config.model, self.kv_cache_spec
         assert spec is not None
         _logger.warning(
-            "%s runs through the module of transformers, eagerly: Penstock has no network of its own for it",
+            "%s runs through the module of transformers, eagerly: Penstock has no native network for it",
             self.huggingface_config.model_type,
         )
         try:
@@ -177,7 +177,7 @@ def check_positions(network: ModuleNetwork, ops: Ops, device: torch.device) -> N
     alone, batched, moved = logits(last), logits(first, last)[3:], logits([0, 1, 2, 9])
     tolerance = (0.02 if network.module.dtype == torch.float32 else 0.2) * float(alone.std())
     if float((alone - batched).abs().max()) > tolerance:
-        raise UnsupportedFeatureError(name, "its results for a sequence depend on the others of the batch")
+        raise UnsupportedFeatureError(name, "its results for a sequence depend on the rest of the batch")
     if torch.equal(alone[-1], moved[-1]):
         raise UnsupportedFeatureError(name, "it does not read position_ids")
 
@@ -225,7 +225,7 @@ def _check(pipeline_config: PipelineConfig) -> None:
 
 
 def _problem_of_config(config: PreTrainedConfig) -> str | None:
-    """Return why a configuration cannot run; None if it can."""
+    """Return the reason why a configuration cannot run; None if it can."""
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder"
     if (
@@ -250,7 +250,7 @@ def _problem_of_config(config: PreTrainedConfig) -> str | None:
 
 
 def _problem_of_class(config: PreTrainedConfig, pipeline_config: PipelineConfig) -> str | None:
-    """Return why the class of a module cannot run; None if it can."""
+    """Return the reason why the class of a module cannot run; None if it can."""
     from transformers import AutoModelForCausalLM
 
     if not AutoModelForCausalLM._model_mapping.get(type(config), None):

@@ -46,7 +46,7 @@ def transformers_architecture(
         raise CheckpointError(path, "is a GGUF file: model_impl 'transformers' reads safetensors files")
     if huggingface_config.get("quantization_config") is not None:
         raise ConfigError(
-            "model_impl", f"{name} runs through transformers, which Penstock gives no quantized weights"
+            "model_impl", f"{name} runs through transformers, where quantized weights are not supported"
         )
     return SupportedArchitecture(
         name=name,

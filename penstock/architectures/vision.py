@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 class VisionModel(ABC):
     """A mixin for models that read images.
 
-    The runner calls `encode_images` for the images that a step touches and that are not in its encoder
-    cache, and passes the rows to the network as ``ModelInputs.input_embeds``.
+    The runner calls `encode_images` for images of a step that are not in its encoder cache, and passes the
+    rows to the network as ``ModelInputs.input_embeds``.
     """
 
     max_encoder_rows: ClassVar[int] = 4096
-    """Rows that one call of `encode_images` may compute, over all images. An image with more rows is encoded
-    in a separate call."""
+    """Maximum number of rows that one call of `encode_images` computes, over all images. An image with more
+    rows is encoded in a separate call.
+    """
 
     @abstractmethod
     def encode_images(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
@@ -36,17 +37,17 @@ class VisionModel(ABC):
 
     @abstractmethod
     def encoder_rows(self, image: ImageMetadata) -> int:
-        """Return the rows that the vision tower computes for an image: its patches."""
+        """Return the number of rows that the vision tower computes for an image: its patches."""
 
     @classmethod
     @abstractmethod
     def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
-        """Return the `encoder_rows` of the largest image that the tower is planned for."""
+        """Return the `encoder_rows` of the largest image for which memory is planned."""
 
     @classmethod
     @abstractmethod
     def encoder_row_size(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
-        """Return the bytes of activations that the tower holds for one row at its widest layer."""
+        """Return the bytes of activations per row at the widest layer of the tower."""
 
     @classmethod
     def estimate_encoder_memory(
@@ -54,7 +55,8 @@ class VisionModel(ABC):
     ) -> int:
         """Return the bytes of activations of the largest call of `encode_images`, and of its graphs.
 
-        Graphs are made of calls of up to ``max_encoder_rows`` rows. They keep at most the activations of one.
+        Graphs are captured for calls of up to ``max_encoder_rows`` rows. They hold at most the activations of
+        one call.
         """
         rows = max(cls.max_encoder_rows, cls.largest_image(huggingface_config)) + cls.max_encoder_rows
         return rows * cls.encoder_row_size(pipeline_config, huggingface_config)

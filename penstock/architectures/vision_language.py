@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from penstock.nn import BlockParts, LoadBlock
 
 _ROWS_PER_PATCH = 6
-"""Rows as wide as the widest layer that the tower holds for a patch, as in `estimate_activation_memory`."""
+"""Number of rows per patch, of the width of the widest layer, that the tower holds in memory at once."""
 
 
 MAX_ENCODER_GRAPHS = 8
-"""Shapes of images for which a graph of the encoder is kept."""
+"""Maximum number of image shapes for which a graph of the encoder is kept."""
 
 
 class ImageEncoder(Protocol):
@@ -74,13 +74,13 @@ class VisionLanguageModel(VisionModel, TransformerModel):
 
     network: VisionLanguageNetwork
     encoder_graphs: GraphCache | None = None
-    """The graphs of the encoder; None before the first image, and if operations run one by one."""
+    """The graphs of the encoder; None before the first image, and if operations run eagerly."""
     text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    """Model type of the decoder -> values that transformers assumes if ``text_config`` lacks them."""
+    """Model type of the decoder -> transformers' defaults of keys missing in ``text_config``."""
     vision_defaults: ClassVar[Mapping[str, object]] = {}
-    """Values that transformers assumes if ``vision_config`` lacks them."""
+    """transformers' defaults of keys missing in ``vision_config``."""
     vision_tables: ClassVar[tuple[str, ...]] = ()
-    """Patterns of matrices of the encoder that are not linear layers, such as learned positions."""
+    """Patterns of encoder matrices that are not linear layers, such as learned positions."""
 
     @classmethod
     @abstractmethod
@@ -120,7 +120,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         """Return the class of the decoder.
 
         Raises:
-            ConfigError: there is no family of this type that a blueprint describes.
+            ConfigError: no family of this type is described by a blueprint.
         """
         name = text_config.text("model_type")
         record = PIPELINE_REGISTRY.retrieve_architecture(text_config, "text_config")
@@ -154,7 +154,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         return VisionLanguageNetwork(text, cls.load_encoder(load, huggingface_config))
 
     def adapted_layers(self, loader: Loader) -> Mapping[str, PackedLinear]:
-        """Return the layers of the decoder: the encoder computes an image once for all adapters."""
+        """Return the layers of the decoder only: the encoder computes an image once for all adapters."""
         names = self.tensor_names(self.pipeline_config.model.huggingface_config)
         return {
             name: layer
@@ -173,7 +173,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         return self.network.encoder(images, EncoderRunner(self.session.ops, graphs))
 
     def _graphs_of_encoder(self) -> GraphCache | None:
-        """Return the graphs of the encoder; None if operations run one by one."""
+        """Return the graphs of the encoder; None if operations run eagerly."""
         plans = self.session.plans
         if plans is None or self.session.ranks is not None:
             return None

@@ -23,7 +23,7 @@ with LLM.from_config(config) as llm:
         [[0] * 8], SamplingParams(max_new_tokens=1, ignore_eos=True, detokenize=False), use_tqdm=False
     )
     ended = perf_counter()
-    llm.pipeline.pack_all_pending()  # packing after the first token reaches the peak of the memory
+    llm.pipeline.pack_all_pending()  # memory peaks while weights are packed after the first token
 print(
     json.dumps(
         {

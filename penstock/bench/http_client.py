@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client for load tests: it records when each piece of a response arrives, at little cost.
 
-The client often runs on the machine of the server and takes its processor time. A general client spends more
-time on a streamed token than a fast server does.
+The client often runs on the machine of the server and takes its processor time. A general-purpose client
+spends more time on a streamed token than a fast server.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Measurement:
     """The outcomes of a run, complete or interrupted."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    """One for each request that was sent or due."""
+    """One outcome for each request that was sent or due."""
     started: float = 0.0
     ended: float = 0.0
     is_interrupted: bool = False

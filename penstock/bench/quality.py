@@ -4,7 +4,7 @@
 
 The texts are sampled from the model itself, so the result does not depend on a choice of texts. The
 unquantised model has the lowest perplexity on them, and every error of an encoding raises it. Texts from
-another source show better what a model knows.
+other sources measure the quality of a model better.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sample_texts(llm: LLM, start: int, *, count: int, length: int, seed: int = 0
         start: the first token of each text.
         count: the number of texts.
         length: tokens in each text, including the first.
-        seed: the seed of the first text; each next one has the next seed.
+        seed: the seed of the first text; text i uses seed + i.
     """
     params = [
         SamplingParams(

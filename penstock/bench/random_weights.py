@@ -49,8 +49,9 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _DEFAULT_DTYPE = "bfloat16"
 _REPEATED_AFTER = 4_194_301
 """The number of values that are drawn; they repeat after that. Drawing a billion would take longer than the
-measurement. It is a prime, so that no two rows or matrices are equal: an engine that stores equal ones once
-would read less memory than for a real model."""
+measurement. It is a prime, so that no two rows or matrices are equal: equal ones could be stored once, and
+less memory would be read than for a real model.
+"""
 _DEPTHS = ("num_hidden_layers", "n_layer", "layer_types", "num_kv_shared_layers", "no_rope_layers")
 _LENGTHS = ("max_position_embeddings", "n_positions")
 

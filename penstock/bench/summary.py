@@ -61,10 +61,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     inter_token: Distribution | None
     """Between consecutive events with text. A server may put several tokens into one event."""
     time_per_token: Distribution | None
-    """For each request, the mean time of a token after the first."""
+    """The mean time per token after the first, for each request."""
     end_to_end: Distribution | None
     round_trip: Distribution | None = None
-    """Of small requests on one reused connection, before the load."""
+    """Round-trip times of small requests on one reused connection, before the load."""
 
     @classmethod
     def of(cls, measurement: Measurement) -> Summary:

@@ -63,7 +63,7 @@ class Figure:
 
     work: str
     of: str
-    """What the figure measures, such as a phase."""
+    """The measured quantity, such as a phase."""
     unit: str
     runs: list[float]
     """One value for each run, in order."""
@@ -214,7 +214,7 @@ class Bench:
 
     @cached_property
     def _cold_starts(self) -> list[ColdStart]:
-        """The starts of new processes that ``start`` and ``memory`` share."""
+        """The starts of new processes, shared by ``start`` and ``memory``."""
         return self._repeated(lambda: cold_start(self.config))
 
     def _step(self) -> list[Figure]:

@@ -108,7 +108,7 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> NoReturn:
     """Run the command line and exit the process."""
-    atexit.register(gc.freeze)  # skips the last garbage collection, which takes half a second
+    atexit.register(gc.freeze)  # skips the final garbage collection, which takes half a second
     atexit.register(_drop_broken_stderr)
     cli.main(prog_name="penstock")
 
@@ -127,12 +127,12 @@ def _explained(error: OSError) -> str:
     where = error.filename
     if where is None and error.errno == errno.ENOSPC:
         where = "standard output"
-        sys.stdout = None  # its buffer cannot be flushed at exit either
+        sys.stdout = None  # its buffer could not be flushed at exit either
     return f"{where}: {error.strerror}" if where is not None else str(error)
 
 
 def _drop_broken_stderr() -> None:
-    """Forget a standard error that cannot be flushed: Python would exit with status 120 because of it."""
+    """Replace a standard error that cannot be flushed, because Python would exit with status 120."""
     if sys.stderr is not None:
         try:
             sys.stderr.flush()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.serve.config import ServeConfig
 
 _BATCHES_AT_ONCE = 2
-"""Batches of lines that are submitted together: one runs while the other waits."""
+"""Number of batches of lines that are submitted at once: one runs while the other waits."""
 
 
 @click.group("batch")

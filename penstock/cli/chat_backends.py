@@ -1,4 +1,4 @@
-"""What `penstock chat` talks to: a model in this process, or a server."""
+"""The back ends of `penstock chat`: a model in this process, or a server."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class _Choice(TypedDict, total=False):
 
 
 class _Chunk(TypedDict, total=False):
-    """What this client reads of an event of a stream."""
+    """The fields of a stream event that this client reads."""
 
     error: Mapping[str, object]
     usage: Mapping[str, int] | None

@@ -103,7 +103,7 @@ class ChatSession:
         return True
 
     def ask(self, question: str) -> None:
-        """Print the answer to a question. Ctrl-C ends the answer, and what was printed is kept."""
+        """Print the answer to a question. Ctrl-C ends the answer; the printed part is kept."""
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
         text = {"type": "text", "text": question}
         self._ask({"role": "user", "content": [*parts, text] if parts else question})
@@ -212,12 +212,12 @@ class ChatSession:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
         kind = mimetypes.guess_type(path.name)[0] or "image/png"  # decoders look at the content
         if not kind.startswith("image/"):
-            raise InputError(f"{path} is not an image: its name stands for {kind}")
+            raise InputError(f"{path} is not an image: its suffix means {kind}")
         self.images.append(f"data:{kind};base64,{data}")
         click.echo(f"the next question has {len(self.images)} images", err=True)
 
     def _undo(self) -> Mapping[str, object]:
-        """Forget the last question and its answer. Return the question."""
+        """Remove the last question and its answer. Return the question."""
         while self.messages:
             message = self.messages.pop()
             if message["role"] == "user":

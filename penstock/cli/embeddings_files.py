@@ -28,7 +28,7 @@ FIELDS = {"dense": "embedding", "scores": "scores", "multi_vector": "multi_vecto
 
 
 def chosen_format(output: Path | None, given: str | None) -> str:
-    """Return the format: as given, else by the suffix of the output file, else JSON lines.
+    """Return the format: the given one, else that of the output file's suffix, else JSON lines.
 
     Raises:
         click.UsageError: the suffix names no format, or a binary format would go to a terminal.

@@ -42,7 +42,7 @@ POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"
 @click.option(
     "--output-kind",
     type=click.Choice([*FIELDS]),
-    help="What to compute; by default what the model is made for.",
+    help="Output to compute; by default the model's default output.",
 )
 @click.option("--prompt-name", metavar="NAME", help="Place this prompt of the checkpoint before each text.")
 @click.option("--prompt", metavar="TEXT", help="Place this text before each text; excludes --prompt-name.")
@@ -55,7 +55,7 @@ POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"
 @click.option(
     "--normalize/--no-normalize",
     default=None,
-    help="Scale embeddings to length 1, or do not; by default as the checkpoint says.",
+    help="Whether to scale embeddings to length 1; by default as set by the checkpoint.",
 )
 @click.option("--truncate", is_flag=True, help="Cut texts that exceed the maximum length.")
 @config_options

@@ -40,7 +40,7 @@ class DeviceMemory:
     kernels: dict[str, str]
     """Operation -> the back end that computes it on this device."""
     planned_steps: str
-    """Which steps of a model run as one compiled call on this device; ``none`` if none do."""
+    """The steps of a model that run as one compiled call on this device; ``none`` without any."""
 
 
 @dataclass(frozen=True, slots=True)

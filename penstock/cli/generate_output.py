@@ -30,7 +30,7 @@ class Timings:
     """The number of tokens in the first text."""
 
     def tokens_per_second(self, num_tokens: int) -> float:
-        """Return the speed after the first text; if nothing followed, the speed including it."""
+        """Return the speed after the first text; if there was no further text, the speed including it."""
         if num_tokens > self.num_first and self.others > 0:
             return (num_tokens - self.num_first) / self.others
         return num_tokens / max(self.first_token, 1e-9)
@@ -44,7 +44,7 @@ class Timings:
 
 
 def timed(generate: Callable[[], list[GenerationOutput]]) -> tuple[list[GenerationOutput], float]:
-    """Return the outputs, and the seconds that all of them took."""
+    """Return the outputs, and the total seconds."""
     start = time.perf_counter()
     return generate(), time.perf_counter() - start
 

@@ -86,7 +86,7 @@ def _list_local(as_json: bool) -> None:
 
 
 def _age(seconds: float) -> str:
-    """Return how long ago something was.
+    """Return an age as text.
 
     >>> _age(7300)
     '2 hours ago'

@@ -30,7 +30,7 @@ class ModelFlag:
     """One ``--model`` flag."""
 
     path: str | None
-    """None leaves the model to the environment, the file, or the default."""
+    """None: the model is set by the environment, the file, or the default."""
     settings: Mapping[str, str]
     """Flat name -> text, of settings that differ from those of the other flags."""
     memory: int | None = None
@@ -102,7 +102,7 @@ def served_engine(
 
 
 def load_served_work(pipeline_config: PipelineConfig, serve_config: ServeConfig) -> WorkerRuntime:
-    """Load what the worker runs, in the worker's process, with the log format of the server."""
+    """Load the runtime of the worker, in the worker's process, with the log format of the server."""
     from penstock.assembly import load_work
     from penstock.host.profiler import StepProfiler
     from penstock.serve.observability.logs import configure_logging

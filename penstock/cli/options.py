@@ -83,7 +83,7 @@ def ray_options(function: Decorated) -> Decorated:
 
 
 def take_ray_config(flags: dict[str, object]) -> RayConfig:
-    """Take the flags of `ray_options` out of all flags, and return their configuration.
+    """Remove the flags of `ray_options` from all flags, and return their configuration.
 
     Raises:
         ConfigError: unknown name, wrong type or impossible value.
@@ -97,7 +97,7 @@ def config_from_flags(flags: Mapping[str, object], *, default_model: str | None 
 
     Args:
         flags: the values of the flags.
-        default_model: the model of the command if none of the three names one.
+        default_model: the model of the command if none of the three sources sets one.
 
     Raises:
         ConfigError: unknown name, wrong type or impossible value.
@@ -114,7 +114,7 @@ def configs_from_flags(
 
     Args:
         flags: the values of the flags.
-        default_model: the model of the command if none of the three names one.
+        default_model: the model of the command if none of the three sources sets one.
 
     Raises:
         ConfigError: unknown name, wrong type or impossible value.
@@ -170,7 +170,7 @@ def _with_options(
 
 
 def _option(field: ConfigField, group: str, *, is_repeated: bool = False) -> Callable[[Decorated], Decorated]:
-    # Values stay text and absent ones None; `from_flat` converts and checks them, as for other sources.
+    # Values remain text, absent values None; `from_flat` converts and checks them, as for other sources.
     name = field.name.replace("_", "-")
     has_default = field.default not in (None, False, ())
     help = f"{field.help}  [default: {_shown(field.default)}]" if has_default else field.help

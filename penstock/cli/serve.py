@@ -85,7 +85,7 @@ def command(print_config: bool, **flags: object) -> int:
 
 
 def _models(flags: dict[str, object]) -> list[ModelFlag]:
-    """Take the models out of the flags.
+    """Remove the models from the flags and return them.
 
     Raises:
         click.UsageError: MODEL and --model are both given.
@@ -116,7 +116,7 @@ def _run_on_ray(config: ServeConfig, configs: Sequence[PipelineConfig], ray_conf
 
 
 def _print_settings(config: ServeConfig, configs: Sequence[PipelineConfig], ray_config: RayConfig) -> None:
-    """Print all settings of the server and the first model, and those in which other models differ."""
+    """Print all settings of the server and the first model, and the differing settings of other models."""
     first, *others = configs
     print_settings([*config.describe(), *ray_config.describe(), *first.describe()])
     for other in others:

@@ -100,7 +100,7 @@ def chosen_format(output: Path, file_format: str | None) -> str:
     """Return the format of a file.
 
     Raises:
-        InputError: its suffix is no known format, and no format is given.
+        InputError: its suffix is not a known format, and no format is given.
     """
     suffix = output.suffix.lower().removeprefix(".")
     if file_format is not None:

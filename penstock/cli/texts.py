@@ -39,7 +39,7 @@ def read_texts(given: tuple[str, ...], file: Path | None, what: str) -> list[str
     Args:
         given: the values of a flag that may be repeated.
         file: the value of ``--file``; ``-`` is standard input.
-        what: names the flag in errors, such as ``--text``.
+        what: the name of the flag in errors, such as ``--text``.
 
     Raises:
         InputError: there is no text, or a line cannot be read.

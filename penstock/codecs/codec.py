@@ -1,7 +1,7 @@
-"""`AudioCodec`: codes to waveforms and back. A codec is a folder of this package, see `codecs.registry`.
+"""`AudioCodec`: converts codes to waveforms and back. Each codec is a folder, see `codecs.registry`.
 
-A codec holds weights and no state of a request. A stream is decoded in chunks. A chunk brings the frames
-before and after it that its samples depend on, so the joined chunks equal the stream decoded as one chunk.
+A codec holds weights and no state of a request. A stream is decoded in chunks. A chunk includes the
+surrounding frames on which its samples depend, so the joined chunks equal the stream decoded as one chunk.
 Whenever a stream has grown or ended:
 
     ready = codec.ready_frames(len(frames), ended=ended)
@@ -49,8 +49,8 @@ class CodecChunk:
 class AudioCodec(ABC):
     """Decodes frames of codes to samples, and encodes samples to frames.
 
-    A frame holds ``codes_per_frame`` codes, C. The codes of a frame stand in the order in which a language
-    model writes them; flattened frames are the speech tokens of a context.
+    A frame holds ``codes_per_frame`` codes, C. The codes of a frame have the order in which a language model
+    generates them; flattened frames are the speech tokens of a context.
     """
 
     name: str

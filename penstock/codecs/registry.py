@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupportedCodec:
-    """The registry's record of a codec; creating it loads none of the codec's code."""
+    """The registry's record of a codec. Creating it does not load the code of the codec."""
 
     name: str
     """Name of the codec and of its folder."""

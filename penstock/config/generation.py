@@ -69,7 +69,7 @@ def _sampling_values(generation_config: Mapping[str, object], path: Path) -> dic
 
 
 def _checked(key: str, value: object, kind: type[float] | type[int], path: Path) -> float:
-    """Return the value converted to its type, after `SamplingParams` has checked it.
+    """Return the value converted to its type, checked by `SamplingParams`.
 
     Raises:
         CheckpointError: the value is invalid. The error names the file, because the request did not set the

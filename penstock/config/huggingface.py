@@ -26,7 +26,7 @@ class HuggingFaceConfig(Mapping[str, object]):
     `KeyError`, so ``getattr`` with a default, ``get`` and ``in`` work.
 
     The typed accessors (`integer`, `number`, `flag`, `text`, `section` and so on) check the type of a
-    value. Model code uses them in place of plain access.
+    value. Model code uses them instead of plain access.
 
     >>> config = HuggingFaceConfig({"hidden_size": 64, "rope_scaling": {"factor": 8.0}})
     >>> config.integer("hidden_size"), config.section("rope_scaling").number("factor", 1.0)
@@ -216,7 +216,7 @@ class _MissingAttributeError(CheckpointError, AttributeError):
 
 
 class _MissingKeyError(CheckpointError, KeyError):
-    __str__ = Exception.__str__  # KeyError would put quotes around the sentence
+    __str__ = Exception.__str__  # KeyError would put quotes around the message
 
 
 def _plain(value: object) -> object:

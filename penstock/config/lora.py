@@ -66,7 +66,7 @@ class LoRAConfig:
         return self.enable_lora or bool(self.lora)
 
     def with_room_for(self, count: int, rank: int) -> LoRAConfig:
-        """Return the limits for ``count`` adapters of the checkpoint beside those of the user.
+        """Return the limits with room for ``count`` adapters of the checkpoint in addition to the user's.
 
         Args:
             count: the adapters of the checkpoint. All of them can run at once.

@@ -83,7 +83,7 @@ def _is_encoding(name: str) -> bool:
 
 @cache
 def _warn_encoding_fallback(encoding: str, requested: str, device: str) -> None:
-    """Log the warning once per process, although copies of a configuration compute their encoding again."""
+    """Log the warning once per process, even if copies of a configuration compute their encoding again."""
     logging.getLogger(__name__).warning(
         "%s weights run in %s on %s, which does not support %s: use --quantization-encoding float32 for full "
         "precision in twice the memory",
@@ -199,7 +199,7 @@ class ModelConfig:
 
     @property
     def trained_dimensions(self) -> tuple[int, ...] | None:
-        """The lengths that a dense embedding may be cut to, besides its whole length; None allows each.
+        """The lengths to which a dense embedding may be cut, besides its full length; None allows any.
 
         They are ``matryoshka_dimensions``, or those that ``config.json`` names.
 
@@ -250,7 +250,7 @@ class ModelConfig:
 
     @cached_property
     def embedding_layout(self) -> SentenceTransformersLayout:
-        """How an embeddings model's hidden states become embeddings, read from the checkpoint's folder.
+        """The computation of embeddings from hidden states, read from the checkpoint's folder.
 
         Raises:
             CheckpointError: a file is damaged, or a module has an unknown type.

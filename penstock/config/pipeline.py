@@ -74,7 +74,7 @@ class KVCacheConfig:
     offload_memory: int | None = setting(
         None,
         NUM_BYTES,
-        "Host memory for KV blocks that are evicted from a GPU, in bytes; by default they are lost.",
+        "Host memory for KV blocks that are evicted from a GPU, in bytes; by default they are dropped.",
         flat="kv_offload_memory",
     )
 
@@ -124,7 +124,7 @@ class PipelineConfig:
     max_batch_size: int | None = setting(
         None,
         COUNT,
-        "Maximum number of requests that run at once; by default what the device and the memory allow.",
+        "Maximum number of requests that run at once; by default as many as the device and the memory allow.",
     )
     max_batch_input_tokens: int | None = setting(
         None, COUNT, "Maximum number of input tokens per step; by default 1024 on a CPU and 8192 on a GPU."
@@ -141,7 +141,7 @@ class PipelineConfig:
     overlap_steps: bool = setting(
         True,
         FLAG,
-        "Prepare and launch a step while the step before it runs, on a GPU. Results are the same without.",
+        "On a GPU, prepare and launch a step while the previous step runs. Results do not change.",
     )
     deterministic: bool = setting(
         False,

@@ -23,7 +23,7 @@ from penstock.plain_numbers import plain
 class Rule:
     """The allowed values of a field.
 
-    ``legal`` describes them, ``holds`` checks a value, and ``choices`` lists them if they are few.
+    ``legal`` describes them, ``holds`` checks a value, and ``choices`` lists them if there are only a few.
     """
 
     legal: str
@@ -38,7 +38,7 @@ class ConfigField:
     """One configuration field under its flat name."""
 
     name: str
-    section: str  # the PipelineConfig attribute that holds it: model, kv_cache, sampling, or "" for its own
+    section: str  # the section of PipelineConfig: model, kv_cache, ...; "" for its direct fields
     attribute: str
     type: Any
     default: object
@@ -66,7 +66,9 @@ class ConfigField:
             value = plain(value)
             if self.parse is not None:
                 converted = self.parse(value) if isinstance(value, str) else value
-                converted = tuple(converted) if isinstance(converted, list) else converted  # from a file
+                converted = (
+                    tuple(converted) if isinstance(converted, list) else converted
+                )  # a list from a file
             else:
                 strict = not (from_text and isinstance(value, str))
                 converted = msgspec.convert(value, self.type, strict=strict)

@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding: how tokens are drafted that the model then verifies in one forward.
+    """Speculative decoding: the source and the number of draft tokens, verified in one forward.
 
     Raises:
         ConfigError: a field has an invalid value, or two fields contradict each other.

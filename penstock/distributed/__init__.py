@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism: which part of a model a rank holds, and how the ranks exchange tensors.
+"""Tensor and expert parallelism: the parts of a model on each rank, and the exchange of tensors among ranks.
 
 `Shard` has the sharding rules. `Ranks` has the collectives, on torch.distributed or in shared memory.
 `RankProcesses` starts and watches the processes of the other ranks.

@@ -1,4 +1,4 @@
-"""Where ranks run on a CPU: their processors."""
+"""The placement of ranks on the processors of a host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from penstock.host.processors import ProcessorShare, divide_processors, numa_nod
 def shares_of_ranks(world: int) -> tuple[ProcessorShare, ...]:
     """Return the processors that each rank is bound to; empty on a machine with one NUMA node.
 
-    Ranks are bound because memory of another node is slower. Within one node the system chooses better.
+    Ranks are bound because memory of another node is slower. Within one node, the scheduler of the system
+    does better.
     """
     usable = os.sched_getaffinity(0)
     num_nodes = sum(not usable.isdisjoint(processors) for processors in numa_nodes().values())

@@ -1,8 +1,8 @@
 """`RankProcesses`: starts the processes of ranks 1 and above, and watches them.
 
 Rank 0 is the process that loads the model: a worker, or a program. It starts the other ranks and holds one
-end of a connection to each. A rank that reads the end of its connection knows that rank 0 has ended, and
-ends too. Rank 0 has a thread that waits for the other ranks. If one ends, the collectives of all ranks fail.
+end of a connection to each. A rank ends when its connection to rank 0 is closed. Rank 0 has a thread that
+waits for the other ranks. If one ends, the collectives of all ranks fail.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class RankLaunch:
     rank: int
     settings: RankSettings
     target: Callable[[Ranks], None]
-    """What the rank runs."""
+    """The function that the rank runs."""
     folder: str
-    """Holds the store."""
+    """The port of the store."""
     connection: int
     """File descriptor of the connection to rank 0."""
     region: int | None
@@ -85,7 +85,7 @@ class RankProcesses:
 
     Args:
         settings: the number of ranks and their devices.
-        target: what the other ranks run; picklable.
+        target: the function that the other ranks run; picklable.
     """
 
     def __init__(self, settings: RankSettings, target: Callable[[Ranks], None]) -> None:
@@ -137,7 +137,7 @@ class RankProcesses:
         """Wait until all other ranks have marked an event (`Ranks.mark`).
 
         Raises:
-            PenstockError: a rank has ended. It is the error that the rank reported, if there is one.
+            PenstockError: a rank has ended. It is the error that the rank reported, if any.
         """
         deadline = time.monotonic() + START_TIMEOUT
         names = [f"{event}/{rank}" for rank in range(1, self._settings.world)]
@@ -158,7 +158,7 @@ class RankProcesses:
         """Raise an error if a rank has ended.
 
         Raises:
-            PenstockError: names the rank and how it ended.
+            PenstockError: names the rank and its exit status.
         """
         if self._ended and not self._is_closing:
             raise self._diagnose(RuntimeError("a rank has ended"))
@@ -269,7 +269,7 @@ def main() -> None:
         status = 0
     except BaseException as error:
         _LOG.debug("rank %d failed", rank, exc_info=True)
-        if not isinstance(error, RankFailedError):  # the error of the rank that has failed first counts
+        if not isinstance(error, RankFailedError):  # only the error of the rank that failed first is reported
             _report(store, rank, error)
         status = 1
     logging.shutdown()
@@ -284,7 +284,7 @@ def _report(store: Store, rank: int, error: BaseException) -> None:
     try:
         content = base64.b64encode(pickle.dumps(error)).decode()
         pickle.loads(base64.b64decode(content))
-    except Exception:  # an error whose constructor takes other arguments
+    except Exception:  # the constructor of the error takes other arguments
         error = RankFailedError(f"rank {rank} failed: {type(error).__name__}: {error}")
         content = base64.b64encode(pickle.dumps(error)).decode()
     with contextlib.suppress(Exception):

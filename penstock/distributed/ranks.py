@@ -1,7 +1,7 @@
-"""`Ranks`: the ranks of a model as one rank sees them, with collectives on torch.distributed.
+"""`Ranks`: the view that one rank has of all ranks of a model, with collectives on torch.distributed.
 
 Sums are added in float32 in the order of the ranks and rounded once, on every transport. All ranks therefore
-have the same bits, and the shared-memory kernels (`penstock.kernels.cpu`) give the bits of gloo.
+have bit-equal sums, and the shared-memory kernels (`penstock.kernels.cpu`) are bit-equal to gloo.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ranks:
         store: the store of torch.distributed through which the ranks find each other.
         timeout: seconds that a collective waits for the other ranks.
         device: the device of the tensors: gloo for ``cpu``, NCCL for ``cuda``.
-        connections: on rank 0 one to each other rank, for messages; on another rank the one to rank 0.
+        connections: connections for messages: on rank 0 one to each other rank, elsewhere the one to rank 0.
         region: memory that all ranks share, for the kernels; None to use torch.distributed only.
         by_expert: see `Shard`.
     """
@@ -66,7 +66,7 @@ class Ranks:
 
     @property
     def shard(self) -> Shard:
-        """The part of this rank."""
+        """The shard of this rank."""
         return Shard(self.rank, self.world, self.by_expert, self)
 
     @property
@@ -76,14 +76,14 @@ class Ranks:
 
     @property
     def transport(self) -> str:
-        """How tensors are exchanged: ``shared memory``, ``gloo`` or ``nccl``."""
+        """The transport of tensors: ``shared memory``, ``gloo`` or ``nccl``."""
         if self._region is not None:
             return "shared memory"
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The buffer of each rank for collectives, uint8; empty where torch.distributed has its own."""
+        """The buffer of each rank for collectives, uint8; empty if torch.distributed allocates them."""
         return [] if self._region is None else self._region.buffers
 
     # -- Collectives --------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Ranks:
         return smallest
 
     def check(self) -> None:
-        """Raise the error of a collective that failed in the shared memory, if one did.
+        """Raise the error of a collective that failed in shared memory, if any.
 
         Raises:
             RankFailedError: a rank has ended, or the time limit is exceeded.
@@ -128,13 +128,13 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a step that all ranks run. An error in it on one rank is an error of all.
+        """Run a step on all ranks. An error on one rank becomes an error on all.
 
-        The other ranks would wait for the collectives that the failed rank does not call any more. A Ctrl-C
+        Otherwise the other ranks would wait for collectives that the failed rank never calls. A Ctrl-C
         is therefore deferred to the end of the step.
 
         Raises:
-            RankFailedError: in place of any error in the block.
+            RankFailedError: replaces any error in the block.
         """
         try:
             with deferred_interrupts():
@@ -151,7 +151,7 @@ class Ranks:
             raise self._failure from error
 
     def abort(self) -> None:
-        """Make the collectives of all ranks fail, also those that wait. Any thread may call it."""
+        """Make the collectives of all ranks fail, including waiting ones. Any thread may call it."""
         if self._region is not None:
             self._region.abort()
 
@@ -191,7 +191,7 @@ class Ranks:
         self._group.abort()
 
     def _gather(self, x: Tensor) -> list[Tensor]:
-        """Return the tensor of each rank; all have one shape and type."""
+        """Return the tensor of each rank; all have the same shape and type."""
         raw = x.view(_BYTES_OF[x.element_size()])
         outputs = [torch.empty_like(raw) for _ in range(self.world)]
         self._wait(lambda: self._group.allgather([outputs], [raw]))

@@ -4,7 +4,7 @@
 
     header   64 bytes   abort flag, time limit, capacity, number of ranks
     control  per rank   64 bytes: the number of its last message, the number of sleeping threads
-    buffers  per rank   two buffers of `CAPACITY` bytes, used in turn
+    buffers  per rank   two buffers of `CAPACITY` bytes, used alternately
 
 ``csrc/collectives.inl`` describes the protocol.
 """
@@ -46,7 +46,7 @@ class SharedRegion:
 
     @classmethod
     def create(cls, world: int, timeout: float) -> int | None:
-        """Return the file descriptor of a new region; None where the system has no anonymous files.
+        """Return the file descriptor of a new region; None if the system has no anonymous files.
 
         Args:
             world: the number of ranks.

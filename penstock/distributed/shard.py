@@ -1,6 +1,6 @@
-"""The sharding rules: which part of each layer a rank holds.
+"""The sharding rules: the part of each layer on a rank.
 
-A dimension is divided into units that are not cut: a kv head with its query heads, a group of inputs that
+A dimension is divided into indivisible units: a kv head with its query heads, a group of inputs that
 share a scale, an expert. Each rank gets a contiguous range of units. Ranges differ by at most one unit, and
 later ranks get the larger ones, because rank 0 also schedules and samples.
 """
@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.collectives import Collectives
 
 VOCABULARY_UNIT = 16
-"""Rows of the vocabulary that stay together: a panel of the C++ kernels."""
+"""Rows per indivisible unit of the vocabulary: a panel of the C++ kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Part:
         return self.stop - self.start
 
     def times(self, factor: int) -> Part:
-        """Return the part of a dimension with ``factor`` entries for each index of this one."""
+        """Return the part of a dimension with ``factor`` entries per index of this part."""
         return Part(self.start * factor, self.stop * factor)
 
     def shifted(self, offset: int) -> Part:
@@ -57,7 +57,7 @@ class Shard:
     Args:
         rank: 0 to world - 1.
         world: number of ranks; 1 holds whole layers.
-        by_expert: whether a rank holds whole experts, in place of a part of each expert.
+        by_expert: whether a rank holds whole experts instead of a part of each.
         collectives: adds and gathers tensors of all ranks; None for one rank.
     """
 
@@ -68,7 +68,7 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is one rank, which holds whole layers."""
+        """Whether there is a single rank, which holds whole layers."""
         return self.world == 1
 
     def part(self, size: int, name: str, unit: int = 1) -> Part:
@@ -76,8 +76,8 @@ class Shard:
 
         Args:
             size: entries of the dimension.
-            name: what is divided, for the error.
-            unit: entries that stay together; the last unit can be smaller.
+            name: the name of the dimension, for the error.
+            unit: entries per indivisible unit; the last unit can be smaller.
 
         Raises:
             ConfigError: there are fewer units than ranks.

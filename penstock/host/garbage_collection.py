@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def gc_disabled() -> Iterator[None]:
     """Disable garbage collection during imports and loads.
 
-    They create many long-lived objects, which the collector would traverse repeatedly. For a small model this
-    takes a fifth of the start-up time.
+    Imports and loads create many long-lived objects, which the collector would traverse repeatedly, for a
+    fifth of the start-up time of a small model.
     """
     was_enabled = gc.isenabled()
     gc.disable()

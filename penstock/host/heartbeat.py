@@ -1,8 +1,8 @@
 """A progress counter of this process that another process can read.
 
 Long-running code calls `beat` after each part of its work: a layer, a tensor read, a weight packed. The
-kernels increase the same counter. So the supervisor can distinguish a process that computes a long step from
-one that hangs, although neither answers messages.
+kernels increase the same counter. The supervisor can thus distinguish a process that computes a long step
+from a process that hangs, although neither answers messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SIZE = ctypes.sizeof(ctypes.c_int64)
 
 
 class ProgressFile:
-    """A counter in a file. The process that makes progress increases it, and another process reads it.
+    """A counter in a file. The working process increases it, and another process reads it.
 
     Args:
         path: where to create the file.

@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use, so that importing the package stays cheap."""
+"""Lazy names of a package: imported on first use, so that importing the package is cheap."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def cores() -> float | None:
 def _groups(controller: str) -> Iterator[tuple[Path, int]]:
     """Yield the folders of this process's group and of its parents, each with its version of control groups.
 
-    In a container, the own group is mounted at the top, although ``/proc/self/cgroup`` may name another path.
+    In a container, the process's group is mounted at the root, although ``/proc/self/cgroup`` may name
+    another path.
     """
     for line in (_text(_MEMBERSHIP) or "").splitlines():
         _, controllers, path = line.split(":", 2)

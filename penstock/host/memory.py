@@ -50,13 +50,13 @@ def _map(num_bytes: int) -> tuple[mmap.mmap, int]:
 
 def _view(pages: mmap.mmap) -> Bytes:
     """Return the bytes of a mapping; the array keeps the mapping alive."""
-    import numpy as np  # late: this module is imported to ask how much memory there is
+    import numpy as np  # imported late: this module must be cheap to import
 
     return np.frombuffer(pages, np.uint8)
 
 
 def discard_pages(address: int, num_bytes: int) -> None:
-    """Fill private memory with zeros, and return its whole pages to the system until the next write."""
+    """Fill private memory with zeros. Its whole pages are returned to the system until the next write."""
     page = mmap.PAGESIZE
     begin, end = -(-address // page) * page, (address + num_bytes) // page * page
     if begin >= end or not hasattr(mmap, "MADV_DONTNEED"):
@@ -66,7 +66,7 @@ def discard_pages(address: int, num_bytes: int) -> None:
     ctypes.memset(end, 0, address + num_bytes - end)
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED):
-        ctypes.memset(begin, 0, end - begin)  # locked memory, for example
+        ctypes.memset(begin, 0, end - begin)  # fails for locked memory, for example
 
 
 class PrefaultedBuffer:

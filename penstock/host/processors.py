@@ -1,4 +1,4 @@
-"""The processors of this machine, and how several worker processes divide them."""
+"""The processors of this machine, and their division among worker processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ProcessorShare:
     """The processors of one process."""
 
     processors: tuple[int, ...]
-    """The numbers of the processors that its threads may use."""
+    """The ids of the processors that its threads may use."""
     num_threads: int
     """The number of its compute threads."""
 
@@ -31,9 +31,9 @@ class ProcessorShare:
 def divide_processors(count: int) -> tuple[ProcessorShare, ...]:
     """Return ``count`` shares of the processors that this process may use.
 
-    Shares are disjoint and differ by at most one processor. A share has neighbours: processors of one NUMA
-    node, and both threads of a core, as far as the numbers allow. With more shares than processors, several
-    shares have the same processor. A CPU limit of the control group reduces the threads, not the processors.
+    Shares are disjoint and differ by at most one processor. A share contains processors of one NUMA node and
+    both threads of a core, as far as the numbers allow. With more shares than processors, several shares have
+    the same processor. A CPU limit of the control group reduces the threads, not the processors.
     """
     assert count >= 1, f"{count} shares"
     available = _in_order_of_distance(os.sched_getaffinity(0))
@@ -53,7 +53,7 @@ def pin(processors: Iterable[int]) -> None:
 
 
 def numa_nodes() -> dict[int, tuple[int, ...]]:
-    """Return the processors of each NUMA node; one node 0 where the system does not tell."""
+    """Return the processors of each NUMA node; a single node 0 if the system does not report nodes."""
     nodes = {}
     for folder in _NODES.glob("node[0-9]*"):
         try:
@@ -67,7 +67,7 @@ def numa_nodes() -> dict[int, tuple[int, ...]]:
 
 
 def parse_processors(text: str) -> tuple[int, ...]:
-    """Parse a list of processors as the kernel writes it.
+    """Parse a list of processors in the kernel's notation.
 
     >>> parse_processors("0-2,8")
     (0, 1, 2, 8)
@@ -80,7 +80,7 @@ def parse_processors(text: str) -> tuple[int, ...]:
 
 
 def format_processors(processors: Iterable[int]) -> str:
-    """Return a list of processors as the kernel writes it.
+    """Return a list of processors in the kernel's notation.
 
     >>> format_processors([0, 1, 2, 8])
     '0-2,8'
@@ -96,13 +96,13 @@ def format_processors(processors: Iterable[int]) -> str:
 
 
 def _in_order_of_distance(processors: Iterable[int]) -> list[int]:
-    """Sort processors by NUMA node, then by core, so that neighbours in the list are close to each other."""
+    """Sort processors by NUMA node, then by core, so that adjacent processors in the list are close."""
     node_of = {number: node for node, numbers in numa_nodes().items() for number in numbers}
     return sorted(processors, key=lambda number: (node_of.get(number, 0), _core_of(number), number))
 
 
 def _core_of(processor: int) -> tuple[int, int]:
-    """Return package and core of a processor; the number itself where the system does not tell."""
+    """Return package and core of a processor; the processor id if the system does not report them."""
     folder = _PROCESSORS / f"cpu{processor}" / "topology"
     try:
         return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text())

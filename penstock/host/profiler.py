@@ -22,7 +22,7 @@ class StepProfiler:
     for Perfetto or ``chrome://tracing``, in which each step is a range.
 
     Args:
-        folder: the folder; created when it is needed.
+        folder: the folder; created on demand.
         name: the beginning of the file names.
     """
 
@@ -33,7 +33,7 @@ class StepProfiler:
         self._trace: torch.profiler.profile | None = None
 
     def start(self) -> None:
-        """Start to record.
+        """Start recording.
 
         Raises:
             InputError: a profile is being recorded, or the folder cannot be created.
@@ -54,7 +54,7 @@ class StepProfiler:
         self._calls = cProfile.Profile()
 
     def stop(self) -> None:
-        """Stop to record, and write the files.
+        """Stop recording, and write the files.
 
         Raises:
             InputError: no profile is being recorded, or the files cannot be written.

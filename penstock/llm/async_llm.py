@@ -64,7 +64,7 @@ class AsyncLLM(AsyncSpeechMethods):
     ...         print(piece.text, end="", flush=True)
 
     The model runs in a worker process, behind the same client that the server uses. Any number of tasks may
-    call the methods at the same time; their requests are batched. Cancelling a task cancels its requests.
+    call the methods concurrently; their requests are batched. Cancelling a task cancels its requests.
     A worker that dies is restarted; its requests raise `UnavailableError`.
 
     The worker process is spawned, so a script needs the guard ``if __name__ == "__main__":``.
@@ -85,7 +85,7 @@ class AsyncLLM(AsyncSpeechMethods):
 
     @classmethod
     def from_config(cls, config: PipelineConfig, *, worker: EngineClient | None = None) -> Self:
-        """Return an AsyncLLM of a whole configuration.
+        """Return an AsyncLLM with a complete configuration.
 
         Args:
             config: the configuration.
@@ -259,7 +259,7 @@ class AsyncLLM(AsyncSpeechMethods):
         truncate: bool = False,
         adapter: str | None = None,
     ) -> npt.NDArray[np.floating]:
-        """Return the dense embeddings of texts, as `LLM.embed`.
+        """Return the dense embeddings of texts, like `LLM.embed`.
 
         Args:
             inputs: a text, a list of texts, a list of token ids, or a list of such lists.

@@ -1,4 +1,4 @@
-"""Run contexts through an engine client, for `AsyncLLM`."""
+"""Runs contexts through an engine client, for `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AsyncRunner:
 
 
 async def gathered(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) -> list[T]:
-    """Run calls at the same time and return their results in order. An error cancels all other calls."""
+    """Run calls concurrently and return their results in order. An error cancels all other calls."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call()) for call in calls]
@@ -60,10 +60,10 @@ async def gathered(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) -> l
 
 
 def _response_of(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationResponse:
-    """Return a delta in the form that a pipeline gives."""
+    """Return a delta as a pipeline's response."""
     rows: list[PackedLogProbabilities | None] = [*delta.log_probabilities]
     rows += [None] * (len(delta.token_ids) - len(rows))
-    if delta.prompt_log_probabilities is not None:  # the output has no token that carries them
+    if delta.prompt_log_probabilities is not None:  # no output token carries them
         builder.take_prompt(delta.prompt_log_probabilities.unpacked())
     tokens = [
         TextResponse(token, None if row is None else row.unpacked())

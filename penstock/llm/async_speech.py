@@ -53,18 +53,18 @@ class AsyncSpeechMethods:
 
         Args:
             texts: a text, or a list of texts.
-            sampling_params: for all texts.
+            sampling_params: the parameters for all texts.
             voice: the name of a voice.
             audio_prompt_tokens: codes of a voice to imitate.
-            audio_prompt_transcription: what is spoken in ``audio_prompt_tokens``.
+            audio_prompt_transcription: the transcription of ``audio_prompt_tokens``.
             adapter: the LoRA adapter.
-            priority: of all texts.
+            priority: the priority of all texts.
 
         Returns:
             A `Speech` for a text, or a list of them in the order of the texts.
 
         Raises:
-            InputError: a text cannot be spoken; then none is.
+            InputError: a text cannot be spoken; then no text is spoken.
             RequestFailedError: the model generated no speech; the other texts are cancelled.
             TaskMismatchError: the model does not generate audio.
             UnavailableError: the worker has died.
@@ -100,7 +100,7 @@ class AsyncSpeechMethods:
         """Yield the audio of one text in chunks, the first as early as possible.
 
         The parameters are those of `speak`, the chunks those of `LLM.stream_speech`. The next part of a long
-        text starts when the one before has audio. Closing the generator cancels the request.
+        text starts when the previous part has audio. Closing the generator cancels the request.
 
         Raises:
             InputError: the text cannot be spoken.
@@ -139,7 +139,7 @@ class AsyncSpeechMethods:
     async def _deltas_of(
         self, contexts: Sequence[TTSContext]
     ) -> AsyncGenerator[tuple[int, RequestDelta], None]:
-        """Run the parts of a text one after another; each is submitted when the one before has audio."""
+        """Run the parts of a text one after another. Each is submitted when the previous part has audio."""
         generations = [await self._runner.submit(contexts[0])]
         try:
             for index in range(len(contexts)):

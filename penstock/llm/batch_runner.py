@@ -27,7 +27,7 @@ class ResultBuilder(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether the result is complete. It can be complete before the context is, after a stop string."""
+        """Whether the result is complete. After a stop string it is complete before the context is."""
 
     def take(self, response: Any, /) -> None:
         """Add the output of one scheduler step."""
@@ -57,7 +57,7 @@ class BatchRunner:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Refuse other calls meanwhile: a second thread in the kernels would slow both down threefold.
+        """Refuse other calls during the block: a second thread in the kernels would slow both down threefold.
 
         Raises:
             UnsupportedFeatureError: another call is running.
@@ -82,7 +82,7 @@ class BatchRunner:
         del self._pipeline, self._scheduler
 
     def run(self, builders: Sequence[BuilderT], *, seconds: float) -> Iterator[list[BuilderT]]:
-        """Run contexts to their end, and yield after each scheduler call the builders that it served.
+        """Run contexts to completion. After each scheduler call, yield the builders that received output.
 
         A scheduler call takes about ``seconds``, or one step if that takes longer.
 
@@ -104,7 +104,7 @@ class BatchRunner:
                     builder.take(response)
                     if builder.is_done:
                         del running[builder.context.request_id]
-                        if not response.is_done:  # a stop string, which the scheduler does not know
+                        if not response.is_done:  # a stop string, which the scheduler does not match
                             self._scheduler.cancel(builder.context.request_id)
                 yield served
                 if not served and not self._scheduler.last_batch[0]:

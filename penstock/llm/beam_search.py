@@ -1,4 +1,4 @@
-"""Beam search with contexts, ``kv.fork`` and log probabilities. The pipeline has no code for it.
+"""Beam search with contexts, ``kv.fork`` and log probabilities. The pipeline has no special code for it.
 
 At every step each prompt has up to ``num_beams`` running beams. The model scores their continuations, and
 the best ones are kept. The first continuation of a beam keeps its context. Each further continuation gets a
@@ -41,7 +41,9 @@ class BeamOptions:
     """Scores are divided by ``length ** length_penalty``: above 0 favours long texts, below 0 short ones."""
     early_stopping: EarlyStopping = False
     """When the search ends. True: when ``num_beams`` beams are finished. False: when the best running beam,
-    at its present length, would not be among them. ``"never"``: when it could not be at any length."""
+    scored at its current length, is worse than all of them. ``"never"``: when it would be worse at any
+    length.
+    """
 
     def __post_init__(self) -> None:
         for name in ("num_beams", "num_return_sequences"):
@@ -148,12 +150,12 @@ class BeamSearch:
     """A search for several prompts at once. Call `step` until `is_done`, then `results`, and always `close`.
 
     Args:
-        pipeline: runs the model; not used by others during the search.
+        pipeline: runs the model; must not be used otherwise during the search.
         contexts: prompts without generated tokens. ``eos_token_ids`` and ``max_length`` end a beam. Sampling
             parameters have no effect.
         options: parameters of the search.
-        max_batch_size: most contexts of one step.
-        max_batch_input_tokens: most tokens of one step; longer prompts are cut into chunks.
+        max_batch_size: maximum number of contexts of one step.
+        max_batch_input_tokens: maximum number of tokens of one step; longer prompts are cut into chunks.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class BeamSearch:
     # -- Choice of beams --------------------------------------------------------------------------------
 
     def _choose(self, prompt: _Prompt, scores: Mapping[str, Mapping[int, float]]) -> list[_Continuation]:
-        """Return the continuations that stay running. Add those that end to the finished ones."""
+        """Return the continuations that keep running. Add those that end to the finished beams."""
         options = self._options
         prompt.num_steps += 1
         best = sorted(
@@ -225,7 +227,7 @@ class BeamSearch:
         return [] if at_limit or self._is_over(prompt, going_on) else going_on
 
     def _num_candidates(self, ends: frozenset[int]) -> int:
-        """Return how many continuations to request, so that ``num_beams`` remain if others end."""
+        """Return the number of continuations to request, so that ``num_beams`` remain if some end."""
         return max(2, 1 + len(ends)) * self._options.num_beams
 
     def _hypothesis(self, prompt: _Prompt, last: _Continuation) -> Hypothesis:
@@ -352,7 +354,7 @@ def _next_tokens(response: TextGenerationResponse) -> Mapping[int, float]:
 
 
 def _replace_last(context: TextContext, token: int) -> None:
-    """Replace the token that was just sampled and is not computed yet."""
+    """Replace the last sampled token, which is not computed yet."""
     if int(context.all_tokens[-1]) == token:
         return
     committed = context.committed_idx

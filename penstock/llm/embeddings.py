@@ -42,7 +42,7 @@ class RerankResult:
     """One document of `LLM.rerank`."""
 
     index: int
-    """The place of the document in the list that was given."""
+    """The index of the document in the given list."""
     score: float
     document: str
 
@@ -153,7 +153,7 @@ class EmbeddingsMethods:
         """Return all outputs of texts: dense, sparse and multi-vector embeddings, or scores.
 
         Args:
-            inputs: as of `embed`.
+            inputs: see `embed`.
             use_tqdm: show a progress bar, if standard error is a terminal.
             outputs: the outputs to compute; None computes the model's default.
             adapter: the LoRA adapter, for all inputs or one for each.
@@ -257,7 +257,7 @@ class EmbeddingsMethods:
         """Return the label and the scores of texts.
 
         Args:
-            inputs: as of `embed`.
+            inputs: see `embed`.
             use_tqdm: show a progress bar, if standard error is a terminal.
             truncate: cut inputs that exceed the maximum length; otherwise they are refused.
             activation: False returns logits.
@@ -285,7 +285,7 @@ class EmbeddingsMethods:
                 self._run_embeddings(results, use_tqdm)
             except BaseException:
                 for result in results:
-                    self.pipeline.release(result.context)  # `ready` may have reserved room for an adapter
+                    self.pipeline.release(result.context)  # `ready` may have reserved a slot for an adapter
                 raise
         return [one.response for one in results if one.response is not None]
 
@@ -316,7 +316,7 @@ class EmbeddingsMethods:
 
 @contextmanager
 def _naming_input(index: int, count: int) -> Iterator[None]:
-    """Add to an `InputError` which of several inputs it concerns."""
+    """Add the number of the input to an `InputError`, if there are several inputs."""
     try:
         yield
     except InputError as error:

@@ -28,7 +28,7 @@ def image_bytes(image: Image) -> bytes:
     """Return the content of an image file.
 
     Raises:
-        InputError: the file cannot be read, or the object is no image.
+        InputError: the file cannot be read, or the object is not an image.
     """
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
@@ -62,7 +62,7 @@ def images_of_prompts(images: object, num_prompts: int, *, is_one_prompt: bool) 
     Args:
         images: for one prompt an image or a list of images; for a list of prompts a list of these.
         num_prompts: the number of prompts.
-        is_one_prompt: whether a single prompt was given, and not a list.
+        is_one_prompt: whether a single prompt was given instead of a list.
 
     Raises:
         InputError: the list has another length than the prompts.
@@ -78,11 +78,11 @@ def images_of_prompts(images: object, num_prompts: int, *, is_one_prompt: bool) 
 def _as_list(images: object) -> list[Image]:
     if isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview):
         return [*images]
-    return [cast("Image", images)]  # `image_bytes` refuses what is no image
+    return [cast("Image", images)]  # `image_bytes` refuses objects that are not images
 
 
 def separate_images(messages: object) -> tuple[object, list[bytes] | None, list[str] | None]:
-    """Return messages whose image parts hold no data, the images in order, and their details.
+    """Return messages without the data of their image parts, the images in order, and their details.
 
     An image part is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a ``data:`` URL.
     Malformed messages are returned unchanged; the chat template refuses them.

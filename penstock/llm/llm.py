@@ -70,7 +70,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
 
     @classmethod
     def from_config(cls, config: PipelineConfig, *, catalog: Catalog = CATALOG) -> Self:
-        """Return an LLM of a whole configuration, such as ``PipelineConfig.from_flat`` gives.
+        """Return an LLM with a complete configuration, such as the result of ``PipelineConfig.from_flat``.
 
         Args:
             config: the configuration.
@@ -255,15 +255,15 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         """Search for the most probable completions with several beams, as transformers' ``generate`` does.
 
         Args:
-            prompts: as for `generate`.
-            num_beams: beams of each prompt.
-            num_return_sequences: outputs of each prompt, at most ``num_beams``.
-            max_new_tokens: most tokens of a completion; None uses the model's maximum length.
+            prompts: see `generate`.
+            num_beams: number of beams per prompt.
+            num_return_sequences: number of outputs per prompt, at most ``num_beams``.
+            max_new_tokens: maximum number of tokens of a completion; None uses the model's maximum length.
             length_penalty: above 0 favours long completions, below 0 short ones.
             early_stopping: when the search ends (`BeamOptions.early_stopping`).
             ignore_eos: let all completions grow to the maximum length.
             adapter: the LoRA adapter.
-            use_tqdm: as for `generate`.
+            use_tqdm: see `generate`.
 
         Returns:
             ``num_return_sequences`` outputs for each prompt, best first, in the order of the prompts. Each
@@ -318,12 +318,12 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # close() would be refused while a stream is open, and its error would hide the first one.
+        # close() would be refused while a stream is open, and its error would hide the original one.
         if self._is_open and not (error is not None and self._runner.is_busy):
             self.close()
 
     def _check_task(self, method: str, task: PipelineTask) -> None:
-        """Refuse a call of a method that belongs to another task than the model's.
+        """Refuse a call of a method that belongs to a task other than the model's.
 
         Raises:
             InputError: the LLM is closed.

@@ -30,9 +30,9 @@ class GenerationOutput:
     prompt_token_ids: list[int]
     """The prompt's token ids, including special tokens."""
     finish_reason: Literal["stop", "length"]
-    """``stop``: the model ended the text, or a stop string did; ``length``: it reached its limit."""
+    """``stop``: the model or a stop string ended the text; ``length``: the text reached its limit."""
     num_cached_tokens: int
-    """How many prompt tokens were found in the prefix cache."""
+    """The number of prompt tokens that were found in the prefix cache."""
     num_generated_tokens: int
     """The length of ``token_ids``, plus 1 if an end-of-sequence token ended the text."""
     prompt: str | None
@@ -42,7 +42,7 @@ class GenerationOutput:
     log_probabilities: LogProbabilities | None = None
     """One entry for each of ``token_ids``, before penalties and temperature; None unless requested."""
     prompt_log_probabilities: LogProbabilities | None = None
-    """One entry for each of ``prompt_token_ids`` but the first; None unless requested."""
+    """One entry for each of ``prompt_token_ids`` except the first; None unless requested."""
     score: float | None = None
     """The rank criterion: the mean log probability under ``best_of``, or the score of a beam."""
 
@@ -68,7 +68,7 @@ class GenerationOutput:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """How many outputs a prompt has, and which log probabilities they options."""
+    """The number of outputs per prompt, and the log probabilities that they report."""
 
     n: int = 1
     best_of: int | None = None
@@ -213,7 +213,7 @@ class OutputBuilder:
 
 
 def best_first(choices: Sequence[OutputBuilder], options: OutputOptions) -> list[GenerationOutput]:
-    """Return the outputs of one prompt: all in order, or under ``best_of`` the best ``n``, best first."""
+    """Return the outputs of one prompt: all in order, or with ``best_of`` the best ``n``, best first."""
     ranked = list(choices)
     if options.best_of is not None:
         ranked.sort(key=lambda builder: -builder.mean_log_probability)

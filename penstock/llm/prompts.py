@@ -1,4 +1,4 @@
-"""Arguments of `LLM` that are one value or a list of values, as lists."""
+"""Converts arguments of `LLM`, each a single value or a list, to lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ToolDescriptions: TypeAlias = Sequence[Mapping[str, object]]
 """Descriptions of functions, as OpenAI's ``tools`` (`TokenGeneratorRequestTool`)."""
 
 _NO_BATCH = (str, bytes, bytearray, memoryview, Mapping, Set)
-"""Iterable types that are one prompt: a text, or a value that the tokenizer refuses."""
+"""Iterable types that count as one prompt: a text, or a value that the tokenizer refuses."""
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

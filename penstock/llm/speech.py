@@ -44,7 +44,7 @@ class Speech:
     sample_rate: int
     """Samples per second."""
     num_tokens: int
-    """Generated tokens."""
+    """The number of generated tokens."""
     is_cut: bool
     """Whether a part of the text reached the maximum length before its end."""
 
@@ -103,12 +103,12 @@ def voice_options(
     known: Mapping[str, VoicePrompt],
     form: SpeechFormat,
 ) -> VoiceFields:
-    """Return the fields of requests that choose a voice.
+    """Return the request fields that select a voice.
 
     Args:
         voice: the name of a voice, or None.
         codes: the codes of a voice to imitate; empty for none.
-        transcription: what is spoken in ``codes``.
+        transcription: the transcription of ``codes``.
         known: the configured voices.
         form: the model's speech format.
 
@@ -187,14 +187,14 @@ class SpeechMethods:
             use_tqdm: show a progress bar, if standard error is a terminal.
             voice: the name of a voice of the model, or of a configured voice to imitate.
             audio_prompt_tokens: codes of a voice to imitate; excludes ``voice``.
-            audio_prompt_transcription: what is spoken in ``audio_prompt_tokens``.
+            audio_prompt_transcription: the transcription of ``audio_prompt_tokens``.
             adapter: the LoRA adapter.
 
         Returns:
             A `Speech` for a text, or a list of them in the order of the texts.
 
         Raises:
-            InputError: a text cannot be spoken; then none has been.
+            InputError: a text cannot be spoken; then no text was spoken.
             RequestFailedError: the model generated no speech.
             TaskMismatchError: the model does not generate audio.
         """

@@ -1,4 +1,4 @@
-"""Text requests of `LLM`: from prompts to contexts, and from their outputs to results."""
+"""Text requests of `LLM`: converts prompts to contexts, and their outputs to results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BATCH_LATENCY_BUDGET = 0.1
 
 
 class TextFields(TypedDict, total=False):
-    """Fields of a `TokenGeneratorRequest`, as the callers of `LLM` give them."""
+    """Fields of a `TokenGeneratorRequest`, as passed by callers of `LLM`."""
 
     prompt: Prompt | None
     messages: object
@@ -154,7 +154,7 @@ class TextRequests:
     def request(
         self, index: int, params: SamplingParams, options: OutputOptions, **fields: Unpack[TextFields]
     ) -> TokenGeneratorRequest:
-        """Return a request; ``fields`` are further fields of it."""
+        """Return a request; ``fields`` are its further fields."""
         return text_request(self._config.model.name, index, params, options, **fields)
 
     def context(self, request: TokenGeneratorRequest, num_requests: int) -> TextContext:
@@ -185,7 +185,7 @@ def text_request(
     options: OutputOptions,
     **fields: Unpack[TextFields],
 ) -> TokenGeneratorRequest:
-    """Return a request with a new id; ``fields`` are further fields of it.
+    """Return a request with a new id; ``fields`` are its further fields.
 
     Images in ``messages`` become its ``images``. Files of images are read.
 

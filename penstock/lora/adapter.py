@@ -32,14 +32,14 @@ _OTHER_KINDS = {
     "token_adapter": "trained embeddings of some tokens (trainable_token_indices)",
     "lora_bias": "a bias in the adapter's matrices (lora_bias)",
 }
-"""Part of a tensor name -> the unsupported kind of adapter that it belongs to."""
+"""Part of a tensor name -> the unsupported kind of adapter that uses it."""
 
 Rename = Callable[[str], str | None]
 """Maps the name of a tensor in peft's model to its name in the base model."""
 Layers = Mapping[str, PackedLinear]
 """The linear layers of the base model by their names in the checkpoint. A fused layer has several names."""
 Parts = Mapping[str, LayerPart]
-"""The layers that this process shares with other ranks, if several processes divide the model."""
+"""The layers that are divided among ranks, with the part of this process."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,12 +69,13 @@ def read_adapter(
     Args:
         path: the directory.
         layers: the linear layers of the base model.
-        base: the tensors of the base model. If the adapter's file holds copies of them, these must be equal.
+        base: the tensors of the base model. If the adapter's file contains copies of them, the copies must be
+            equal.
         dtype: the type of the activations.
         max_rank: the maximum rank.
         rename: maps the name of a tensor in peft's model to its name in the base model, see
             `Weights.renamed`.
-        parts: the layers that this process shares with other ranks. The adapter is read whole.
+        parts: the layers that are divided among ranks. The adapter is always read as a whole.
 
     Raises:
         CheckpointError: the directory or a file in it is missing or damaged.
@@ -151,7 +152,7 @@ def _layer(module: str, rename: Rename) -> str:
 
 
 def _modules(names: Iterable[str], rename: Rename) -> str:
-    """Return what the names of decoder layers begin with in peft's model, in place of ``model.``."""
+    """Return the prefixes of decoder layers in peft's model, which replace ``model.``."""
     for name in names:
         if match := _HALF.fullmatch(name.removeprefix(_PREFIX)):
             layer = _layer(match["layer"], rename)
@@ -162,7 +163,7 @@ def _modules(names: Iterable[str], rename: Rename) -> str:
 
 
 def _stored_names(file: Path) -> list[str]:
-    """Return the names of the tensors in a file. `Weights` leaves out prefixes of them."""
+    """Return the names of the tensors in a file, including prefixes that `Weights` removes."""
     return list(read_header(file))
 
 
@@ -254,7 +255,7 @@ def _check_copies(
                 f"its shape is {list(weights.shape(name))} in {folder} and {list(shape)} in the model",
             )
         copy = weights.tensor(name, shape)
-        if is_part:  # the other ranks compare theirs
+        if is_part:  # the other ranks compare their part
             copy = joined(parts[layer].of_weight(copy))
         is_equal = torch.equal(copy.to(expected.dtype), expected) or torch.equal(
             copy, expected.to(copy.dtype)
@@ -273,13 +274,13 @@ def _part(layers: Layers, layer: str) -> slice:
 
 
 def whole_shape(layers: Layers, layer: str, parts: Parts) -> tuple[int, int]:
-    """Return the output and input sizes of a layer of the base model, in all processes together."""
+    """Return the output and input sizes of a whole layer of the base model, over all ranks."""
     part = parts.get(layer)
     return layer_shape(layers, layer) if part is None else (part.out_features, part.in_features)
 
 
 def layer_shape(layers: Layers, layer: str) -> tuple[int, int]:
-    """Return the output and input sizes that this process has of a layer of the base model."""
+    """Return the output and input sizes of this rank's part of a layer of the base model."""
     part = _part(layers, layer)
     return part.stop - part.start, layers[layer].in_features
 
@@ -289,7 +290,7 @@ def _unpacked(layers: Layers, layer: str) -> Tensor:  # [out, in]
 
 
 def _as_packed(weight: Tensor, packed: PackedLinear) -> Tensor:  # [out, in] -> [out, in]
-    """Return a weight as rounded by the encoding of ``packed``."""
+    """Return a weight rounded by the encoding of ``packed``."""
     encoding = encoding_named(packed.encoding)
     return encoding.unpack(encoding.pack(weight.to(encoding.compute_dtype.to_torch())))
 

@@ -76,7 +76,7 @@ _SUPPORTED_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 _HEAD = "lm_head"
 DECODER = "model."
-"""What the names of decoder layers begin with in the base model."""
+"""The prefix of decoder layers in the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ class AdapterConfig:
     layers_pattern: tuple[str, ...]
     base_model: str | None
     decoder: str = DECODER
-    """What the names of decoder layers begin with in peft's model, in place of ``model.``. It differs if the
-    decoder is a part of the model, as in models that read images. Patterns match the names in peft's
-    model."""
+    """The prefix of decoder layers in peft's model, which replaces ``model.``. It differs if the decoder is a
+    part of the model, as in models that read images. Patterns match the names in peft's model.
+    """
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
@@ -285,7 +285,7 @@ def _first_match(patterns: Mapping[str, float], layer: str, default: float) -> f
 
 
 def _is_named(names: tuple[str, ...] | str, layer: str) -> bool:
-    """Return whether a pattern matches the whole name, or a name of a list equals its last parts."""
+    """Return whether a pattern matches the whole name, or a name in a list equals its last parts."""
     if isinstance(names, str):
         return re.fullmatch(names, layer) is not None
     return any(layer == name or layer.endswith(f".{name}") for name in names)

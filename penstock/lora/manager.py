@@ -1,4 +1,4 @@
-"""`LoRAManager`: loads adapters, tracks which request uses which adapter, and limits how many run at once."""
+"""`LoRAManager`: loads adapters, assigns them to requests, and limits the running ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from penstock.pipelines.core import InputContext
 from penstock.weights import Weights
 
 MAX_SKIPS = 64
-"""How often later requests may overtake one that waits for a slot. Then no request is admitted before it."""
+"""Number of times that later requests may overtake a request waiting for a slot. After that, it is admitted
+first.
+"""
 
 
 @dataclass(slots=True)
@@ -51,9 +53,9 @@ class LoRAManager:
         dtype: the type of the activations.
         device: where the matrices of running adapters are stored.
         rename: see `read_adapter`.
-        parts: the layers that this process shares with other ranks, if several processes divide the model.
+        parts: the layers that are divided among ranks.
         task_adapters: the adapters of the checkpoint, by name. They are always loaded.
-        is_leader: whether this process loads adapters and assigns slots. The other processes take the slots
+        is_leader: whether this process loads adapters and assigns slots. The other processes use the slots
             that it assigns.
 
     Raises:
@@ -137,7 +139,8 @@ class LoRAManager:
     def ready(self, context: InputContext) -> bool:
         """Return whether a request may run. An admitted request keeps its adapter's slot until its release.
 
-        Requests whose adapters are running may overtake one that waits for a slot, at most `MAX_SKIPS` times.
+        Requests whose adapters are running may overtake a request that waits for a slot, at most `MAX_SKIPS`
+        times.
 
         Raises:
             UnknownModelError: the request's adapter is not loaded.

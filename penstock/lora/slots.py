@@ -26,7 +26,7 @@ class AdapterSlots:
         layers: the linear layers of the base model.
         dtype: the type of the activations.
         device: where the matrices are stored.
-        parts: the layers that this process shares with other ranks. Its slots hold its part of the matrices.
+        parts: the layers that are divided among ranks. The slots hold this rank's part of the matrices.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AdapterSlots:
         self.matrices: Mapping[str, tuple[Tensor, Tensor]] = {}
         """Layer -> A ``[n, R, in]`` and B ``[n, out, R]``, a view of ``[n, R, out]``.
 
-        Adding layers replaces the mapping, so a batch that holds the old one keeps its layers."""
+        Adding layers replaces the mapping, so a batch with the old mapping keeps its layers."""
         self.ranks: Mapping[str, Tensor] = {}
         """Layer -> ``[n]`` int64 in host memory. Matrix entries beyond a slot's rank are undefined."""
 
@@ -104,7 +104,7 @@ class AdapterSlots:
             self.ranks = {**self.ranks, **no_ranks}
         for layer, (down, up) in matrices.items():
             part = self._parts.get(layer)
-            if part is not None:  # outputs of B, or inputs of A: then all ranks add their products
+            if part is not None:  # outputs of B; or inputs of A, where the ranks add their products
                 down = down if part.inputs is None else down[:, part.inputs.start : part.inputs.stop]
                 up = joined(part.of_rows(up))
             all_down, all_up = self.matrices[layer]
@@ -114,7 +114,7 @@ class AdapterSlots:
             self.ranks[layer][slot] = rank
 
     def _allocate(self, layer: str, matrices: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the memory for a layer, or for an embedding table, whose matrices all have one rank."""
+        """Return the memory for a layer, or for an embedding table, whose matrices all have the same rank."""
         num_slots, rank = len(self._held), self._max_rank
         options = {"dtype": self._dtype, "device": self._device}
         if layer not in self._layers:

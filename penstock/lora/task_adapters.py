@@ -1,4 +1,4 @@
-"""Reads the adapters that a checkpoint has for several tasks, stored in tensors beside each adapted weight.
+"""Reads the task adapters of a checkpoint, stored in tensors next to each adapted weight.
 
 Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173) stores a weight W and the adapters of n tasks as the
 parametrization ``W + alpha / r * B[i] @ A[i]``, r being the rank.
@@ -40,7 +40,7 @@ def read_task_adapters(
         dtype: the type of the activations.
 
     Raises:
-        WeightsError: no layer has adapters, or not one for each task.
+        WeightsError: no layer has adapters, or their number differs from that of the tasks.
     """
     matrices: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in tasks]
     for layer in [*layers, *tables]:

@@ -1,4 +1,4 @@
-"""Audio files: reading recordings, and encoding samples, whole or as they are made.
+"""Audio files: reading recordings, and encoding samples as a whole or as a stream.
 
 WAV and PCM need no other library. The other formats are written and read by ``soundfile`` (the extra
 ``audio``).
@@ -51,7 +51,7 @@ AUDIO_FORMATS: Mapping[str, AudioFormat] = {
         AudioFormat("opus", "audio/ogg", "OGG", "OPUS"),
     )
 }
-"""The formats that audio is written in, by name, which is also the suffix of a file."""
+"""The output formats by name, which is also the suffix of the file."""
 
 
 def audio_format(name: str) -> AudioFormat:
@@ -77,7 +77,7 @@ def pcm_bytes(samples: Samples) -> bytes:
 
 
 def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
-    """Return the header of a WAV file with 16-bit samples; None is an unknown number, as in a stream."""
+    """Return the header of a WAV file with 16-bit samples; None for an unknown number, as in a stream."""
     size = _UNKNOWN_SIZE if num_samples is None else num_samples * _BYTES_PER_SAMPLE
     riff = _UNKNOWN_SIZE if num_samples is None else size + 36
     fields = (1, 1, sample_rate, sample_rate * _BYTES_PER_SAMPLE, _BYTES_PER_SAMPLE, 16)
@@ -125,7 +125,7 @@ class AudioEncoder:
     def __init__(self, name: str, sample_rate: int) -> None:
         self.format = audio_format(name)
         self.keeps_length = False
-        """Hold all compressed bytes back until the end, so that the header has the length."""
+        """Hold back all compressed bytes until the end, so that the header contains the length."""
         self._rate = sample_rate
         self._begun = False
         self._file: _SoundFile | None = None
@@ -167,7 +167,7 @@ class AudioEncoder:
         return self._take()
 
     def _take(self) -> bytes:
-        """Return the bytes that were written. FLAC needs its length in the header, so it comes at the end."""
+        """Return the bytes written so far; FLAC, with its length in the header, only at the end."""
         assert self._file is not None
         if (self.keeps_length or self.format.name == "flac") and not self._file.closed:
             return b""
@@ -190,7 +190,7 @@ def _mp3_info_size(data: bytes) -> int:
 
 
 class _Sink(io.RawIOBase):
-    """A file in memory whose beginning can be taken away. Later changes of the beginning are lost."""
+    """A file in memory. Written bytes can be taken from its beginning; later changes to them are lost."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -198,7 +198,7 @@ class _Sink(io.RawIOBase):
         self._position = 0
 
     def take(self) -> bytes:
-        """Return the bytes that were not taken yet."""
+        """Return and remove the bytes written since the last call."""
         data = bytes(self._data)
         self._num_taken += len(data)
         self._data.clear()
@@ -243,8 +243,8 @@ def read_audio(path: Path) -> tuple[Samples, int]:
     """Return the samples of a recording, mixed to one channel, and its sample rate.
 
     Raises:
-        InputError: the file is no audio file.
-        MissingDependencyError: the file is no 16-bit WAV, and ``soundfile`` is not installed.
+        InputError: the file is not an audio file.
+        MissingDependencyError: the file is not a 16-bit WAV, and ``soundfile`` is not installed.
         OSError: the file cannot be read.
     """
     data = path.read_bytes()

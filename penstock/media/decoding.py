@@ -1,4 +1,4 @@
-"""Decode images with Pillow, within limits. Pillow is imported by the functions."""
+"""Decodes images with Pillow, within limits. Pillow is imported by the functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 
 
 def decode_image(data: bytes, max_pixels: int) -> Image:
-    """Return an encoded image as RGB, rotated as its EXIF data says.
+    """Return an encoded image as RGB, rotated by its EXIF data.
 
     The size is checked before any pixel is decoded. Transparency is dropped and palettes, grey, CMYK and 16
     bits become 8 bits of red, green and blue.
@@ -35,11 +35,11 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
     pil = _pillow()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns of sizes that the check below refuses or allows
+            warnings.simplefilter("ignore")  # Pillow's size warnings: the check below decides
             with pil.Image.open(BytesIO(data), formats=FORMATS) as image:
                 _check_size(image.size, max_pixels)
                 frames = getattr(image, "n_frames", 1)
-                if frames > 1 and image.format != "MPO":  # cameras add previews to JPEG: the first one counts
+                if frames > 1 and image.format != "MPO":  # MPO: JPEG with previews; the first image is used
                     raise InputError(f"the image is animated or has several pages ({frames}): send one frame")
                 image.load()
                 has_16_bits = image.format == "PPM" and image.mode == "I"

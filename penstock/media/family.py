@@ -1,4 +1,4 @@
-"""`VisionFamily`: how a model family puts images into its prompts."""
+"""`VisionFamily`: the representation of images in the prompts of a model family."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class ProcessedImage:
 
 
 class VisionFamily(ABC):
-    """How a model family puts images into its prompts. The module of a subclass loads no torch.
+    """The representation of images in the prompts of a model family. The module of a subclass loads no torch.
 
     The chat template, or the user's prompt, has one ``placeholder`` text for each image. It is replaced by
-    the text that `expand` returns, and the text is encoded. The tokens with the id `image_token_id` in it are
-    replaced by the rows of the vision encoder.
+    the text that `expand` returns, and the text is encoded. The embeddings of its tokens with the id
+    `image_token_id` are replaced by the rows of the vision encoder.
 
     Args:
         config: the checkpoint's ``config.json``.
@@ -67,7 +67,7 @@ class VisionFamily(ABC):
     @property
     @abstractmethod
     def image_token_id(self) -> int:
-        """The id of the tokens that the rows of the encoder replace."""
+        """The id of the tokens whose embeddings the rows of the encoder replace."""
 
     @property
     def placeholder(self) -> str:
@@ -85,7 +85,7 @@ class VisionFamily(ABC):
         """Return keyword arguments for a call of the image processor.
 
         Args:
-            detail: the resolution that the request asks for: ``auto`` or one of `details`.
+            detail: the requested resolution: ``auto`` or one of `details`.
         """
         return {}
 

@@ -27,11 +27,11 @@ from penstock.media.processor import (
 )
 
 _NICENESS = 10
-"""The threads that compute steps have priority."""
+"""Low priority: the threads that compute steps come first."""
 
 
 def main() -> None:
-    """Serve requests for the checkpoint of the first argument."""
+    """Serve requests for the checkpoint given as the first argument."""
     serve(LocalProcessor(Path(sys.argv[1])))
 
 
@@ -39,9 +39,9 @@ def serve(processor: ImageProcessor) -> None:
     """Serve requests until standard input ends."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # libraries that print must not write into the replies
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     os.nice(_NICENESS)
-    with suppress(Exception):  # the first image reports why it cannot be loaded
+    with suppress(Exception):  # the first image reports the error
         processor.start()
     with suppress(EOFError, BrokenPipeError):
         while True:

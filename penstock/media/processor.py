@@ -101,7 +101,7 @@ class ImageProcessor(Protocol):
 
 
 class LocalProcessor:
-    """Runs the image processor of a checkpoint in this process. It is loaded by the first image.
+    """Runs the image processor of a checkpoint in this process. It is loaded for the first image.
 
     Args:
         checkpoint: the folder of the checkpoint.
@@ -166,7 +166,7 @@ class ProcessorPool:
 
     Args:
         checkpoint: the folder of the checkpoint.
-        num_processes: the number of processes. They start when they are needed, or by `start`.
+        num_processes: the number of processes. They start on demand, or by `start`.
         timeout: seconds for one image, including the time to wait for a process.
         module: the module whose main function serves images.
     """
@@ -223,7 +223,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches the server only, which then closes the pipe
+            start_new_session=True,  # Ctrl-C must reach only the server, which then closes the pipe
         )
 
     def stop(self) -> None:

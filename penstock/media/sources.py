@@ -21,7 +21,7 @@ from penstock.errors import InputError
 
 _MAX_REDIRECTS = 3
 _MAX_URL = 2048
-"""Characters of an ``http(s):`` or ``file:`` URL."""
+"""Maximum characters of an ``http(s):`` or ``file:`` URL."""
 _PORTS = {"http": 80, "https": 443}
 _CHUNK = 64 * 1024
 _MAX_LOOKUPS = 16
@@ -31,7 +31,7 @@ ends."""
 
 @dataclass(frozen=True)
 class ImageSources:
-    """Where images of requests may come from.
+    """The allowed sources of the images of requests.
 
     Args:
         max_bytes: the largest file.
@@ -237,7 +237,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def _connect(parts: SplitResult, address: str, port: int, deadline: float) -> http.client.HTTPConnection:
-    """Return a connection to an address that speaks to the host of the URL."""
+    """Return a connection to an address, for the host of the URL."""
     assert parts.hostname is not None
     seconds = max(deadline - time.monotonic(), 0.001)
     connection = http.client.HTTPConnection(parts.hostname, port, timeout=seconds)
@@ -253,7 +253,7 @@ def _connect(parts: SplitResult, address: str, port: int, deadline: float) -> ht
 
 
 def _limit(connection: http.client.HTTPConnection, deadline: float) -> None:
-    """Limit the next operation of a connection to the rest of the time."""
+    """Limit the next operation of a connection to the remaining time."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError

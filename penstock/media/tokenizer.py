@@ -38,11 +38,11 @@ class _PreparedRequest(TokenGeneratorRequest):
 
 
 class TextAndVisionTokenizer(TextTokenizer):
-    """Turns requests with images into contexts: prepares the images and inserts their tokens.
+    """Converts requests with images to contexts: prepares the images and inserts their tokens.
 
     Args:
         checkpoint: the folder of the checkpoint.
-        family: how the model's family puts images into prompts.
+        family: the representation of images in prompts.
         vision: limits of images.
         text_options: the keyword arguments of `TextTokenizer`.
     """
@@ -77,7 +77,7 @@ class TextAndVisionTokenizer(TextTokenizer):
         return self._family.placeholder
 
     def use_processes(self) -> None:
-        """Prepare images in other processes from now on, and start these processes."""
+        """Prepare images in separate processes from now on, and start these processes."""
         self._processor = ProcessorPool(self._checkpoint, self._vision.processes, self._vision.timeout)
         self._processor.start()
 
@@ -210,7 +210,7 @@ class TextAndVisionTokenizer(TextTokenizer):
 
 
 class _ImageCache:
-    """Prepared images by the digest of their files; the images used longest ago are removed first."""
+    """Prepared images by the digest of their files; the least recently used images are evicted first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

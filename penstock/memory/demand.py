@@ -44,7 +44,7 @@ def default_sizes(pipeline_config: PipelineConfig) -> DefaultSizes:
 
 
 MAX_DRAFT_ROWS = 256
-"""Drafts per step over all sequences; each has a row of logits."""
+"""Planned drafts per step over all sequences; each has a row of logits."""
 
 
 def wanted_logit_rows(pipeline_config: PipelineConfig) -> int:
@@ -69,7 +69,7 @@ class BlockDemand:
         self._chunk_size = max(wanted_step_size(pipeline_config), spec.max_span) if chunks else None
 
     def size(self, num_blocks: tuple[int, ...]) -> int:
-        """Return the bytes of these numbers of blocks per group."""
+        """Return the bytes of a cache with these numbers of blocks per group."""
         return sum(count * size for count, size in zip(num_blocks, self._bytes_per_block, strict=True))
 
     def minimum(self, length: int, batch_size: int) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class BlockDemand:
         return tuple(max(self._one(group, length), batch_size) + 1 for group in self._groups)
 
     def fill(self, length: int, batch_size: int, budget: int) -> tuple[int, ...]:
-        """Return the most blocks within the budget: equally many per group, up to what a group can use."""
+        """Return the maximum blocks within the budget: equal for all groups, up to what a group can use."""
         lowest = self.minimum(length, batch_size)
         highest = [self._all(group, length, batch_size) + 1 for group in self._groups]
 
@@ -101,5 +101,5 @@ class BlockDemand:
 
 
 def largest(upper: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number from 1 to ``upper`` that fits, or 0. All numbers below a fitting one fit."""
+    """Return the largest number up to ``upper`` that fits, or 0. If a number fits, smaller ones fit too."""
     return bisect_right(range(1, upper + 1), False, key=lambda count: not fits(count))

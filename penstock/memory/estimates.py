@@ -32,13 +32,13 @@ def estimate_weights_size(
 
     Linear layers and the output head count as packed. Layers that the model fuses count one by one, so the
     estimate can be a little too high. Embedding tables, norms and biases have the type of the activations. A
-    head that is tied to the embedding table is packed beside the table. For families that store ``[in, out]``
-    the size of the scales is wrong, the rest is right.
+    head that is tied to the embedding table is packed in addition to the table. For families that store
+    ``[in, out]`` the size of the scales is wrong, the rest is right.
 
     Args:
         pipeline_config: names the checkpoint and the encoding.
         names: the tensor names of the family; by default those of Llama.
-        share: the share of a matrix that counts, by its name; by default all of it.
+        share: returns the fraction of a matrix on this rank, by its name; by default 1.
     """
     names = _names_or_default(names)
     model = pipeline_config.model
@@ -77,9 +77,9 @@ def estimate_weights_size(
 
 
 def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
-    """Return roughly the bytes of the weights that a load packs: linear layers and the output head.
+    """Return the approximate bytes of the weights that a load packs: linear layers and the output head.
 
-    It is called before torch is imported, so it knows neither the kernels nor the family's tensor names. A
+    It is called before torch is imported, so neither the kernels nor the family's tensor names are known. A
     matrix with one row for each token is a table or a head. Weights that are packed after the first step
     (see `penstock.kernels.LazyWeight`) count as 0.
     """
@@ -94,7 +94,7 @@ def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
             vocabulary_matrices.append(prod(shape))
         elif shape:
             num_linear += prod(shape)
-    num_head = max(vocabulary_matrices, default=0)  # of table and head, only the head is packed
+    num_head = max(vocabulary_matrices, default=0)  # only the head is packed, not the table
     return int((num_linear + num_head) * kind.bits_per_weight / 8)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.kv_cache.spec import KVCacheSpec
 
 MIN_STEP = 512
-"""Tokens. Steps of this size still use a processor fully. Smaller steps are the last resort."""
+"""Tokens per step that still use a processor fully. Smaller steps are the last resort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class MemoryPlan:
     available_memory: int
     """The memory for weights, activations and KV cache together."""
     model_max_length: int
-    """The value of ``max_length`` with enough memory."""
+    """The maximum length if memory were sufficient."""
     adapters_size: int = 0
     """The device slots for LoRA adapters."""
     encoder_size: int = 0
@@ -130,7 +130,7 @@ def plan_memory(
         model_max_length: the longest sequence that the model supports.
         weights_size: see `estimate_weights_size`.
         activation_size: see `estimate_activation_memory`; for steps of ``max_batch_input_tokens``.
-        free_memory: of all devices together, before anything is loaded.
+        free_memory: total of all devices, before loading.
         adapters_size: see `estimate_adapters_size`.
         min_step_tokens: the largest step has at least this many tokens, because an input of this many tokens
             cannot be split. Smaller step sizes save no memory.
@@ -138,7 +138,8 @@ def plan_memory(
         encoder_cache_size: the cache of encoded images.
 
     Raises:
-        InsufficientMemoryError: the model does not fit with any value of the settings that are not fixed.
+        InsufficientMemoryError: the model does not fit, whatever the values of the settings that are not
+            fixed.
         ConfigError: ``max_length`` exceeds that of the model.
     """
 
@@ -253,7 +254,7 @@ def _plan(
 def _plan_cache(
     pipeline_config: PipelineConfig, spec: KVCacheSpec, model_max_length: int, budget: int
 ) -> tuple[int, int, tuple[int, ...]]:
-    """Return maximum length, batch size and blocks, reducing what is not fixed until the minimum fits."""
+    """Return maximum length, batch size and blocks; values that are not fixed are reduced until it fits."""
     demand = BlockDemand(pipeline_config, spec)
     fixed_length, fixed_batch = pipeline_config.model.max_length, pipeline_config.max_batch_size
     length = upper_bounded_default(model_max_length, fixed_length)

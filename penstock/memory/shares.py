@@ -1,4 +1,4 @@
-"""The share of each tensor that a rank of a divided model holds, for the memory plan."""
+"""The share of each tensor on a rank, for the memory plan of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.nn import TensorNames
 
 
 def shares_of_rank(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[str], float]:
-    """Return the function from the name of a matrix to the largest share of it that any rank holds.
+    """Return a function from the name of a matrix to the largest share on any rank.
 
     Matrices outside the decoder's blocks, such as those of an image encoder, count as whole on each rank.
 

@@ -23,7 +23,7 @@ class Attention:
     """
 
     is_by_head: ClassVar[bool] = False
-    """Whether the fused matrix holds query, key and value of the first head, then those of the next."""
+    """Whether the fused matrix is ordered by head: query, key and value of one head, then of the next."""
 
     qkv: Linear  # [E] -> [(H + 2K) D]; [(H + K) D] if values have a separate layer
     output: Linear  # [H D] -> [E]
@@ -38,16 +38,17 @@ class Attention:
     """The scores become ``cap * tanh(score / cap)``."""
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    """Norms before the rotation, of each head or of all heads together (``[H D]``, ``[K D]``). Those of each
-    head have the same weights for all heads (``[D]``), or weights for each (``[H, D]``, ``[K, D]``)."""
+    """Norms before the rotation, of each head or of all heads together (``[H D]``, ``[K D]``). Norms of each
+    head have shared weights (``[D]``) or weights per head (``[H, D]``, ``[K, D]``).
+    """
     sinks: Tensor | None = None  # [H]: an extra score in each softmax, without a value
     values: Linear | None = None  # [E] -> [K D], if its encoding differs from that of queries and keys
     window: int | None = None
-    """The number of keys that a query sees in a direction, itself included, without a KV cache."""
+    """The number of keys that a query sees in each direction, itself included. Only without a KV cache."""
     is_causal: bool = True
-    """Whether a query sees no later keys, without a KV cache."""
+    """Whether attention is causal. Only without a KV cache."""
     is_interleaved: bool = False
-    """Whether the rotary embedding turns the pairs (2 i, 2 i + 1) of a head."""
+    """Whether the rotary embedding rotates the pairs (2 i, 2 i + 1) of a head."""
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
         """``x [T, E] -> [T, E]``; ``rows`` are the rows of all rotary embeddings of the model."""

@@ -1,4 +1,4 @@
-"""`BlockParts`: how the parts of a decoder block are read, and the functions that read those of Llama."""
+"""`BlockParts`: the readers of the parts of a decoder block, and the readers for Llama."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LoadAttention: TypeAlias = Callable[[str, int], Attention]
 
 @dataclass(frozen=True, slots=True)
 class BlockParts:
-    """How the parts of a block are read. `norm` also reads the final norm of the network."""
+    """The readers of the parts of a block. `norm` also reads the final norm of the network."""
 
     attention: LoadAttention
     feed_forward: LoadFeedForward
@@ -43,7 +43,7 @@ class BlockParts:
 
 
 def gated_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
-    """Return a function that reads `GatedMLP` layers of a blueprint's sizes."""
+    """Return a function that reads `GatedMLP` layers with the sizes of a blueprint."""
     names = blueprint.names
 
     def read(name: str, layer: int) -> GatedMLP:
@@ -62,7 +62,7 @@ def gated_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
 
 
 def plain_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
-    """Return a function that reads `MLP` layers of a blueprint's sizes; the up matrix is ``gate_up[-1]``."""
+    """Return a function that reads `MLP` layers of a blueprint; the up matrix is ``gate_up[-1]``."""
     hidden, inner, bias = blueprint.hidden, blueprint.inner, blueprint.mlp_bias
     up, down = blueprint.names.gate_up[-1], blueprint.names.down
 

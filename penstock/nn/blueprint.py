@@ -1,7 +1,7 @@
 """`Blueprint`: sizes and options of a Llama-like decoder, read from a checkpoint's ``config.json``.
 
-Many families differ from Llama in a few places. Each such place is a field here, and its default is Llama's
-value. A family that differs in another place writes its own blocks, see ``docs/adding-a-model.md``.
+Many families differ from Llama in a few options. Each option is a field here with Llama's value as the
+default. A family with other differences defines its own blocks, see ``docs/adding-a-model.md``.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Blueprint:
         Args:
             config: the checkpoint's configuration, a `HuggingFaceConfig`.
             head_dim: the family's default head size. Without a default it is E / H.
-            activation: the key of the activation function; None if the file does not decide it.
+            activation: the key of the activation function; None if the file does not set it.
             default_activation: the family's activation function, used if the file has none.
             default_base: the family's base of the rotary embedding.
             rope_parameters: replace the rotary parameters of the file.
@@ -110,7 +110,7 @@ class Blueprint:
 
         Raises:
             ConfigError: the kv heads do not divide the heads, the activation or rope type is unknown, or the
-                file asks for windows in a family without windows.
+                file sets windows in a family without windows.
             CheckpointError: a size is missing or has an impossible value.
         """
         hidden = config.integer("hidden_size")
@@ -190,7 +190,7 @@ def _activation(config: ConfigValues, key: str | None, default: str) -> Activati
 
 
 def interleaved(blueprint: Blueprint) -> Blueprint:
-    """Return the blueprint with rotary embeddings that turn the pairs (2 i, 2 i + 1) of a head."""
+    """Return the blueprint with rotary embeddings that rotate the pairs (2 i, 2 i + 1) of a head."""
     return replace(
         blueprint, rotaries=tuple(replace(rotary, is_interleaved=True) for rotary in blueprint.rotaries)
     )

@@ -38,7 +38,7 @@ class Block(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the output ``[T, E]``, not yet added, and the residual stream ``[T, E]``.
 
-        ``x`` and ``residual`` are those of the block before; the first block has no residual stream.
+        ``x`` and ``residual`` are the outputs of the previous block; the first block has no residual stream.
         """
         ...
 
@@ -59,7 +59,7 @@ class Branch:
         """Return the layer's input and the residual stream.
 
         Args:
-            x: the output of the branch before, not yet added to the residual stream; or the embeddings.
+            x: the output of the previous branch, not yet added to the residual stream; or the embeddings.
             residual: the residual stream; None in the first branch of a model.
             step: the inputs of the step.
         """
@@ -111,7 +111,7 @@ class DecoderBlock:
 
     def __call__(
         self,
-        x: Tensor,  # [T, E]: the output of the block before, not yet added
+        x: Tensor,  # [T, E]: the output of the previous block, not yet added
         residual: Tensor | None,  # [T, E]: the residual stream
         rows: Sequence[RotaryRows],
         step: StepInputs,
@@ -124,7 +124,7 @@ class DecoderBlock:
 
 @dataclass(frozen=True, slots=True)
 class ParallelBlock:
-    """Attention and feed-forward layer side by side: ``x + attention(norm(x)) + mlp(norm(x))``.
+    """Attention and feed-forward layer in parallel: ``x + attention(norm(x)) + mlp(norm(x))``.
 
     The feed-forward layer can have a separate norm (Wang and Komatsuzaki 2021, GPT-J).
     """
@@ -209,7 +209,7 @@ class DecoderTrunk:
         return any(rotary.length_dependent for rotary in self.rotaries)
 
     def bidirectional(self) -> DecoderTrunk:
-        """Return the trunk with attention that also sees later keys, for steps without a KV cache."""
+        """Return the trunk with bidirectional attention, for steps without a KV cache."""
         blocks = (block.with_attention(replace(block.attention, is_causal=False)) for block in self.blocks)
         return DecoderTrunk(self.embedding, self.rotaries, tuple(blocks), self.norm)
 

@@ -12,9 +12,9 @@ from penstock.kernels.collectives import Collectives
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """``tokens [T] -> [T, E]``. Given embeddings (images, audio) replace the rows of their tokens."""
+    """``tokens [T] -> [T, E]``. Provided embeddings (images, audio) replace the rows of their tokens."""
 
-    table: Tensor  # [V, E]; a part of its rows if several ranks divide it
+    table: Tensor  # [V, E]; a part of its rows with tensor parallelism
     scale: float = 1.0  # applied to rows of the table; given embeddings are already scaled
     ranks: Collectives | None = None
     """The ranks that divide the table; None for a whole table."""

@@ -92,8 +92,8 @@ def load_router(
 ) -> Linear:
     """Read the router with this full name.
 
-    It keeps the type of the activations, or float32 if it is wide. It is small, and a rounding error can send
-    a row to another expert.
+    It keeps the type of the activations, or float32 if it is wide. It is small, and a rounding error can
+    route a row to a different expert.
     """
     weight = load.source.tensor(f"{name}.weight", (experts, hidden))
     if not is_wide:
@@ -135,7 +135,7 @@ def load_experts(
     held = expert_part(load, experts, inner, f"{name}.0.{parts[2]}")
     gate, up, down = parts
     outputs = {gate: held.rows, up: held.rows}
-    for i in held.others(experts):  # those of other ranks
+    for i in held.others(experts):  # experts of other ranks
         for part in parts:
             shape = (hidden, inner) if part == down else (inner, hidden)
             load.source.expect(f"{name}.{i}.{part}.weight", shape)
@@ -152,7 +152,7 @@ def load_experts(
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """What a rank holds of the experts of a layer: whole experts, or a part of each."""
+    """The part of a layer's experts on one rank: whole experts, or a part of each."""
 
     experts: range
     """The ids of the experts."""
@@ -165,7 +165,7 @@ class ExpertPart:
 
     @property
     def rows(self) -> tuple[Part, ...]:
-        """The outputs of a gate or up matrix, as of `LayerPart.outputs`."""
+        """The outputs of a gate or up matrix, see `LayerPart.outputs`."""
         return () if self.inputs is None else (self.inputs,)
 
     def others(self, experts: int) -> list[int]:
@@ -180,7 +180,7 @@ class ExpertPart:
 
 
 def expert_part(load: Loader, experts: int, inner: int, down: str) -> ExpertPart:
-    """Return what this rank holds of the experts of a layer.
+    """Return the part of a layer's experts on this rank.
 
     Args:
         load: has the rank.
@@ -216,8 +216,8 @@ def load_stacked_experts(
         experts: N.
         hidden: E.
         inner: F.
-        names: the names of gate, up and down of each expert, by which adapters find them. Without names no
-            adapter finds them.
+        names: the names of gate, up and down of each expert, for adapters. Without names, adapters do not
+            apply.
         transposed: whether the tensors are stored ``[N, E, 2F]`` and ``[N, F, E]``.
     """
     held = expert_part(load, experts, inner, tensors[1])

@@ -1,7 +1,8 @@
 """Layout and positions of vision encoders for images of any size: grids of patches, merged in squares.
 
-The rows of an image are patches. Patches that merge into one output row are neighbours: merged rows go from
-left to right and from top to bottom, and so do the patches of each (Wang et al. 2024, arXiv:2409.12191).
+The rows of an image are patches. Patches that merge into one output row are adjacent: merged rows are ordered
+from left to right and from top to bottom, and so are the patches of each (Wang et al. 2024,
+arXiv:2409.12191).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from penstock.nn.rotary import RotaryRows
 from penstock.nn.vision import load_patch_embedding
 
 Grid = tuple[int, int]
-"""Patches of an image, vertically and horizontally."""
+"""Numbers of patches of an image, vertically and horizontally."""
 
 
 def merge_order(values: Tensor, merge: int) -> Tensor:
@@ -42,7 +43,7 @@ def patch_coordinates(grids: Iterable[Grid], merge: int) -> Tensor:  # [T, 2]
 
 
 def axial_rotary_rows(coordinates: Tensor, head_dim: int, base: float) -> RotaryRows:
-    """Return cosines and sines ``[T, D / 2]``: the first half turns by the row, the second by the column."""
+    """Return cosines and sines ``[T, D / 2]``: the first half is for the row, the second for the column."""
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
     frequencies = 1.0 / base**exponents  # [D / 4]
     angles = (coordinates[:, :, None].float() * frequencies).flatten(1)  # [T, D / 2]
@@ -53,7 +54,7 @@ def axial_base(config: ConfigValues, head_dim: int) -> float:
     """Return the base of the rotary embedding of a ``vision_config``.
 
     Raises:
-        ConfigError: the section asks for another rotary embedding, or a quarter of a head is not whole.
+        ConfigError: the section configures another rotary embedding, or the head size is not a multiple of 4.
     """
     parameters = config.section("rope_parameters")
     kind = parameters.get("rope_type")
@@ -77,8 +78,8 @@ class GridSizes:
     channels: int  # C
     frames: int  # frames of a patch; an image is repeated
     patch: int  # p
-    merge: int  # patches of a merged patch, in each direction
-    base: float  # of the rotary embedding
+    merge: int  # patches per merged patch, in each direction
+    base: float  # base of the rotary embedding
 
     @classmethod
     def from_huggingface(
@@ -144,7 +145,7 @@ class GridSizes:
         )
 
     def load_merger(self, load: Loader, first: str, second: str) -> MLP:
-        """Return the feed-forward layer that makes a row of the decoder of a merged patch."""
+        """Return the feed-forward layer that maps a merged patch to a row of the decoder."""
         return MLP(
             load.linear(first, self.wide, self.wide, bias=True),
             load.linear(second, self.out, self.wide, bias=True),

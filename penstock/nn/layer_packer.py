@@ -1,4 +1,4 @@
-"""Packing of the layers of a load, in the order in which they are read."""
+"""Packs the layers of a load, in the order in which they are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.nn.tensor_source import Deferred, TakePacked
 
 
 class LayerPacker:
-    """Packs linear layers, or takes them as they were packed before, and keeps them in load order.
+    """Packs linear layers, or takes layers from a packed file, and lists them in load order.
 
     Args:
         ops: the back end that packs.
@@ -32,7 +32,7 @@ class LayerPacker:
         self.layers: list[PackedLinear] = []
         """All layers so far, in order."""
         self.parts: dict[str, LayerPart] = {}
-        """The parts of the layers that ranks divide, by their names in the checkpoint."""
+        """The parts of divided layers on this rank, by their names in the checkpoint."""
 
     def layer(
         self,

@@ -1,4 +1,4 @@
-"""`LayerPart`: what a rank holds of one linear layer of a checkpoint, and how it is cut from the tensors."""
+"""`LayerPart`: the part of a linear layer on one rank, and how it is sliced from the checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """The outputs or the inputs of a linear layer that a rank holds."""
+    """The outputs or the inputs of a linear layer on one rank."""
 
     out_features: int
-    """Outputs of the whole layer."""
+    """Number of outputs of the whole layer."""
     in_features: int
-    """Inputs of the whole layer."""
+    """Number of inputs of the whole layer."""
     outputs: tuple[Part, ...] = ()
     """The outputs of this rank, in order; empty for all."""
     inputs: Part | None = None
@@ -94,7 +94,7 @@ def inner_part_of(shard: Shard, source: TensorSource, encoding: LinearEncoding, 
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return tensors one below the other; a single one as it is."""
+    """Return tensors concatenated along the first dimension; a single tensor is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
     if parts[0].is_meta:  # torch.cat of meta tensors imports torch._dynamo
@@ -106,8 +106,8 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], floats: str) -> str | None:
     """Return the encoding in which all layers are stored; None if they differ or are floats.
 
-    They also differ if the encoding holds their inputs in different orders. A layer whose inputs have another
-    order than their own cannot be cut along them.
+    They also differ if their inputs have different orders. A layer with permuted inputs cannot be sliced
+    along its inputs.
 
     Args:
         source: where the layers are stored.
@@ -130,11 +130,11 @@ def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], floats
 
 
 def order_of(source: TensorSource, parts: Iterable[str], encoding: str) -> Tensor | None:
-    """Return the inputs of a layer in the order in which its encoding holds them, ``[in]`` int32.
+    """Return the stored order of the inputs of a layer, ``[in]`` int32.
 
     Args:
         source: where the layer is stored.
-        parts: the names of its parts, which have one order.
+        parts: the names of its parts, which have the same order.
         encoding: the encoding of the layer. A part that is stored in another one is converted.
 
     Returns:
@@ -152,7 +152,7 @@ def read_parts(
 ) -> WeightContent:
     """Return the floats of all parts, or their packed rows if the source stores any part in the encoding.
 
-    In the second case the other parts are packed here.
+    In that case the other parts are packed here.
     """
     found = [_read_part(source, name, part, encoding, transposed) for name, part in parts.items()]
     floats = [piece for one in found if not isinstance(one, Mapping) for piece in one]
@@ -180,7 +180,7 @@ def _read_part(
 
 
 def _read_rows(source: TensorSource, name: str, part: LayerPart, encoding: str) -> WeightContent:
-    """As `_read_part`, for some outputs of a weight that is not mapped; others are not read."""
+    """Like `_read_part`, but reads only some outputs, of a weight that is not mapped."""
     shape = (part.out_features, part.in_features)
     found = [source.rows(f"{name}.weight", shape, one.start, one.stop) for one in part.outputs]
     stored = found[0][0]

@@ -15,14 +15,14 @@ class Linear:
     """``x [T, in] -> [T, out]``.
 
     A rank of a divided layer holds some of the outputs (column-parallel) or some of the inputs
-    (row-parallel). The products of the latter are parts of a sum.
+    (row-parallel). Row-parallel products are partial sums.
     """
 
     packed: PackedLinear
     sum_over: Collectives | None = field(default=None, kw_only=True)
     """The ranks whose outputs are added; None if this rank has all inputs."""
     gather_over: Collectives | None = field(default=None, kw_only=True)
-    """The ranks whose outputs are put side by side; None if this rank's outputs stay here."""
+    """The ranks whose outputs are concatenated; None if the outputs stay on this rank."""
     widths: tuple[int, ...] = field(default=(), kw_only=True)
     """The number of outputs of each rank, to gather them."""
 

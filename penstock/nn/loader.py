@@ -32,15 +32,16 @@ class Loader:
     """Reads layers by their checkpoint names and packs each once, on one device.
 
     Args:
-        source: where tensors are read from.
+        source: the source of the tensors.
         encoding: encoding of the model. Layers may have another one, see `LinearEncoding.for_layer`.
         device: the device of the layers.
-        ops: the back end that packs them; the reference back end if not given.
+        ops: the back end that packs them; by default the reference back end.
         take_packed: returns layers that were packed before.
         lazy: layers to pack later, if their weights are mapped; see `penstock.kernels.LazyWeight`.
-        keep_stored: whether layers keep the encoding in which the checkpoint stores them, and layers of
-            floats stay floats. The output head is the exception: `LinearEncoding.for_layer` decides.
-        is_uniform: whether all linear layers have the encoding of the model, the head that of activations.
+        keep_stored: whether layers keep their stored encoding, and float layers stay floats. The output head
+            is the exception: `LinearEncoding.for_layer` decides.
+        is_uniform: whether all linear layers have the encoding of the model, and the head the type of
+            activations.
         shard: the rank whose parts are read; by default the only rank.
     """
 
@@ -77,7 +78,7 @@ class Loader:
 
     @property
     def parts(self) -> Mapping[str, LayerPart]:
-        """The parts of the layers that ranks divide, by their names in the checkpoint."""
+        """The parts of divided layers on this rank, by their names in the checkpoint."""
         return self._packer.parts
 
     @property
@@ -94,7 +95,9 @@ class Loader:
         if not offset:
             return RMSNorm(self.tensor(f"{name}.weight", size), eps)
         weight = self.source.tensor(f"{name}.weight", (size,)).to(self.device)
-        return RMSNorm(weight.float() + offset, eps)  # in float32: the sum needs more digits than its terms
+        return RMSNorm(
+            weight.float() + offset, eps
+        )  # in float32: the sum needs more precision than its terms
 
     def layer_norm(
         self, name: str, size: int, eps: float, *, bias: bool = True, offset: float = 0.0
@@ -102,7 +105,7 @@ class Loader:
         """Return the layer norm called ``name``; ``offset`` is added to the stored weights."""
         names = [f"{name}.weight", f"{name}.bias"][: 1 + bias]
         weight, *biases = (self.source.tensor(one, (size,)).to(self.device) for one in names)
-        if offset:  # in float32: the sum needs more digits than its terms
+        if offset:  # in float32: the sum needs more precision than its terms
             weight, biases = weight.float() + offset, [one.float() for one in biases]
         else:
             weight, biases = weight.to(self.dtype), [one.to(self.dtype) for one in biases]
@@ -128,7 +131,7 @@ class Loader:
             bias: whether it has a bias.
             transposed: whether its weight is stored ``[in, out]``.
             is_expert: whether the layer is one expert of many. The caller adds the outputs of all ranks.
-            outputs, inputs: those of this rank, if the layer is column- or row-parallel.
+            outputs, inputs: the outputs or inputs on this rank, if the layer is column- or row-parallel.
         """
         part = LayerPart(out_features, in_features, tuple(outputs), inputs)
         return self._read({name: part}, bias, transposed=transposed, is_expert=is_expert)
@@ -143,7 +146,7 @@ class Loader:
         is_expert: bool = False,
         outputs: Mapping[str, Sequence[Part]] | None = None,
     ) -> Linear:
-        """Return several layers of one input as one layer; ``parts`` maps their names to output sizes.
+        """Return several layers with the same input as one layer; ``parts`` maps their names to output sizes.
 
         ``outputs`` maps names to the outputs of this rank, if the layers are column-parallel.
         """
@@ -155,7 +158,7 @@ class Loader:
         return self._read(named, bias, is_expert=is_expert)
 
     def divided(self, outputs: Sequence[Part]) -> Sequence[Part]:
-        """Return ``outputs``, or nothing, which stands for all, if there is one rank."""
+        """Return ``outputs``, or an empty mapping (all outputs) if there is only one rank."""
         return () if self.shard.is_whole else outputs
 
     def inner_part(self, name: str, size: int) -> Part:
@@ -165,8 +168,8 @@ class Loader:
     def has_separate_values(self, name: str, out_features: int, in_features: int, *, beside: str) -> bool:
         """Return whether attention's values cannot be fused with queries and keys.
 
-        This is so if they have another encoding or order of inputs, unless they are already stored in that
-        of the model.
+        They cannot if they have another encoding or order of inputs, unless they are already stored in the
+        model's encoding.
 
         Args:
             name: name of the layer of the values.
@@ -263,7 +266,7 @@ class Loader:
             plain: whether to keep the weight in the type of the activations, for every encoding.
             is_wide: whether to keep the weight in float32, for activations in float32.
             is_expert: whether the layer is one expert of many.
-            held: the parts that this rank has of divided layers, by the names in ``parts``.
+            held: the parts of divided layers on this rank, by the names in ``parts``.
         """
         out_features, in_features = weight.shape
         named = {name: LayerPart(size, in_features) for name, size in parts.items()} | dict(held or {})
@@ -296,7 +299,7 @@ class Loader:
             out_features: its outputs.
             in_features: its inputs.
             bias: ``[out]``, in the order of the layer.
-            order: brings the stored rows ``[out, ...]`` into the order of the layer.
+            order: reorders the stored rows ``[out, ...]`` to the order of the layer.
         """
         weight, shape = f"{name}.weight", (out_features, in_features)
         encoding = self.encoding
@@ -347,7 +350,7 @@ class Loader:
         return Linear(packed, sum_over=self.shard.collectives if is_sum else None)
 
     def _bias(self, parts: Mapping[str, LayerPart]) -> Tensor | None:
-        """Return the biases of this rank's outputs. Of a row-parallel layer, rank 0 adds the bias."""
+        """Return the biases of this rank's outputs. Rank 0 adds the bias of a row-parallel layer."""
         biases = []
         for name, part in parts.items():
             if part.inputs is not None and self.shard.rank:

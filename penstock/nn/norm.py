@@ -76,18 +76,18 @@ class LayerNorm:
 class GatheredNorm:
     """A norm over rows that are divided among the ranks.
 
-    The rows are gathered, because the mean is over all ranks. Heads that several ranks hold are in the
-    gathered rows several times, all equally often, so that the mean is the same.
+    The rows are gathered, because the mean is over all ranks. If several ranks hold the same heads, the
+    gathered rows contain each head equally often, so the mean is unchanged.
     """
 
-    norm: Norm  # of the gathered rows
+    norm: Norm  # norm of the gathered rows
     ranks: Collectives
     widths: tuple[int, ...]  # of each rank
     part: Part  # of this rank in the gathered rows
 
     @property
     def weight(self) -> Tensor:
-        """The weights of all ranks, side by side."""
+        """The weights of all ranks, concatenated."""
         return self.norm.weight
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
@@ -101,7 +101,7 @@ class GatheredNorm:
 
 
 def selected(norm: Norm, parts: Sequence[Part]) -> Norm:
-    """Return a norm with these parts of the weights of another, one after the other.
+    """Return a norm whose weights are these parts of another norm's weights, concatenated.
 
     Raises:
         ConfigError: the weights of this kind of norm cannot be divided.

@@ -17,7 +17,7 @@ class ReturnLogits(str, Enum):
 
 
 class ReturnHiddenStates(str, Enum):
-    """The rows of hidden states that a model returns beside the logits."""
+    """The rows of hidden states that a model returns in addition to the logits."""
 
     NONE = "none"
     LAST = "last"

@@ -1,4 +1,4 @@
-"""`PostNormEncoder`: the network of BERT and of the families that differ in names and options only."""
+"""`PostNormEncoder`: the network of BERT and of families that differ only in names and options."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ class PostNormEncoder:
     norm: LayerNorm
     blocks: tuple[PostNormBlock, ...]
     names: EncoderNames
-    """The names of the tables, by which adapters find them."""
+    """The names of the tables, for adapters."""
     classifier: ClassificationHead | None = None
     vocabulary: VocabularyHead | None = None
     attention_bias: Callable[[int], Tensor] | None = None
     """Returns the bias ``[H, 2P - 1]`` of all blocks for sequences of up to P tokens."""
     token_weights: ClassificationHead | None = None
-    """The head that weighs each token for sparse embeddings, ``[T, E] -> [T, 1]``."""
+    """The token-weight head of sparse embeddings, ``[T, E] -> [T, 1]``."""
 
     @classmethod
     def load(
@@ -194,7 +194,7 @@ def _load_mlp(load: Loader, sizes: PostNormSizes, names: EncoderNames, name: str
 
 
 def _load_up_gate(load: Loader, name: str, inner: int, hidden: int, has_bias: bool) -> Linear:
-    """Return a layer with the gate first whose checkpoint stores the gate last."""
+    """Return a layer with the gate first, although the checkpoint stores it last."""
     weight = load.source.tensor(f"{name}.weight", (2 * inner, hidden)).roll(inner, 0)
     bias = None
     if has_bias:

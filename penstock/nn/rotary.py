@@ -25,18 +25,18 @@ RotaryRows: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RotaryConfig:
-    """One rotary embedding, as a checkpoint configures it."""
+    """One rotary embedding, as configured by a checkpoint."""
 
     dim: int  # R: the number of dims of a head that are rotated
     base: float
     kind: str
     max_positions: int
-    """The length that the checkpoint was trained for, before any extension."""
+    """The length for which the checkpoint was trained, before any extension."""
     max_length: int
     """The longest sequence that the embedding supports."""
     parameters: Mapping[str, object] = field(default_factory=dict)
     axes: tuple[int, ...] | None = None
-    """``[R / 2]``: the axis of the positions that turns each pair of dims, if positions have several axes."""
+    """``[R / 2]``: the position axis that rotates each pair of dims, if positions have several axes."""
     is_interleaved: bool = False
     """Whether the pairs of dims are (2 i, 2 i + 1); otherwise they are (i, i + R / 2)."""
 
@@ -137,8 +137,8 @@ def rotaries_of_types(
 ) -> dict[str, RotaryConfig]:
     """Return the rotary embedding of each type of layers, in families where these differ.
 
-    Newer files have ``rope_parameters`` for each type. In older files ``rope_scaling`` is that of the first
-    type, and the others are not scaled.
+    Newer files have ``rope_parameters`` for each type. In older files ``rope_scaling`` applies to the first
+    type only.
 
     Args:
         config: the checkpoint's configuration.
@@ -180,7 +180,7 @@ class Rotary:
         """Whether the angles depend on the length of the sequence, not only on the position."""
         frequencies, factor = _FREQUENCIES[config.kind](config)
         self.cos, self.sin = _tables(frequencies, factor, max_length, device)  # [P, R / 2]
-        if config.kind == "longrope" and self.length_dependent:  # the second half is for longer sequences
+        if config.kind == "longrope" and self.length_dependent:  # second half: longer sequences
             long = _tables(_longrope(config, "long_factor")[0], factor, max_length, device)
             self.cos, self.sin = torch.cat([self.cos, long[0]]), torch.cat([self.sin, long[1]])
 
@@ -196,7 +196,7 @@ class Rotary:
         return step.ops.rope_rows(positions, self.cos, self.sin)
 
     def _rows_of_axes(self, positions: Tensor) -> RotaryRows:  # [A, T]
-        """Return rows whose pairs of dims turn by different axes of the positions (multimodal rope)."""
+        """Return rows whose pairs of dims rotate by different position axes (multimodal rope)."""
         axes = torch.tensor(self.config.axes, device=positions.device)  # [R / 2]
         places = positions[axes].T  # [T, R / 2]
         return self.cos.gather(0, places), self.sin.gather(0, places)
@@ -283,7 +283,7 @@ def _yarn_magnitude(parameters: Mapping[str, object], factor: float) -> float:
 
 
 def _longrope(config: RotaryConfig, key: str = "short_factor") -> tuple[Tensor, float]:
-    """Divide each frequency by its own factor. Sequences beyond the original length use ``long_factor``."""
+    """Divide each frequency by its factor; sequences beyond the original length use ``long_factor``."""
     factors = config.parameters.get(key)
     if not isinstance(factors, list) or len(factors) != config.dim // 2:
         raise ConfigError(

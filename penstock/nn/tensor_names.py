@@ -1,4 +1,4 @@
-"""`TensorNames`: how a family of models names the tensors of its checkpoints."""
+"""`TensorNames`: the tensor names in the checkpoints of a model family."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
 TensorRole: TypeAlias = Literal["table", "head", "router", "values", "expert", "linear"]
-"""What a matrix of a checkpoint is used for. The role decides how the matrix is stored in memory."""
+"""The role of a matrix of a checkpoint, which determines how it is stored in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """The names of a family's tensors. The loader reads tensors by them; the memory planner finds roles.
+    """The names of a family's tensors, for the loader and the memory planner.
 
     Names are dotted paths without the final ``.weight`` or ``.bias``. The defaults are those of Llama.
     """

@@ -1,4 +1,4 @@
-"""Where the loader gets tensors from: `TensorSource`, and layers that were packed before."""
+"""The sources of the loader: `TensorSource`, and layers that were packed before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TakePacked = Callable[[str, tuple[int, int], Tensor | None, Sequence[LinearSlice
 packed before."""
 
 Deferred = Literal["none", "calibrated", "all"]
-"""Layers whose packing is deferred: none, those that need calibration, or all that can be."""
+"""Layers whose packing is deferred: none, those that need calibration, or all for which it is possible."""
 
 
 class TensorSource(Protocol):
@@ -35,7 +35,7 @@ class TensorSource(Protocol):
         ...
 
     def input_order(self, name: str) -> bytes:
-        """Return the inputs of a weight, int32, in the order of its stored encoding; empty for their own."""
+        """Return the stored order of the inputs of a weight, int32; empty for the original order."""
         ...
 
     def read_linear(

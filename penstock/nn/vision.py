@@ -32,9 +32,9 @@ _QUICK_GELU = 1.702
 
 @dataclass(frozen=True, slots=True)
 class EncoderRunner:
-    """Runs the steps of an encoder: as a graph if their shape repeats, otherwise its single operations.
+    """Runs the steps of an encoder: as a graph if their shape recurs, otherwise eagerly.
 
-    Both give the same bits.
+    Both give bit-equal results.
     """
 
     ops: Ops
@@ -44,7 +44,7 @@ class EncoderRunner:
         """Return the results of a step.
 
         Args:
-            key: everything that changes the operations of the step: the encoder, the grids of the images.
+            key: everything that affects the operations of the step: the encoder, the grids of the images.
             inputs: the tensors of the step by name, always in the same order.
             step: applies only operations and views to the inputs.
         """
@@ -160,7 +160,7 @@ class VisionBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepInputs, rows: Sequence[RotaryRows] = ()
     ) -> tuple[Tensor, Tensor]:
-        """``x [T, E]`` is the output of the block before, not yet added to ``residual [T, E]``."""
+        """``x [T, E]`` is the output of the previous block, not yet added to ``residual [T, E]``."""
         if residual is None:
             normed, total = self.attention_norm(x, step), x
         else:
@@ -214,7 +214,7 @@ class VisionSizes:
 
     @property
     def grid(self) -> int:
-        """Patches in each direction of an image of the trained size."""
+        """Number of patches in each direction of an image of the trained size."""
         return self.image_size // self.patch_size
 
 
@@ -271,7 +271,8 @@ class VisionTower:
         """Return the hidden states ``[T, E]`` of images.
 
         Args:
-            patches: ``[T, C p p]``. In CLIP the first row of each image is zero: it stands for the class row.
+            patches: ``[T, C p p]``. In CLIP the first row of each image is zero, a placeholder for the class
+                row.
             positions: ``[T]`` int64: rows of the table of positions.
             step: one sequence for each image.
         """

@@ -35,7 +35,9 @@ from penstock.serve.batches.batch_lines import parsed
 from penstock.serve.config import ServeConfig
 
 _MAX_ATTEMPTS = 120
-"""Attempts of a line while the worker process of its actor is being restarted, one in half a second."""
+"""Maximum attempts of a line, half a second apart, while the worker process of its actor is being
+restarted.
+"""
 
 
 def run_batch(
@@ -43,7 +45,7 @@ def run_batch(
 ) -> int:
     """Run the requests of a file that have no result yet, and write one result for each.
 
-    Only this process writes results, one for each id, so that blocks which are computed twice cannot add any.
+    Only this process writes results, one for each id, so blocks that are computed twice add no duplicates.
 
     Args:
         requests: JSON lines, or a parquet file or folder with the columns custom_id, url and body.
@@ -192,7 +194,7 @@ def remove_output(output: Path) -> None:
     """Delete the results of an output.
 
     Raises:
-        InputError: a folder has other files than the parts of a parquet output.
+        InputError: a folder contains files that are not parts of a parquet output.
     """
     if not output.is_dir():
         output.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ _ROWS_OF_PART = 1000
 
 
 class BatchResult(msgspec.Struct):
-    """The parts of a result line that files need."""
+    """The fields of a result line that are written to files."""
 
     custom_id: str
     response: dict[str, object] | None = None
@@ -33,7 +33,7 @@ class Chunk:
     """Lines of a file that are read together."""
 
     offsets: list[int]
-    """Their positions, in bytes."""
+    """Their byte offsets in the file."""
     numbers: list[int]
     """Their line numbers, from 1."""
 
@@ -123,7 +123,7 @@ def line_of_row(row: dict[str, object]) -> bytes:
 
 
 def _without_nulls(value: object) -> object:
-    """Return a structure without null members, which parquet adds where rows have different members."""
+    """Return a structure without null members, which parquet adds to rows with different members."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     if hasattr(value, "tolist"):
@@ -149,14 +149,14 @@ def parquet_files(path: Path) -> list[Path]:
 
 
 class ResultWriter(Protocol):
-    """Writes results. What it has written stays, so that a later run continues."""
+    """Writes results. Written results are kept, so that a later run can continue."""
 
     def add(self, line: bytes) -> None:
         """Write the line of a result."""
         ...
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining results."""
         ...
 
 
@@ -196,7 +196,7 @@ class ParquetParts:
         self._number = len(list(path.glob(f"part-*{PARQUET}")))
 
     def add(self, line: bytes) -> None:
-        """Keep a result; write a file when there are enough."""
+        """Buffer a result; write a file when the buffer is full."""
         result = msgspec.json.decode(line, type=BatchResult)
         response = result.response or {}
         text = {
@@ -233,7 +233,7 @@ class ParquetParts:
 
 
 def done_ids(path: Path) -> set[str]:
-    """Return the ``custom_id`` of each result that an output has already.
+    """Return the ``custom_id`` of each result in an existing output.
 
     Raises:
         InputError: the output has other contents.

@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster, or a Ray of this machine."""
+"""The connection to a Ray cluster, or to a local Ray instance."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def import_ray(purpose: str) -> Any:
     """Return the module ``ray``.
 
     Args:
-        purpose: what needs it, for the error message.
+        purpose: the feature that needs Ray, for the error message.
 
     Raises:
         MissingDependencyError: names the extra that installs it.
     """
     if find_spec("ray") is None:
         raise MissingDependencyError("ray", "ray", purpose)
-    # Ray would report usage statistics to its authors; a server does not call other servers unasked.
+    # By default, Ray sends usage statistics to its authors.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
@@ -35,11 +35,11 @@ def import_ray(purpose: str) -> Any:
 
 @contextmanager
 def connected(config: RayConfig, purpose: str) -> Iterator[bool]:
-    """Connect to the cluster of the configuration while the block runs. Start Ray here if there is none.
+    """Connect to the configured cluster while the block runs. Start Ray on this machine if there is none.
 
     Yields:
-        Whether this call has started Ray on this machine; it ends with the block. A connection that exists
-        is used, and stays.
+        Whether this call has started Ray on this machine; it ends with the block. An existing connection is
+        used and kept.
 
     Raises:
         ConfigError: the cluster cannot be reached.
@@ -50,7 +50,8 @@ def connected(config: RayConfig, purpose: str) -> Iterator[bool]:
         return
     is_local = not _joined(ray, config.ray_address)
     if is_local:
-        # One more than there are: tasks that read and write data run beside actors that have all CPUs.
+        # One more than available: tasks that read and write data run in addition to actors that reserve all
+        # CPUs.
         ray.init(address=_LOCAL, include_dashboard=False, num_cpus=usable_cpus() + 1)
     try:
         yield is_local
@@ -59,7 +60,7 @@ def connected(config: RayConfig, purpose: str) -> Iterator[bool]:
 
 
 def _joined(ray: Any, address: str | None) -> bool:
-    """Connect to a cluster; return False if Ray should start here: no address is given and there is none."""
+    """Connect to a cluster. Return False if there is no address and no cluster."""
     if (address or os.environ.get("RAY_ADDRESS")) == _LOCAL:
         return False
     try:

@@ -38,7 +38,7 @@ class RayConfig:
     ray_target_requests: float = setting(
         8.0,
         _POSITIVE,
-        "Running and waiting requests of each replica that the autoscaling of a server aims at.",
+        "Target number of running and waiting requests per replica, for the autoscaling of a server.",
     )
     ray_max_requests: int = setting(
         64, COUNT, "Maximum number of requests that run or wait in one replica; others wait in the router."
@@ -54,7 +54,9 @@ class RayConfig:
     )
     ray_app_name: str = setting("penstock", _NAME, "Name of the application in Ray Serve.")
     ray_batch_size: int = setting(
-        64, COUNT, "Rows of a block of a dataset, which an actor takes at once and repeats if it was lost."
+        64,
+        COUNT,
+        "Rows per block of a dataset, which an actor computes at once; lost blocks are computed again.",
     )
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Flat name to the source of its value, for fields that were set."""

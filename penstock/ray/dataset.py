@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("penstock.ray")
 
 _BATCHES_AT_ONCE = 2
-"""Blocks that an actor computes at the same time: one fills the batch while the last rows of another end."""
+"""Blocks that an actor computes concurrently: one fills the batch while the last rows of another finish."""
 _MAX_ATTEMPTS = 60
 _RETRY_SECONDS = 1.0
 
@@ -58,10 +58,10 @@ def generate(
         prompt_column: the column of prompts, texts or lists of token ids.
         messages_column: the column of conversations, lists of messages. It replaces ``prompt_column``.
         output_column: the new column of texts. The columns ``finish_reason`` (``stop`` or ``length``),
-            ``num_generated_tokens`` and ``error`` are new, too; the text is null where there is an error.
-        sampling_params: how tokens are chosen; by default as the checkpoint says.
+            ``num_generated_tokens`` and ``error`` are added, too; the text is null if the row has an error.
+        sampling_params: the sampling parameters; by default those of the checkpoint.
         concurrency: the number of actors, or their minimum and maximum.
-        batch_size: rows of a block, which an actor takes at once and repeats if it was lost.
+        batch_size: rows per block. An actor computes a block at a time; a lost block is computed again.
         num_cpus: CPUs that each actor reserves, and its compute threads. By default ``num_threads``, without
             it the CPUs of this machine but one, divided by the number of actors; with GPUs 1 for each.
         **config: settings of the model.
@@ -100,10 +100,10 @@ def embed(
         dataset: a ``ray.data.Dataset``.
         model: the folder of a checkpoint on all nodes, or an id on the Hugging Face hub.
         text_column: the column of texts.
-        output_column: the new column of embeddings. The column ``error`` is new, too; the embedding is null
-            where there is an error.
-        prompt_name, dimensions, normalize, truncate: as of `AsyncLLM.embed`.
-        concurrency, batch_size, num_cpus, **config: as of `generate`.
+        output_column: the new column of embeddings. The column ``error`` is added, too; the embedding is null
+            if the row has an error.
+        prompt_name, dimensions, normalize, truncate: see `AsyncLLM.embed`.
+        concurrency, batch_size, num_cpus, **config: see `generate`.
 
     Raises:
         MissingDependencyError: Ray is not installed.
@@ -188,7 +188,7 @@ def through_actors(
 
 
 class ModelActor:
-    """An actor with a model. Calls of several batches run at the same time and share the batch of the model.
+    """An actor with a model. Calls for several batches run concurrently and share the batch of the model.
 
     Args:
         config: the configuration of the model.
@@ -260,7 +260,7 @@ class TextActor(ModelActor):
         config: the configuration of the model.
         input: the column of prompts or conversations.
         output: the column of texts.
-        sampling_params: how tokens are chosen.
+        sampling_params: the sampling parameters.
         is_chat: whether the inputs are conversations.
     """
 
@@ -334,7 +334,7 @@ class EmbeddingActor(ModelActor):
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a structure without null members, which columns have where rows have different members."""
+    """Return a structure without null members, which columns add to rows with different members."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value

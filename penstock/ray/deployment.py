@@ -17,7 +17,9 @@ INGRESS = "ingress"
 """The deployment that serves HTTP."""
 _HEALTH_CHECK_PERIOD = 5.0
 _MAX_CONSTRUCTOR_RETRIES = 3
-"""Starts of a replica that fail until the deployment fails. Most causes, such as a missing file, stay."""
+"""Failed starts of a replica after which the deployment fails. Most causes, such as a missing file, are
+permanent.
+"""
 _MAX_INGRESS_REQUESTS = 10_000
 _MIN_QUEUE_SIZE = 64
 _LOGGING = {"enable_access_log": False}  # the ingress writes the server's own access log
@@ -25,7 +27,7 @@ _LOGGING = {"enable_access_log": False}  # the ingress writes the server's own a
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a replica or an actor reserves."""
+    """The resources that a replica or an actor reserves."""
 
     num_cpus: int
     num_gpus: int
@@ -35,7 +37,7 @@ class Resources:
         """Return the resources of a replica.
 
         Raises:
-            ConfigError: a model in several processes needs more CPUs or GPUs than it is given.
+            ConfigError: a model in several processes needs more CPUs or GPUs than configured.
         """
         devices = config.model.devices
         num_gpus = 0 if devices[0].device_type == "cpu" else len(set(devices))
@@ -68,7 +70,7 @@ def usable_cpus() -> int:
 def replica_config(config: PipelineConfig, resources: Resources) -> PipelineConfig:
     """Return the configuration of one replica.
 
-    Ray shows a replica only the GPUs that it reserved, which then have the numbers 0, 1 and so on.
+    Ray makes only the reserved GPUs visible to a replica, numbered from 0.
     """
     devices = config.model.devices
     if resources.num_gpus:
@@ -86,8 +88,8 @@ def engine_options(
 ) -> dict[str, object]:
     """Return the options of the deployment of replicas, for ``serve.deployment``.
 
-    The processes of a divided model share memory, so that they must be on one node: their resources are one
-    bundle of a placement group, which a node has as a whole or does not get.
+    The processes of a divided model share memory, so they must be on one node. Their resources are one bundle
+    of a placement group, which Ray places on a single node.
     """
     options: dict[str, object] = {
         "name": ENGINE,
@@ -131,7 +133,7 @@ def ingress_options(serve: ServeConfig, ray: RayConfig) -> dict[str, object]:
 
 
 def max_outstanding(serve: ServeConfig, ray: RayConfig) -> int:
-    """Return how many requests may run and wait together; further ones are refused."""
+    """Return the maximum number of running and waiting requests; further requests are refused."""
     queue = serve.max_queue_size or max(4 * ray.ray_max_requests, _MIN_QUEUE_SIZE)
     return ray.max_replicas * ray.ray_max_requests + queue
 

@@ -44,7 +44,7 @@ _GAUGES = (
     "last_batch_size",
     "last_batch_tokens",
 )
-"""The statistics that are current values; the others are totals."""
+"""The statistics that are current values; all others are totals."""
 
 
 class ReplicaLostError(Exception):
@@ -77,9 +77,9 @@ class RayEngine:
     """Sends requests to replicas. An `EngineClient`.
 
     If the replica of a request ends, another one continues the request: its prompt and the tokens so far are
-    computed again, as after a preemption. Sampling depends on seed and position only, so the output is the
-    one that the first replica would have given, up to rounding. Requests with a grammar, with log
-    probabilities, and those of other tasks are repeated only if they have no output yet.
+    computed again, as after a preemption. Sampling depends on seed and position only, so the output equals
+    that of the first replica, up to rounding. Requests with a grammar, with log probabilities, and those of
+    other tasks are repeated only if they have no output yet.
 
     Args:
         replicas: the replicas.
@@ -105,7 +105,7 @@ class RayEngine:
         self._encode, self._decode = command_encoder(), results_decoder()
         self._decode_report = report_decoder()
         self.num_resumed = 0
-        """How often a request was sent to another replica."""
+        """The number of times that a request was sent to another replica."""
 
     # -- State -------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class RayEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a replica has reported lately."""
+        """Whether a replica has reported recently."""
         return bool(self._reports)
 
     @property
@@ -221,7 +221,7 @@ class RayEngine:
         self._end(generation)
 
     def _forget(self, task: asyncio.Task[None], generation: Generation) -> None:
-        """Forget the task of a request, which has ended."""
+        """Remove the finished task of a request."""
         if self._tasks.get(generation.request_id) is task:
             del self._tasks[generation.request_id]
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -230,7 +230,7 @@ class RayEngine:
                 self._fail(generation, UnavailableError("the request failed on the way to its replica"))
 
     def _end(self, generation: Generation) -> None:
-        """Forget a request that has ended."""
+        """Remove a request that has ended."""
         if self._generations.pop(generation.request_id, None) is None:
             return
         ended, self._request_ended = self._request_ended, None

@@ -51,7 +51,7 @@ class ServeReplicas:
             ReplicaLostError: no report arrived in time.
         """
         while not self._handle.running_replicas_populated():
-            await self._handle.report.remote()  # waits for a replica, and tells the handle of all of them
+            await self._handle.report.remote()  # waits for a replica, and updates the handle's list
             await asyncio.sleep(_POLL_SECONDS)
         try:
             response = self._handle.broadcast("report")
@@ -73,7 +73,7 @@ class ServeReplicas:
 
 
 def _translated(error: Exception) -> Exception:
-    """Return the error of a request. Errors in the code of a replica are not those of a lost replica."""
+    """Return the error of a request. Errors raised in a replica are distinguished from a lost replica."""
     if isinstance(error, RayTaskError | TaskCancelledError):
         return UnavailableError(f"the replica failed: {str(error).strip().splitlines()[-1]}")
     return ReplicaLostError(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")

@@ -1,4 +1,4 @@
-"""The deployment that serves HTTP: the same application as of a server on one machine, before replicas."""
+"""The deployment that serves HTTP: the same application as on one machine, in front of replicas."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Application:
 def make_application(
     config: PipelineConfig, serve_config: ServeConfig, replicas: Replicas, max_outstanding: int
 ) -> Application:
-    """Return the application before replicas; its lifespan starts it.
+    """Return the application in front of the replicas; its lifespan starts it.
 
     Raises:
         CheckpointError: the tokenizer of the model cannot be loaded.

@@ -38,7 +38,7 @@ _HEADERS = ("x-request-id", "x-session-id")
 class PenstockServer:
     """Serves a model in a deployment of Ray Serve LLM, with Penstock's routes.
 
-    Ray Serve LLM checks requests with models of its own, so that a request has the fields that it knows.
+    Ray Serve LLM validates requests with its models, so a request can only have the fields of these models.
 
     Args:
         llm_config: the ``ray.serve.llm.LLMConfig``.
@@ -140,7 +140,7 @@ class PenstockServer:
         await self._server.engine.start_profile()
 
     async def stop_profile(self) -> None:
-        """Stop to record, and write the profile."""
+        """Stop recording, and write the profile."""
         await self._server.engine.stop_profile()
 
     async def sleep(self, **options: object) -> None:

@@ -1,4 +1,4 @@
-"""The application and the engine of one model in this process, without HTTP: of an actor or a replica."""
+"""The application and the engine of one model in an actor or a replica, without HTTP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LocalServer:
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the model. Calls that run at the same time share the load.
+        """Load the model. Concurrent calls share the load.
 
         Raises:
             PenstockError: the model cannot be loaded.
@@ -57,6 +57,6 @@ class LocalServer:
         self.services.gate.open()
 
     async def stop(self) -> None:
-        """End the worker and what belongs to it."""
+        """End the worker, and close the services."""
         await self.engine.stop(0)
         await close_services(self.services)

@@ -11,7 +11,7 @@ from penstock.worker.messages import ErrorRecord, RequestResult, WorkerInfo, Wor
 
 
 class ReplicaResults(msgspec.Struct, array_like=True):
-    """The results of one request since the message before, or its error. The last message ends it."""
+    """The results of one request since the previous message, or its error. The last message ends it."""
 
     num_cached_tokens: int = 0
     results: list[RequestResult] = []
@@ -25,7 +25,7 @@ class ReplicaReport(msgspec.Struct):
     info: WorkerInfo
     stats: WorkerStats
     num_restarts: int = 0
-    """How often the worker process of the replica ended unexpectedly."""
+    """The number of times that the worker process of the replica ended unexpectedly."""
 
 
 def encoder() -> Callable[[object], bytes]:

@@ -41,7 +41,7 @@ def build_app(config: Mapping[str, object]) -> Any:
 
     Args:
         config: settings by their flat names: those of the model, of the server and of Ray
-            (docs/configuration.md). Texts stand for numbers and booleans, as in flags.
+            (docs/configuration.md). Numbers and booleans may be given as text, as in flags.
 
     Returns:
         The ``ray.serve.Application``.
@@ -50,7 +50,7 @@ def build_app(config: Mapping[str, object]) -> Any:
         MissingDependencyError: Ray is not installed.
         ConfigError: unknown name, wrong type or impossible value.
         CheckpointError: the model cannot be found.
-        UnsupportedFeatureError: a setting of the server that replicas on several nodes cannot have.
+        UnsupportedFeatureError: a setting of the server that replicas on several nodes do not support.
     """
     from penstock.config import config_fields
 
@@ -62,7 +62,7 @@ def build_app(config: Mapping[str, object]) -> Any:
 
 
 def application(config: PipelineConfig, serve_config: ServeConfig, ray_config: RayConfig) -> Any:
-    """Return the Ray Serve application of three configurations, as `build_app`."""
+    """Return the Ray Serve application of three configurations; see `build_app`."""
     import_ray("penstock.ray.build_app")
     from ray import serve
 
@@ -140,7 +140,7 @@ def _stop_at_signals() -> threading.Event:
 
 
 def _free_port(host: str) -> int:
-    """Return a port that is free now: Ray Serve needs a number."""
+    """Return a port that is currently free: Ray Serve needs a number."""
     try:
         with socket.create_server((host, 0)) as listener:
             return int(listener.getsockname()[1])

@@ -22,7 +22,7 @@ from penstock.worker.messages import ErrorRecord, Submit, command_decoder
 
 
 class EngineReplica:
-    """Runs a model for the processes that serve HTTP. Ray Serve makes one in each replica.
+    """Runs a model for the processes that serve HTTP. Ray Serve creates one in each replica.
 
     The model runs in a worker process, which is restarted if it dies, as in a server on one machine.
 
@@ -30,8 +30,8 @@ class EngineReplica:
         config: the configuration of the model.
         serve_config: the configuration of the server.
         max_queue_size: maximum number of waiting requests.
-        num_cpus: the CPUs that the replica reserved. It uses the same part of the node's memory as of the
-            node's CPUs, because other replicas may run there.
+        num_cpus: the CPUs that the replica reserved. The replica uses the same fraction of the node's memory
+            as of its CPUs, because other replicas may run there.
         engine: the engine client, not launched yet; by default a worker process.
     """
 

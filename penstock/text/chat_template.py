@@ -1,4 +1,4 @@
-"""Render messages to prompt text with the Jinja chat template of a checkpoint.
+"""Renders messages to prompt text with the Jinja chat template of a checkpoint.
 
 Templates run in Jinja's immutable sandbox with the environment that Hugging Face defines: ``messages``,
 ``tools``, ``documents``, ``add_generation_prompt``, the special tokens (``bos_token``, ``eos_token``, ...),
@@ -25,7 +25,7 @@ from penstock.errors import CheckpointError, ConfigError, InputError, Unsupporte
 
 Message = Mapping[str, object]
 
-# Arguments of transformers' apply_chat_template that are not variables of the template.
+# Arguments of transformers' apply_chat_template that are not template variables.
 _RESERVED_OPTIONS = frozenset(
     {"messages", "conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
@@ -71,8 +71,8 @@ class ChatTemplate:
         """Return the prompt text.
 
         Args:
-            messages: each has a role and usually content. Content None equals an empty string. The template
-                decides which other keys it reads.
+            messages: each has a role and usually content. Content None equals an empty string. Other keys
+                depend on the template.
             tools: descriptions of functions that the model can call.
             options: variables for the template; they override ``add_generation_prompt=True``. With
                 ``continue_final_message=True`` the last message stays open for the model to continue.

@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(slots=True)
 class _DecodeState:
-    """Position after the last call, in the generated tokens of a context and in a separate text.
+    """The position after the last call, in the generated tokens of a context and in a separate text.
 
     The separate text consists of tokens that the caller passed and the context has not generated.
     """

@@ -24,7 +24,7 @@ class TokenDecoder(Protocol):
 
     @property
     def byte_tokens(self) -> Mapping[int, int]:
-        """Token id -> byte, if the decoder converts a run of byte tokens as a whole; else empty."""
+        """Token id -> byte, if the decoder converts a run of byte tokens as a unit; else empty."""
         ...
 
     def is_visible(self, token_id: int, skip_special_tokens: bool = True) -> bool:
@@ -38,9 +38,9 @@ class Detokenizer:
     """Converts the tokens of one request to text and matches stop strings.
 
     The joined results of `append` and `finish` equal `text_after_prompt` of the prompt and all ids, up to the
-    first stop string. The first stop string is the one that ends first; of several that end at the same
-    character it is the longest. Text is held back only while later tokens may change it or while it may be
-    the beginning of a stop string. With ``keeps_stop`` the text includes the stop string.
+    first stop string. The first stop string is the one that ends first; among several with the same end, the
+    longest. Text is held back only while later tokens may change it or while it may be the beginning of a
+    stop string. With ``keeps_stop`` the text includes the stop string.
 
     >>> from penstock.testing import FakeTokenizer
     >>> detokenizer = Detokenizer(FakeTokenizer(), stop=["END"])
@@ -178,7 +178,8 @@ class _IncrementalDecoder:
         return self._decode()[self._num_returned :]
 
     def _extend_run(self, byte: int) -> None:
-        # One invalid byte makes its whole run invalid. The text of the run is final at the next other token.
+        # One invalid byte makes its whole run invalid. The text of a run is final once a token outside it
+        # follows.
         if self._utf8 is None:
             return
         self.byte_run.append(byte)
@@ -289,7 +290,7 @@ def _num_bytes_at_end(tokenizer: TokenDecoder, ids: Sequence[int]) -> int:
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return (start, stop string) of the match that ends first; of several with the same end, the longest."""
+    """Return (start, stop string) of the match that ends first; the longest of several with that end."""
     found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
     return min(found)[1:] if found else None
 

@@ -55,7 +55,7 @@ class EmbeddingsTokenizer(TextTokenizer):
 
     @property
     def pair_template(self) -> PairTemplate | None:
-        """The prompt of a generative reranker; None if the model reads the two texts of a pair."""
+        """The prompt of a generative reranker; None if the model reads the two texts of a pair directly."""
         return None
 
     async def new_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
@@ -184,7 +184,7 @@ class EmbeddingsTokenizer(TextTokenizer):
         return tokens, None if pair is None else np.array(encoding.type_ids, np.int64)
 
     def _cut(self, tokens: TokenIds, limit: int) -> TokenIds:
-        """Return the first ``limit`` tokens; a special token at the end stays at the end."""
+        """Return the first ``limit`` tokens; a final special token is kept."""
         if len(tokens) <= limit or int(tokens[-1]) not in self._special_tokens.by_id:
             return tokens[:limit]
         return np.append(tokens[: limit - 1], tokens[-1])
@@ -216,7 +216,7 @@ class EmbeddingsTokenizer(TextTokenizer):
         return checked_prompt_ids([*prefix, *ids, *suffix], self.vocab_size)
 
     def _num_unpooled(self, prompt: str, num_tokens: int) -> int:
-        """Return the number of leading tokens that pooling leaves out because they belong to the prompt."""
+        """Return the number of leading tokens of the prompt, which pooling skips."""
         if not prompt or self.layout.include_prompt:
             return 0
         tokens, _ = self._encode_input(prompt, None, None)

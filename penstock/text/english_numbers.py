@@ -19,13 +19,13 @@ _ORDINALS = {
 }
 
 LARGEST = 10 ** (3 * len(_THOUSANDS)) - 1
-"""The largest number that has words."""
+"""The largest number with words."""
 
 
 def cardinal(number: int) -> str:
     """Return a number from 0 to `LARGEST` in words: 1234 is "one thousand two hundred and thirty four"."""
     if not 0 <= number <= LARGEST:
-        raise ValueError(f"numbers from 0 to {LARGEST} have words, {number} has not")
+        raise ValueError(f"{number} cannot be written in words: the range is 0 to {LARGEST}")
     groups, rest = [], number
     while rest:
         rest, group = divmod(rest, 1000)

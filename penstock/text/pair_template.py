@@ -14,7 +14,7 @@ class PairTemplate:
     """Contains ``{instruction}``, ``{query}`` and ``{document}``."""
     suffix: str
     instruction: str
-    """The instruction of a request that has none."""
+    """The default instruction."""
 
     def render_body(self, query: str, document: str, instruction: str | None) -> str:
         """Return the body for a query and a document."""

@@ -12,7 +12,7 @@ from penstock.pipelines.core import Grammar, SamplingParams, TokenGeneratorReque
 from penstock.text.valid_unicode import valid_unicode
 
 _CHARACTERS_PER_TOKEN = 8
-"""Upper bound of the average in nearly all texts. Longer texts are encoded in part first."""
+"""Upper bound of the average number of characters per token. Longer texts are first encoded in part."""
 
 
 def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams:
@@ -101,8 +101,8 @@ def total_length(num_prompt_tokens: int, params: SamplingParams, max_length: int
 def check_text_length(backend: Tokenizer, text: str, limit: int, *, has_output: bool) -> None:
     """Raise `PromptTooLongError` for a text that is clearly too long, without encoding all of it.
 
-    Encodes prefixes of the text, each twice as long as the one before. Only the last tokens of a prefix
-    depend on the text after it. The margin of a quarter of the maximum is far larger than those.
+    Encodes prefixes of the text, each twice as long as the previous one. Only the last tokens of a prefix
+    depend on the text after it. The margin, a quarter of the maximum, is far larger than their number.
 
     Args:
         backend: the tokenizer.

@@ -19,7 +19,7 @@ _Array: TypeAlias = npt.NDArray[np.floating]
 
 @dataclass(frozen=True)
 class ScoringInput:
-    """One input of the model that scores need."""
+    """One model input for scoring."""
 
     kind: Literal["query", "document", "pair"]
     index: int
@@ -42,7 +42,7 @@ class PairScoring:
         activation: False requests the logits of a cross-encoder.
 
     Raises:
-        UnsupportedFeatureError: ``activation`` is given and the model is no cross-encoder.
+        UnsupportedFeatureError: ``activation`` is given and the model is not a cross-encoder.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class DenseModule:
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceTransformersLayout:
-    """How hidden states become embeddings. The defaults apply to a checkpoint without the layout."""
+    """The computation of embeddings from hidden states. The defaults are those of a checkpoint without it."""
 
     poolings: tuple[PoolingType, ...] = ()
     """Their results are concatenated. Empty without a pooling module: the model's default applies."""
@@ -62,14 +62,15 @@ class SentenceTransformersLayout:
     dense: tuple[DenseModule, ...] = ()
     normalize: bool = False
     sparse_pooling: SparsePooling = "max"
-    """How the token weights of a text's positions become one weight."""
+    """The reduction of a token's weights over the positions of a text."""
     sparse_activation: SparseActivation = "relu"
-    """The function of a logit; the weight is ``log(1 + f(logit))``."""
+    """The function f of a logit; the weight is ``log(1 + f(logit))``."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     tasks: tuple[str, ...] = ()
-    """The tasks for which the checkpoint has an adapter each, in their order in its tensors. A task can have
-    a prompt of its name."""
+    """The tasks with an adapter in the checkpoint, in the order of its tensors. A prompt can have the name of
+    a task.
+    """
     max_seq_length: int | None = None
     lower_case: bool = False
     similarity: Similarity = "cosine"
@@ -79,7 +80,7 @@ class SentenceTransformersLayout:
     def prompt_for(self, role: Literal["query", "document"]) -> str | None:
         """Return the name of the prompt for queries or documents; None if the checkpoint has none.
 
-        Documents can have a prompt called document, passage or corpus, or that of a task.
+        The prompt of documents can be called document, passage or corpus, or be that of a task.
         """
         names = ["document", "passage", "corpus", "retrieval.passage"]
         if role == "query":
@@ -188,7 +189,7 @@ def _check_multi_vector_options(file: Path, values: Mapping[str, object]) -> Non
 
 
 def _check_multi_vector_mask(path: Path) -> None:
-    """Refuse a mask that leaves out tokens by their ids."""
+    """Refuse a mask that excludes tokens by their ids."""
     file = path / "config.json"
     config = _object(file)
     for key in ("skiplist_words", "keep_only_token_ids"):

@@ -1,4 +1,4 @@
-"""Find special tokens in the content of user and tool messages, and encode them as text.
+"""Finds special tokens in the content of user and tool messages, and encodes them as text.
 
 A chat template copies message content into the prompt. There, ``<|im_end|>`` in a user's message looks like
 the same token written by the template. Therefore the messages are rendered twice: the second time with a

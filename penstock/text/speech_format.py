@@ -1,7 +1,7 @@
-"""`SpeechFormat`: how a language model writes speech. One file per format in `penstock.text.speech_formats`.
+"""`SpeechFormat`: speech tokens and prompts; one file per format in `penstock.text.speech_formats`.
 
-A format knows the prompt of a text, and which token stands for which code of an audio codec. A checkpoint may
-have a ``speech_config.json`` beside its ``config.json``, see `SpeechDescription`.
+A format defines the prompt of a text, and the token of each code of an audio codec. A checkpoint may have a
+``speech_config.json`` next to its ``config.json``, see `SpeechDescription`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class SpeechDescription:
     codec: str | None = None
     """The codec: a folder, relative to the checkpoint, or an id on the Hugging Face hub."""
     codes_per_frame: int | None = None
-    """Codes of one frame, if they differ from those of the format."""
+    """Number of codes per frame, if it differs from that of the format."""
     codebook_size: int | None = None
-    """Codes of each codebook, if they differ from those of the format."""
+    """Number of codes per codebook, if it differs from that of the format."""
     phonemes: bool | None = None
-    """Whether the model reads phonemes instead of letters; by default as the format says."""
+    """Whether the model reads phonemes instead of letters; by default as in the format."""
     language: str = "en-us"
     """The language of the phonemes, as espeak-ng names it."""
     numbers: str | None = None
     """The language in which numbers are written as words before the model reads them; None leaves digits."""
     max_characters: int | None = None
-    """Longer texts are split at sentences."""
+    """Maximum number of characters of a text; longer texts are split at sentences."""
     splits_sentences: bool = False
     """Whether each sentence is a separate request, for models that were trained on single sentences."""
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -97,7 +97,7 @@ _KINDS: Mapping[str, type] = {
 
 
 class SpeechCodes:
-    """The tokens that stand for codes.
+    """The tokens that represent codes.
 
     Args:
         token_ids: ``[C, size]``: the token of each code, for each position of a frame.
@@ -116,7 +116,7 @@ class SpeechCodes:
         """Return the tokens of whole frames of codes, flattened.
 
         Raises:
-            InputError: the number of codes is no multiple of a frame, or a code is out of range.
+            InputError: the number of codes is not a multiple of a frame, or a code is out of range.
         """
         flat = np.asarray(codes)
         if flat.ndim != 1 or (flat.size and not np.issubdtype(flat.dtype, np.integer)):
@@ -137,9 +137,9 @@ class SpeechCodes:
     def parse(self, tokens: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], int, int]:
         """Return the whole frames in generated tokens.
 
-        Tokens that stand for no code are dropped. A code at a wrong position ends its frame, which is
-        dropped too; the next frame begins at the next code of position 0. A frame that is not complete stays
-        for the next call.
+        Tokens that represent no code are dropped. A code at a wrong position ends its frame, which is dropped
+        too; the next frame begins at the next code of position 0. An incomplete frame is left for the next
+        call.
 
         Args:
             tokens: the tokens after the last whole frame.
@@ -189,7 +189,7 @@ class SpeechFormat(ABC):
     sampling: ClassVar[Mapping[str, float]] = {}
     """Defaults of sampling parameters."""
     max_characters: ClassVar[int]
-    """Longer texts are split at sentences."""
+    """Maximum number of characters of a text; longer texts are split at sentences."""
     default_voices: ClassVar[tuple[str, ...]] = ()
     """Names of voices that the models were trained on."""
 
@@ -215,7 +215,7 @@ class SpeechFormat(ABC):
             text: the text to speak, letters or phonemes.
             voice: the name of a trained voice, or None.
             codes: flattened codes of a voice to imitate; empty for none.
-            transcription: what is spoken in ``codes``.
+            transcription: the transcription of ``codes``.
 
         Raises:
             InputError: the format cannot use one of the arguments.
@@ -272,7 +272,7 @@ def speech_formats() -> Mapping[str, type[SpeechFormat]]:
 
 
 def format_name(checkpoint: Path, configured: str | None = None) -> str | None:
-    """Return the name of a checkpoint's speech format; None if it is no speech model.
+    """Return the name of a checkpoint's speech format; None if it is not a speech model.
 
     Args:
         checkpoint: the checkpoint's folder, or a GGUF file, which is never recognised.
@@ -296,5 +296,5 @@ def format_name(checkpoint: Path, configured: str | None = None) -> str | None:
 
 
 def is_speech_checkpoint(checkpoint: Path) -> bool:
-    """Return whether the files of a checkpoint say that it is a speech model."""
+    """Return whether the files of a checkpoint identify it as a speech model."""
     return (checkpoint / _DESCRIPTION).is_file() or format_name(checkpoint) is not None

@@ -72,7 +72,7 @@ class SpeechTokenizer(TextTokenizer):
         speech_format: name of the speech format; None detects it.
 
     Raises:
-        CheckpointError: the checkpoint is no speech model, or lacks tokens of its format.
+        CheckpointError: the checkpoint is not a speech model, or lacks tokens of its format.
         ConfigError: the format is unknown.
     """
 

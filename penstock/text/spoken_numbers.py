@@ -14,7 +14,9 @@ LANGUAGES = ("en",)
 """Languages whose numbers can be written."""
 
 _MOST_DIGITS = 15
-"""Longer numbers, and those that begin with 0, are spoken digit by digit."""
+"""Maximum digits of a spoken number. Longer numbers, and numbers that begin with 0, are spoken digit by
+digit.
+"""
 _NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?"
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 _CURRENCIES = {
@@ -64,7 +66,7 @@ def _number(text: str) -> str:
 
 
 def _spaced(match: re.Match[str], words: str) -> str:
-    """Return words with a space before and after them if a letter stands there, as in "mp3"."""
+    """Return words, separated by spaces from adjacent letters, as in "mp3"."""
     before, after = match.string[: match.start()][-1:], match.string[match.end() :][:1]
     return f"{' ' if before.isalpha() else ''}{words}{' ' if after.isalpha() else ''}"
 
@@ -111,4 +113,4 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     (_BETWEEN, lambda match: f"{match[1]} to "),
     (_PLAIN, lambda match: _spaced(match, _number(match[0]))),
 )
-"""Patterns and what they become, in this order: later ones see what earlier ones left."""
+"""Patterns with their replacements, applied in this order."""

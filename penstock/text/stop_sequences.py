@@ -1,4 +1,4 @@
-"""Convert stop strings to token sequences, for callers that match tokens instead of text."""
+"""Converts stop strings to token sequences, for callers that match tokens instead of text."""
 
 from __future__ import annotations
 

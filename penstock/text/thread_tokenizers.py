@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 
 class ThreadTokenizers:
-    """Gives each thread its own copy of a tokenizer. The first thread gets the original.
+    """Provides a separate copy of a tokenizer for each thread. The first thread gets the original.
 
     A copy takes up to 100 MB.
     """
@@ -39,7 +39,7 @@ class ThreadTokenizers:
 
 
 class _ThreadLocal(threading.local):
-    """Python runs the constructor once in every thread that reads ``tokenizer``."""
+    """Thread-local storage: Python runs the constructor once per thread that reads ``tokenizer``."""
 
     def __init__(self, take: Callable[[], Tokenizer]) -> None:
         self.tokenizer = take()

@@ -1,4 +1,4 @@
-"""Read the tokenizer files of a checkpoint: special tokens, templates, end-of-sequence ids."""
+"""Reads the tokenizer files of a checkpoint: special tokens, templates, end-of-sequence ids."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TokenizerFiles:
     templates: dict[str, str]  # name -> Jinja text
     eos_token_ids: tuple[int, ...]  # the first is `TextTokenizer.eos`
     origin: Path | str  # for error messages
-    vocab_size: int  # of the model if config.json has it, else of the tokenizer
+    vocab_size: int  # limit of the model if config.json has it, else of the tokenizer
     max_length: int | None
 
 
@@ -139,7 +139,7 @@ def _convert_slow(checkpoint: Path) -> Tokenizer:
 
 @contextmanager
 def _quiet(library: str) -> Iterator[None]:
-    """Silence a library's log. The exception that it raises contains the message."""
+    """Silence a library's log, because its exceptions contain the messages."""
     logger = logging.getLogger(library)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -180,7 +180,7 @@ def _add_missing_tokens(
 
 
 def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, object]) -> None:
-    """Set where a Llama tokenizer inserts its leading space, from its settings and as transformers does.
+    """Set where a Llama tokenizer inserts its leading space, by its settings, like transformers.
 
     tokenizer.json inserts it before every piece of text between special tokens. With ``legacy: false`` only
     the first piece gets it.

@@ -20,7 +20,7 @@ class Checkpoint:
 
     format: CheckpointFormat
     headers: Headers
-    """The tensors that a model sees, by name."""
+    """The tensors for the model, by name."""
     cache_scales: CacheScales = field(default_factory=dict)
     """The stored scales of a KV cache of 8-bit floats."""
 
@@ -36,7 +36,7 @@ def open_checkpoint(checkpoint: Path) -> Checkpoint:
     Raises:
         WeightsError: there are no tensors, a part is missing, or a file is damaged.
         UnknownArchitectureError: it is a GGUF file of an unknown family.
-        ConfigError: the weights are quantized in a way that no format reads.
+        ConfigError: no format reads the quantization of the weights.
     """
     config: Mapping[str, object] = {}
     if is_gguf(checkpoint):
@@ -57,11 +57,11 @@ _BESIDE = {
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-"""Files in which some writers put ``quantization_config``, and the method if the file does not name one."""
+"""Files that may contain ``quantization_config``, with the method to assume if the file names none."""
 
 
 def _quantization_beside(folder: Path) -> Mapping[str, object]:
-    """Return the ``quantization_config`` of a file beside ``config.json``; empty if there is no such file."""
+    """Return ``quantization_config`` from a file other than ``config.json``; empty without such a file."""
     for name, method in _BESIDE.items():
         if (folder / name).is_file():
             section = read_json_object(folder / name)

@@ -16,8 +16,8 @@ _READ_SIZE = 4 << 20  # bytes
 def check_checksums(checkpoint: Path) -> int:
     """Compare the SHA-256 of the large files of a snapshot in the hub's cache.
 
-    The cache stores each file once, under the hub's name for its content. For large files such as weights
-    this name is the SHA-256. Small files have another kind of name and are not checked.
+    The cache stores each file once, named by the hub's content identifier. For large files such as weights it
+    is the SHA-256. Small files have another kind of identifier and are not checked.
 
     Args:
         checkpoint: a folder, or a GGUF file.

@@ -24,7 +24,7 @@ from penstock.weights.safetensors import SHARD_INDEX, SINGLE_FILE
 from penstock.weights.tensors import Weights
 
 SHARD_BYTES = 4 << 30
-"""A file has at most this many bytes of tensors, or a single larger tensor."""
+"""Maximum bytes of tensors per file, unless a single tensor is larger."""
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _WORD_BITS = 32
 
@@ -39,7 +39,7 @@ def write_compressed(
         weights: its tensors.
         layers: the packed layers. Those of other encodings are copied from ``weights``.
         encoding: the encoding of the quantized layers.
-        folder: where the files are written. It must not exist or be empty.
+        folder: the output folder. It must not exist or must be empty.
 
     Returns:
         The names of the quantized layers.
@@ -104,7 +104,7 @@ def _stored(
             weights.release(name)
             continue
         packed, start, stop = quantized[layer]
-        if rows[0] is not packed:  # the parts of a fused layer follow each other
+        if rows[0] is not packed:  # the parts of a fused layer are consecutive
             rows = (packed, tensors_in_rows(packed))
             beat()
         own = {key: tensor[start:stop] for key, tensor in rows[1].items()}
@@ -113,7 +113,7 @@ def _stored(
 
 
 def _place(name: str, quantized: Mapping[str, tuple[PackedLinear, int, int]]) -> tuple[str, int]:
-    """Return a sorting key with which the parts of a fused layer follow each other."""
+    """Return a sort key that makes the parts of a fused layer consecutive."""
     found = quantized.get(name.removesuffix(".weight"))
     return (name, 0) if found is None else (found[0].slices[0].name, found[1])
 

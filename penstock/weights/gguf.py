@@ -26,7 +26,7 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_KEY = 65535
 _MAX_DIMS = 4
 _MAX_STRINGS = 10_000_000  # per array; vocabularies are far smaller
-_MAX_ARRAY_DEPTH = 4  # nested arrays
+_MAX_ARRAY_DEPTH = 4  # maximum nesting of arrays
 _MAX_FLOATS = 65536  # of a tensor that belongs to the configuration
 
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -195,11 +195,11 @@ def parts_of(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array of the metadata that is not decoded yet."""
+    """A metadata array that is not decoded yet."""
 
     kind: int
     length: int
-    start: int  # offset of its first element, bytes from the start of the file
+    start: int  # offset of its first element in the file, in bytes
 
 
 _NO_ARRAY = _Array(0, 0, 0)

@@ -162,7 +162,7 @@ def _gemma3(keys: GGUFKeys) -> dict[str, object]:
 
 def _gemma(keys: GGUFKeys, layers_of_27b: int) -> dict[str, object]:
     config = decoder_config(keys)
-    # No key gives this value. Only the 27B models scale scores by another size than the head's.
+    # No key has this value. Only the 27B models scale scores by a size other than the head's.
     scalar: float = keys.head_dim
     if keys.count("block_count") == layers_of_27b:
         scalar = keys.count("embedding_length") // keys.count("attention.head_count")

@@ -9,7 +9,7 @@ from penstock.weights.gguf_decoder import decoder_config, layer_types
 from penstock.weights.gguf_keys import GGUFKeys
 
 _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
-"""The numbers of Apertus' activation."""
+"""The parameters of Apertus' activation."""
 
 
 def _gemma(keys: GGUFKeys) -> dict[str, object]:

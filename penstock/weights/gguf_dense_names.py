@@ -1,4 +1,4 @@
-"""GGUF names of dense families: those that differ from Llama in more than a flag."""
+"""GGUF names of dense families that differ from Llama in more than an option."""
 
 from __future__ import annotations
 

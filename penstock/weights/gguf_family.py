@@ -18,7 +18,7 @@ class GGUFFamily:
     norm_excess: float = 0.0
     """Constant that the file adds to the weights of norms."""
     has_fused_heads: bool = False
-    """Whether the fused matrix of a checkpoint holds query, key and value of each head."""
+    """Whether the fused matrix of a checkpoint is ordered by head: query, key and value of each."""
     vectors: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """File name without suffix -> full hub name, and its dimensions; with two it is a matrix of one row."""
 

@@ -10,11 +10,11 @@ from penstock.weights.gguf_keys import GGUFKeys
 _SOFTMAX, _SIGMOID = 1, 2
 """Values of ``expert_gating_func``."""
 _EXPERTS_OF_MAVERICK = 128
-"""The only Llama 4 without norms of queries and keys; no key of its file says so."""
+"""The only Llama 4 without norms of queries and keys, which its metadata does not state."""
 
 
 def _experts(keys: GGUFKeys) -> dict[str, object]:
-    """Return the number of experts and of those of a token."""
+    """Return the number of experts, and of experts per token."""
     return {
         "num_local_experts": keys.count("expert_count"),
         "num_experts_per_tok": keys.count("expert_used_count"),

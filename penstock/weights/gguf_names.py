@@ -33,7 +33,7 @@ PACKAGE_BLOCKS = (
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
     *("TQ1_0", "TQ2_0"),
 )
-"""Block types that the package ``gguf`` reads, which has their tables."""
+"""Block types that the package ``gguf`` reads, which contains their tables."""
 
 _FLOATS = {"F16": DType.float16, "BF16": DType.bfloat16, "F32": DType.float32, "F64": DType.float64}
 
@@ -45,8 +45,9 @@ class GGUFTensor(TensorHeader):
     heads: int = 0
     """Number of heads if the rows are interleaved for the rotary embedding; 0 if they are not."""
     fused_heads: int = 0
-    """Number of heads if the file has all queries, then all keys, then all values, where the checkpoint has
-    query, key and value of each head; 0 if it has not."""
+    """Number of heads if the file stores all queries, keys and values in sequence, while the checkpoint
+    orders them by head; otherwise 0.
+    """
     excess: float = 0.0
     """Constant that the file adds to the weight."""
 
@@ -61,7 +62,7 @@ class GGUFTensor(TensorHeader):
         return self.encoding is None and self.type_name not in _FLOATS
 
     def rows(self, start: int, stop: int) -> GGUFTensor | None:
-        """Return the rows ``start`` to ``stop - 1`` of a matrix; None if they do not lie together."""
+        """Return the rows ``start`` to ``stop - 1`` of a matrix; None if they are not contiguous."""
         if len(self.shape) != 2 or self.is_transposed:
             return None
         size = self.num_bytes // self.shape[0]

@@ -1,4 +1,4 @@
-"""Reads the blocks of GGUF files as codes and scales, for the encodings that hold them exactly.
+"""Reads the blocks of GGUF files as codes and scales, for the encodings that represent them exactly.
 
 Each reader takes blocks ``[N, bytes]`` and returns the tensors of its encoding with a row for each block.
 """
@@ -18,7 +18,7 @@ Rows = dict[str, Tensor]
 
 
 def gguf_rows(data: Tensor, header: GGUFTensor) -> Rows:
-    """Return the tensors of a weight ``[out, in]`` in the encoding that holds its blocks, see `ROW_READERS`.
+    """Return the tensors of a weight ``[out, in]`` in the encoding of its blocks, see `ROW_READERS`.
 
     Args:
         data: the bytes of its file.

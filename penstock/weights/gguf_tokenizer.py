@@ -233,7 +233,7 @@ def _splitter(file: GGUFFile) -> _Splitter:
 
 
 def _add_ends(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
-    """Make the tokenizer add the BOS and EOS tokens that the file asks for."""
+    """Configure the tokenizer to add BOS and EOS tokens as set in the file."""
     is_spm = file.metadata.get("tokenizer.ggml.model") == "llama"
     adds_bos = file.metadata.get("tokenizer.ggml.add_bos_token")
     if adds_bos is None:

@@ -22,7 +22,7 @@ DEMO_VISION = "demo-vision"
 PICKLED_FILE = "pytorch_model.bin"
 """The weights of codecs and dense modules that are not published as safetensors files."""
 TOKEN_WEIGHTS_FILE = "sparse_linear.pt"
-"""The head of BGE-M3 that weighs each token, for sparse embeddings."""
+"""The token-weight head of BGE-M3, for sparse embeddings."""
 TOKEN_VECTORS_FILE = "colbert_linear.pt"
 """The head of BGE-M3 that computes the vector of each token, for multi-vector output."""
 
@@ -152,7 +152,7 @@ def _checked(folder: Path, gguf_file: str | None) -> Path:
 
 
 def _folder_problem(names: list[str]) -> str | None:
-    """Return why a folder with these files cannot be loaded, or None if it can."""
+    """Return the reason why a folder with these files cannot be loaded, or None if it can."""
     endings = {Path(name).suffix for name in names}
     if ".safetensors" in endings and "config.json" in names:
         return None
@@ -257,7 +257,7 @@ def _remote_names(model_id: str, revision: str, folder: Path) -> list[str]:
 
 
 def missing_shards(folder: Path) -> list[str]:
-    """Return the weight files that the index of a folder lists and that are not there."""
+    """Return the weight files that the index of a folder lists and that are missing."""
     return [name for name in _shards(folder) if not (folder / name).exists()]
 
 
@@ -283,7 +283,7 @@ def _check_complete(model_id: str, folder: Path) -> None:
 
 
 def _explanation(problem: Exception, model_id: str, revision: str) -> str:
-    """Return why a download failed and what to do next."""
+    """Return the reason why a download failed, and what to do next."""
     from huggingface_hub import errors
 
     match problem:

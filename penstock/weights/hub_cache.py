@@ -16,19 +16,19 @@ _PARTIAL = "*.incomplete"
 
 @dataclass(frozen=True)
 class CachedModel:
-    """One revision of a model in the cache; revisions share the files that are equal."""
+    """One revision of a model in the cache. Revisions share equal files."""
 
     name: str
     revision: str | None
-    """The commit; None for a model of which no file is complete."""
+    """The commit; None for a model without a complete file."""
     refs: Sequence[str]
     """The branches and tags that were resolved to this commit."""
     path: Path
     num_files: int
     num_bytes: int
-    """The size of its files, and of those that are partly downloaded."""
+    """The size of its files, including partly downloaded ones."""
     last_used: float
-    """When a file was last read, in seconds since 1970."""
+    """The time at which a file was last read, in seconds since 1970."""
     is_complete: bool
     """False if files are partly downloaded or shards are missing."""
 
@@ -156,5 +156,5 @@ def _size_of(files: Sequence[Path]) -> int:
 
 
 def _is_own(file: Path) -> bool:
-    """Return whether a path is a file and not a link to one."""
+    """Return whether a path is a regular file instead of a link."""
     return file.is_file() and not file.is_symlink()

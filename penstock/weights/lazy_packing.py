@@ -14,7 +14,7 @@ from penstock.host.memory import MemoryReservation, MemoryReservations
 from penstock.kernels import LazyWeight, PackedLinear
 
 MIN_LAZY_BYTES = 64 << 20
-"""Fewer bytes of lazily packed weights are packed by the load itself: that takes no noticeable time."""
+"""If all lazily packed weights have fewer bytes, the load packs them immediately, in no noticeable time."""
 
 
 class LazyPacking:
@@ -22,7 +22,7 @@ class LazyPacking:
 
     Args:
         layers: all linear layers of the model.
-        reservations: where the memory for the packed weights is reserved until they are packed.
+        reservations: the memory reserved for the packed weights until they are packed.
     """
 
     def __init__(self, layers: Iterable[PackedLinear], reservations: MemoryReservations) -> None:

@@ -1,4 +1,4 @@
-"""Memory-mapped files. The system reads their pages on access; a process can drop them again."""
+"""Memory-mapped files. The system reads their pages on access; a process can drop them later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.host.private_memory import mapping
 
 
 def map_file(file: Path) -> Tensor:
-    """Map a file and return its bytes, ``[size]`` uint8. Writes to the tensor never reach the file.
+    """Map a file and return its bytes, ``[size]`` uint8. Writes to the tensor do not change the file.
 
     Raises:
         WeightsError: the file cannot be mapped.
@@ -50,7 +50,7 @@ def map_in_huge_pages(file: Path) -> Tensor:
 def read_in_huge_pages(file: Path) -> None:
     """Read a file that was just written into the page cache again, in huge pages.
 
-    Writing leaves most of the file in small pages of the page cache, and they would stay there.
+    After writing, most of the file is in small pages of the page cache, which would otherwise remain.
     """
     with file.open("rb") as stream:
         os.fsync(stream.fileno())

@@ -1,4 +1,4 @@
-"""Files of packed weights. A load maps the weights in the kernels' layout and packs nothing.
+"""Files of packed weights. A load maps the weights in the kernels' layout without packing.
 
 ``penstock warm-cache --pack`` writes the file. It is a safetensors file
 (https://huggingface.co/docs/safetensors) of the layers in load order. Its metadata names the checkpoint, the
@@ -160,7 +160,7 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
         for place, layer in enumerate(packed)
         for name, tensor in _tensors_of(layer).items()
     ]
-    named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # tensors that would leave a gap come last
+    named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # tensors of unaligned size come last
     layers = [_Layer.of(layer).fields() for layer in packed]
     tensors: dict[str, _TensorFields] = {}
     end = 0
@@ -212,7 +212,7 @@ def _view(content: Tensor, entry: _TensorFields) -> Tensor:
 
 
 def _made_of(key: PackedKey, layout: Layout) -> str:
-    """Return everything that packed layers depend on, as JSON.
+    """Return all inputs of packing, as JSON.
 
     Checkpoint files are compared by path, size and modification time. Reading their contents would take
     longer than packing.

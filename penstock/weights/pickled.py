@@ -1,4 +1,4 @@
-"""The tensors of files that torch wrote (``pytorch_model.bin``, ``*.pt``), read without running code."""
+"""Reads the tensors of files written by torch (``pytorch_model.bin``, ``*.pt``) without running code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.weights.tensors import Weights
 
 
 class PickledWeights:
-    """The tensors of a file that torch wrote. Only tensors are unpickled, so that no code of the file runs.
+    """The tensors of a file written by torch. Only tensors are unpickled, so no code of the file runs.
 
     It has some methods of `penstock.weights.Weights`.
 
@@ -52,7 +52,7 @@ class PickledWeights:
         return tuple(self._tensors[name].shape)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor; if it is missing or has another shape, record the fault and return zeros."""
+        """Return a tensor. If it is missing or has another shape, record the fault and return zeros."""
         tensor = self._tensors.get(name)
         self._read.add(name)
         if tensor is None:

@@ -1,7 +1,7 @@
-"""Download large files of the hub into its cache, so that an interrupted download continues where it stopped.
+"""Downloads large files from the hub into its cache; an interrupted download continues where it stopped.
 
-The client of the hub keeps finished files only. Here, an unfinished file stays beside the finished ones, and
-the next download asks the server for the rest.
+The client of the hub keeps only finished files. Here, an unfinished file stays in the cache, and the next
+download requests the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 from penstock.errors import CheckpointError, CheckpointNotFoundError
 
 LARGE_BYTES = 8 * 2**20
-"""Smaller files are left to the client of the hub."""
+"""Minimum size; the client of the hub downloads smaller files."""
 _PIECE_BYTES = 2**20
 _ATTEMPTS = 5
 _TIMEOUT = 30.0
@@ -28,7 +28,7 @@ _PARTIAL = ".incomplete"
 
 
 class ProgressBar(Protocol):
-    """Shows how many bytes have arrived."""
+    """Shows the number of received bytes."""
 
     def update(self, n: float | None = 1, /) -> bool | None: ...
 
@@ -36,7 +36,7 @@ class ProgressBar(Protocol):
 def download_large_files(model_id: str, revision: str, allowed: list[str], ignored: list[str]) -> None:
     """Download the large files of a model that match; finished files are kept.
 
-    Does nothing if the hub cannot be asked which files there are: the caller then finds out why.
+    Does nothing if the hub cannot list the files; the caller then reports the cause.
 
     Args:
         model_id: the id of the model.
@@ -112,7 +112,7 @@ def _fetch(model_id: str, request: Request, file: BinaryIO, size: int, bar: Prog
         if file.tell() >= size:
             return
     raise CheckpointNotFoundError(
-        model_id, f"the download broke off ({reason}): run the command again to continue it"
+        model_id, f"the download was interrupted ({reason}): run the command again to continue it"
     )
 
 

@@ -29,7 +29,7 @@ class TensorHeader:
 
     file: Path
     type_name: str
-    """The type as the format spells it: F32, BF16, F8_E4M3."""
+    """The type in the format's notation: F32, BF16, F8_E4M3."""
     shape: tuple[int, ...]
     num_bytes: int
     stored_name: str
@@ -53,7 +53,7 @@ class TensorHeader:
 
     @property
     def is_widened(self) -> bool:
-        """Whether the tensor holds quantized numbers that no encoding keeps."""
+        """Whether the tensor holds quantized numbers without a matching encoding."""
         return False
 
     @property

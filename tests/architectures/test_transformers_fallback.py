@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "llama",
         {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
         {},
-        "gives no quantized weights",
+        "where quantized weights are not supported",
     ),
     "code": (
         "of_its_own",

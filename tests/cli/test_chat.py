@@ -131,7 +131,7 @@ def test_images_belong_to_the_next_question(monkeypatch: pytest.MonkeyPatch, tmp
     lines = result.stdout.replace("\x1b[2m", "").replace("\x1b[0m", "").splitlines()
     assert lines[-3:] == ["Hm. Hm. [5, 5]one!", "Hm. [5, 5]one!", "Hm. [5, 5]one|[5, 5]one!|two!"]
     assert "the next question has 2 images" in result.stderr
-    for words in ("none.png cannot be read: No such file", "its name stands for text/plain", "name a file"):
+    for words in ("none.png cannot be read: No such file", "its suffix means text/plain", "name a file"):
         assert words in result.stderr
 
 

@@ -31,9 +31,19 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_checkpoint(tmp_path_factory.mktemp("seams"), request.param.tiny_config())
 
 
-@pytest.fixture
-def pipeline(checkpoint: Path) -> TextGenerationPipeline:
+@pytest.fixture(scope="module")
+def shared_pipeline(checkpoint: Path) -> TextGenerationPipeline:
     return open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
+
+
+@pytest.fixture
+def pipeline(shared_pipeline: TextGenerationPipeline) -> Iterator[TextGenerationPipeline]:
+    """The pipeline of the checkpoint, without a proposer and with an empty cache."""
+    proposer, execute = shared_pipeline.proposer, shared_pipeline.model.execute
+    yield shared_pipeline
+    shared_pipeline.proposer = proposer
+    shared_pipeline.model.execute = execute  # type: ignore[method-assign]
+    shared_pipeline.kv.forget_prefixes()
 
 
 # -- Encodings -------------------------------------------------------------------------------------------
@@ -47,12 +57,12 @@ def halved() -> Iterator[None]:
 
 @pytest.mark.usefixtures("halved")
 def test_an_added_encoding(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = step_logits(open_pipeline(checkpoint), [context_of(PROMPT)])[0]
+    unchanged = open_pipeline(checkpoint)
+    plain, right = (step_logits(unchanged, [context_of(prompt)])[0] for prompt in (PROMPT, PROMPT[::-1]))
     encoded = open_pipeline(checkpoint, quantization_encoding="halved")
     torch.testing.assert_close(step_logits(encoded, [context_of(PROMPT)])[0], plain, atol=1e-4, rtol=1e-4)
     monkeypatch.setattr(HalvedEncoding, "unpack", lambda self, tensors: tensors["weight"])
     wrong = step_logits(encoded, [context_of(PROMPT[::-1])])[0]
-    right = step_logits(open_pipeline(checkpoint), [context_of(PROMPT[::-1])])[0]
     assert float((wrong - right).abs().max()) > 0.1
 
 

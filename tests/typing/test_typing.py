@@ -60,7 +60,8 @@ def test_each_lazy_name_is_typed_and_there(file: Path) -> None:
 
 
 def test_few_values_are_any() -> None:
-    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+    texts = [file.read_text() for file in PACKAGE.rglob("*.py")]
+    trees = [ast.parse(text) for text in texts if "Any" in text]
     names = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)]
     assert sum(name.id == "Any" for name in names) <= 150, "say the type: `Any` switches the checks off"
 

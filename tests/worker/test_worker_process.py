@@ -279,33 +279,26 @@ def is_running(pid: int) -> bool:
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("name", ["hog", pytest.param("torch", marks=pytest.mark.slow), "grammar"])
+@pytest.mark.parametrize(
+    "name",
+    ["hog", pytest.param("torch", marks=pytest.mark.slow), pytest.param("grammar", marks=pytest.mark.slow)],
+)
 async def test_a_worker_at_its_memory_limit_is_restarted(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The request that exceeds the limit fails for good; requests that wait may be sent again."""
     client = WorkerClient(workers.hogging, memory_limit=GIB)
     await client.start()
     try:
-        reason = client.submit(request(name))
+        reason, *waiting = [client.submit(request(one)) for one in (name, "b", "c", "d")]
         with pytest.raises(InsufficientMemoryError, match=r"limit of 1,073,741,824 bytes .*--worker-memory"):
             await read(reason)
+        last = (await asyncio.gather(*map(read, waiting), return_exceptions=True))[-1]
+        assert type(last) is UnavailableError
+        assert "out of memory: its private memory has reached --worker-memory-limit" in str(last)
         await until(lambda: client.num_restarts == 1 and client.state == "ready")
         assert "reached its limit of private memory and ends" in capfd.readouterr().err
         assert text(await read(client.submit(request("a")))) == "a" * 40
-    finally:
-        await client.stop(0)
-
-
-async def test_requests_that_wait_at_the_memory_limit_may_be_sent_again() -> None:
-    client = WorkerClient(workers.hogging, memory_limit=GIB)
-    await client.start()
-    try:
-        generations = [client.submit(request(name)) for name in ("hog", "b", "c", "d")]
-        outcomes = await asyncio.gather(*map(read, generations), return_exceptions=True)
-        kinds = [type(one) for one in outcomes]
-        assert kinds[0] is InsufficientMemoryError
-        assert kinds[-1] is UnavailableError
-        assert "out of memory: its private memory has reached --worker-memory-limit" in str(outcomes[-1])
     finally:
         await client.stop(0)
 

@@ -30,12 +30,12 @@ _LLAMA3 = {
 """The rotary embedding if ``config.json`` defines none."""
 
 _PARTS = ("alpha_p", "alpha_n", "beta", "eps")
-"""The numbers of an activation."""
+"""The names of the parameters of an activation."""
 
 
 @dataclass(frozen=True, slots=True)
 class XIELUMLP:
-    """``down(xielu(up(x)))``; each layer has its own parameters of the activation."""
+    """``down(xielu(up(x)))``; each layer has separate activation parameters."""
 
     up: Linear
     down: Linear
@@ -51,7 +51,7 @@ class XIELUMLP:
             load: the loader.
             blueprint: the sizes of the network.
             name: the full name of the layer.
-            numbers: the numbers of the layer's activation; None if they are tensors of the checkpoint.
+            numbers: the parameters of the layer's activation; None if they are tensors of the checkpoint.
         """
 
         def number(part: str, *shape: int) -> Tensor:
@@ -116,7 +116,7 @@ class ApertusModel(TransformerModel):
 
 
 def stored_numbers(config: HuggingFaceConfig, num_layers: int) -> list[dict[str, float]] | None:
-    """Return the numbers of each layer's activation that a GGUF file has in its metadata; None without any.
+    """Return the activation parameters of each layer from the metadata of a GGUF file; None without any.
 
     Raises:
         ConfigError: ``xielu`` is not one list of numbers per part, with one number per layer.

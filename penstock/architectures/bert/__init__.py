@@ -1,4 +1,4 @@
-"""BERT and the many embedders, rerankers and classifiers made from it: MiniLM, BGE, E5, GTE, SPLADE."""
+"""BERT, and the embedders, rerankers and classifiers based on it: MiniLM, BGE, E5, GTE, SPLADE."""
 
 from __future__ import annotations
 

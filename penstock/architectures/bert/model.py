@@ -7,7 +7,7 @@ from penstock.nn import ClassifierNames, EncoderNames, VocabularyNames
 
 
 def adapted_name(name: str) -> str:
-    """Return the name of a tensor without ``bert.``, which models with a head have and others lack.
+    """Return the name of a tensor without the prefix ``bert.``, which only models with a head have.
 
     The first converted checkpoints call the parameters of layer norms gamma and beta.
     """

@@ -1,4 +1,4 @@
-"""DistilBERT and the embedders and classifiers made from it."""
+"""DistilBERT, and the embedders and classifiers based on it."""
 
 from __future__ import annotations
 

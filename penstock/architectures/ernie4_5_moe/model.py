@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Ernie45MoeModel(TransformerModel):
     """ERNIE 4.5 with experts as a pipeline model."""
 
-    ignored_weights = (*TransformerModel.ignored_weights, "model.mtp_*")  # drafts of later tokens
+    ignored_weights = (*TransformerModel.ignored_weights, "model.mtp_*")  # multi-token prediction
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

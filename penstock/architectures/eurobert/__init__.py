@@ -1,4 +1,4 @@
-"""EuroBERT and the embedders made from it."""
+"""EuroBERT, and the embedders based on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How Gemma 3 puts images into prompts: a fixed number of tokens between two that begin and end an image."""
+"""Images in prompts of Gemma 3: a fixed number of tokens between a begin and an end token."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _PREFIXES = (
 
 
 def without_sections(name: str) -> str:
-    """Return the name that the model reads of a tensor in a checkpoint."""
+    """Return the name under which the model reads a tensor of the checkpoint."""
     for pattern, prefix in _PREFIXES:
         name = pattern.sub(prefix, name)
     return name

@@ -32,7 +32,7 @@ _PROJECTION = "multi_modal_projector.mm_input_projection_weight"
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Vision:
-    """The tower, and the projection of squares of patches to rows of the decoder."""
+    """The tower, average pooling of squares of patches, and the projection to rows of the decoder."""
 
     tower: VisionTower
     norm: RMSNorm
@@ -46,7 +46,7 @@ class Gemma3Vision:
         """Read the encoder of a checkpoint whose decoder has this hidden size.
 
         Raises:
-            ConfigError: the rows of an image are no square, or do not divide its patches.
+            ConfigError: the number of rows of an image is not a square, or does not divide its patches.
         """
         count = config.integer("mm_tokens_per_image", 256)
         side = isqrt(count)

@@ -11,7 +11,7 @@ from penstock.nn import Blueprint
 
 
 class Gemma3TextEmbedder(EmbedderModel):
-    """Gemma 3 as an embedder, bidirectional if the configuration says so."""
+    """Gemma 3 as an embedder, bidirectional if configured."""
 
     decoder = Gemma3TextModel
 

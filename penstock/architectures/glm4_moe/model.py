@@ -1,7 +1,7 @@
 """GLM 4 with experts (Zeng et al. 2025, arXiv:2508.06471): the routing of DeepSeek-V3, and partial rotation.
 
 The first layers are dense. Each other layer has experts in groups, selected by sigmoid scores and a bias, and
-shared experts. The layers after the last are drafts of later tokens; they are not loaded.
+shared experts. The multi-token prediction layers at the end are not loaded.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
         for i in held.others(experts):
             if f"{name}.{tensor}.{i}.weight" in load.source:
                 load.source.expect(f"{name}.{tensor}.{i}.weight", shape)
-    # A bias of a down matrix is added once: by the rank that has the expert, or by rank 0.
+    # The bias of a down matrix is added once: by the rank that has the expert, or by rank 0.
     adds_bias = held.inputs is None or load.shard.rank == 0
-    # The parts have no names: checkpoints and adapters have no names for the matrices of one expert.
+    # The parts are unnamed: checkpoints and adapters do not name the matrices of single experts.
     packed = held.packed(
         (
             load.pack(
@@ -72,7 +72,7 @@ def _stored(
     in_features: int,
     order: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[PackedLinear, ...]:
-    """Return the layers of all experts, in the encoding that the checkpoint has for them."""
+    """Return the layers of all experts, in the encoding of the checkpoint."""
     experts, out_features = biases.shape
     return tuple(
         load.expert(f"{name}.{i}", out_features, in_features, bias=biases[i], order=order).packed
@@ -91,5 +91,5 @@ def _matrices(
 
 
 def _deinterleave(rows: Tensor) -> Tensor:
-    """Return the gate rows, then the up rows, of a matrix in which they alternate."""
+    """Return the gate rows followed by the up rows of a matrix in which they alternate."""
     return torch.cat([rows[0::2], rows[1::2]])

@@ -28,19 +28,19 @@ _TOKEN_WEIGHTS = ClassifierNames(dense=None, activation=None, output="classifier
 
 
 def without_family(name: str) -> str:
-    """Return the name of a tensor without ``gte.`` or ``new.``, which models with a head have."""
+    """Return the name of a tensor without the prefix ``gte.`` or ``new.`` of models with a head."""
     return name.removeprefix("gte.").removeprefix("new.")
 
 
 class GteModel(PostNormModel):
     """GTE as a pipeline model.
 
-    A checkpoint can have a head with one label for each token, which weighs it for sparse embeddings
+    A checkpoint can have a token-classification head with one label: the token weights of sparse embeddings
     (section 3.2 of the paper).
     """
 
     weights_adapter = without_family
-    position_types = ("rope", "absolute")  # configurations of transformers have the default of BERT
+    position_types = ("rope", "absolute")  # configurations of transformers contain BERT's default
     ignored_weights = ("pooler.*", "lm_head.*", "*rotary_emb.inv_freq")
     names = EncoderNames(
         positions=None,

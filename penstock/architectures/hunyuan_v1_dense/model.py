@@ -65,7 +65,7 @@ class HunyuanV1DenseModel(TransformerModel):
 
 
 def _rope_parameters(config: HuggingFaceConfig) -> Mapping[str, object]:
-    """Return the rotary parameters. A dynamic rope with ``alpha`` is a plain one with another base."""
+    """Return the rotary parameters. A dynamic rope with ``alpha`` is a default rope with another base."""
     given = rope_values(config)
     alpha, kind = given.get("alpha"), given.get("rope_type", given.get("type"))
     if kind != "dynamic" or not alpha:

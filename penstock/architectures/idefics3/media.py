@@ -1,4 +1,4 @@
-"""How Idefics3 and SmolVLM put images into prompts: numbered tiles, then the whole image."""
+"""Images in prompts of Idefics3 and SmolVLM: numbered tiles, then the whole image."""
 
 from __future__ import annotations
 

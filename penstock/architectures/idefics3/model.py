@@ -19,7 +19,7 @@ _PREFIX = re.compile(r"^model\.(text_model\.|(?=vision_model\.|connector\.))")
 
 
 def without_sections(name: str) -> str:
-    """Return the name that the model reads of a tensor in a checkpoint."""
+    """Return the name under which the model reads a tensor of the checkpoint."""
     return _PREFIX.sub(lambda match: "model." if match[1] else "", name)
 
 

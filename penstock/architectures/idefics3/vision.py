@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.pipelines.core import ImageMetadata
 
 MAX_ROWS = 4096
-"""Rows that the tower computes at a time, unless a tile has more."""
+"""Maximum number of rows that the tower computes at a time, unless a tile has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Idefics3Vision:
 
     tower: VisionTower
     projection: Linear  # [s^2 E] -> [E of the decoder]
-    scale: int  # s: patches that become one row, in each direction
+    scale: int  # s: patches per row of the decoder, in each direction
     device: torch.device
     dtype: torch.dtype
 
@@ -110,6 +110,6 @@ def tile_positions(rows: int, columns: int, side: int) -> Tensor:
 
 
 def _buckets(count: int, side: int) -> Tensor:
-    """Return for each of ``count`` evenly spaced places the one of ``side`` intervals that contains it."""
+    """Return the index of the interval (of ``side``) that contains each of ``count`` evenly spaced points."""
     bounds = torch.arange(1 / side, 1.0, 1 / side)
     return torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), bounds, right=True)

@@ -2,8 +2,9 @@
 their inputs.
 
 Layers with positions rotate interleaved pairs, then norm queries and keys, and attend within chunks of
-consecutive tokens. Layers without positions see all keys; their queries grow with the position. The router
-multiplies the input of the selected expert by the sigmoid of its logit; a shared expert computes every row.
+consecutive tokens. Layers without positions see all keys; their queries are scaled by a factor that grows
+with the position. The router multiplies the input of the selected expert by the sigmoid of its logit; a
+shared expert computes every row.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ class Llama4TextModel(TransformerModel):
 
 
 def _rope_layers(config: HuggingFaceConfig) -> tuple[bool, ...]:  # [L]
-    """Return for each layer whether it has positions. In ``no_rope_layers`` a 1 means that it has."""
+    """Return for each layer whether it has positions. A 1 in ``no_rope_layers`` means yes."""
     layers = num_layers(config)
     given = config.integers("no_rope_layers")
     if not given:
@@ -208,7 +209,7 @@ def _chunks(config: HuggingFaceConfig) -> tuple[int | None, ...]:  # [L]
 
 
 def _sparse_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
-    """Return the layers with experts: ``moe_layers``, or each ``interleave_moe_layer_step``-th."""
+    """Return the layers with experts: ``moe_layers``, or every ``interleave_moe_layer_step``-th layer."""
     given = config.integers("moe_layers")
     if given is not None:
         return set(given)

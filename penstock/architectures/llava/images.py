@@ -10,18 +10,18 @@ CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 
 
 def vision_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
-    """Return the configuration of the tower, with the values that transformers assumes."""
+    """Return the configuration of the tower, with the defaults of transformers."""
     section = config.section("vision_config").to_dict()
     return HuggingFaceConfig({**_VISION_DEFAULTS, **section}, "config.json: vision_config")
 
 
 def has_class_row(config: HuggingFaceConfig) -> bool:
-    """Return whether the tower has a class row before the patches of an image, as CLIP has."""
+    """Return whether the tower has a class row before the patches of an image, as in CLIP."""
     return vision_config(config).text("model_type") == CLIP
 
 
 def drops_first_row(config: HuggingFaceConfig) -> bool:
-    """Return whether the first row of the tower is not passed to the decoder."""
+    """Return whether the first row of the tower is dropped."""
     strategy = config.text("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         raise CheckpointError(

@@ -41,7 +41,7 @@ class LlavaEncoder:
 
     tower: VisionTower
     layers: tuple[int, ...]
-    """Numbers of blocks after which rows are taken; several are concatenated."""
+    """Indices of the blocks after which rows are taken; rows of several blocks are concatenated."""
     has_class_row: bool
     drops_first_row: bool
     up: Linear
@@ -83,12 +83,13 @@ _PREFIXES: Mapping[str, str] = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""Prefix of a tensor name in the checkpoint -> prefix in the model. It depends on the version of
-transformers."""
+"""Prefix of a tensor name in the checkpoint -> prefix in the model. Checkpoints differ by transformers
+version.
+"""
 
 
 def adapted_name(name: str) -> str:
-    """Return the name of a tensor that the model reads."""
+    """Return the name under which the model reads a tensor of the checkpoint."""
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
@@ -102,7 +103,7 @@ class LlavaModel(VisionLanguageModel):
     ignored_weights = (
         "*rotary_emb.inv_freq",
         "*position_ids",
-        "vision_tower.encoder.layers.*",  # blocks after the last one that is read
+        "vision_tower.encoder.layers.*",  # blocks after the last one in use
         "vision_tower.post_layernorm.*",
         "vision_tower.head.*",
     )

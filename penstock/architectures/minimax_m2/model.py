@@ -1,7 +1,7 @@
 """MiniMax-M2 (MiniMax 2025): sigmoid routing with a correction bias, and partial rotation.
 
-Norms cover all queries, and all keys, together. Earlier MiniMax models have linear attention; this family has
-none.
+Queries of all heads share one norm, and so do keys. Unlike earlier MiniMax models, this family has no linear
+attention.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _REQUIRED = {
     "qk_norm_type": "per_layer",
     "shared_intermediate_size": 0,
 }
-"""Keys of published files, and the only value that this network computes."""
+"""Keys of published files, each with the only supported value."""
 
 
 def _check(config: HuggingFaceConfig) -> None:

@@ -45,7 +45,7 @@ class QueryRotary(Rotary):
 
 @dataclass(frozen=True, slots=True)
 class Ministral3Attention(Attention):
-    """Attention with a rotary embedding for keys and another one, the next, for queries."""
+    """Attention with separate rotary embeddings for keys and queries."""
 
     def _rotated(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs

@@ -1,4 +1,4 @@
-"""ModernBERT and the embedders and rerankers made from it."""
+"""ModernBERT, and the embedders and rerankers based on it."""
 
 from __future__ import annotations
 

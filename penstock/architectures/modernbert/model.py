@@ -55,7 +55,7 @@ class ModernBertBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepInputs, rows: Sequence[RotaryRows]
     ) -> tuple[Tensor, Tensor]:
-        """``x [T, E]`` is the output of the block before, not yet added to ``residual [T, E]``."""
+        """``x [T, E]`` is the output of the previous block, not yet added to ``residual [T, E]``."""
         if self.attention_norm is None or residual is None:
             normed, total = x, x
         else:

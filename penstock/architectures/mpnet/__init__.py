@@ -1,4 +1,4 @@
-"""MPNet and the embedders made from it."""
+"""MPNet, and the embedders based on it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BUCKETS = 32
 MAX_DISTANCE = 128
-"""Distances from here on share the last bucket."""
+"""Distances from this one on share the last bucket."""
 
 
 class MPNetModel(PostNormModel):
@@ -45,7 +45,7 @@ class MPNetModel(PostNormModel):
         table = load.source.tensor("encoder.relative_attention_bias.weight", (buckets, sizes.heads))
         values = table.float().to(load.device)  # [buckets, H]
         longest = sizes.max_length
-        distances = torch.arange(1 - longest, longest)  # of the key from the query
+        distances = torch.arange(1 - longest, longest)  # distance of the key from the query
         bias = values[relative_buckets(distances).to(load.device)].T.contiguous()  # [H, 2P - 1]
         return lambda length: bias[:, longest - length : longest + length - 1]
 

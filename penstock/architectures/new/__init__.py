@@ -1,4 +1,4 @@
-"""GTE in the format of its authors: ``model_type`` ``new``, published with code of its own."""
+"""GTE in the format of its authors: ``model_type`` ``new``, published with custom code."""
 
 from __future__ import annotations
 

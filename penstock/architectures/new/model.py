@@ -18,7 +18,7 @@ _OPTIONS = {
     "logn_attention_clip1": False,
     "pack_qkv": True,
 }
-"""Options of the published code that no published checkpoint changes, and their values."""
+"""Options of the published code, with the values that all published checkpoints use."""
 
 
 class NewModel(GteModel):
@@ -29,7 +29,7 @@ class NewModel(GteModel):
         """Read a ``config.json``.
 
         Raises:
-            ConfigError: an option asks for another network.
+            ConfigError: an option has an unsupported value.
         """
         for name, value in _OPTIONS.items():
             if config.get(name, value) != value:

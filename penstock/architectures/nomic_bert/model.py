@@ -29,7 +29,7 @@ _OLDER_VALUES = {
     "rotary_emb_scale_base": None,
     "rotary_scaling_factor": None,
 }
-"""Options of older files, and the only values that this network computes."""
+"""Options of older files, each with the only supported value."""
 
 
 class NomicBertModel(PostNormModel):

@@ -39,7 +39,7 @@ class ClippedLinear(Linear):
 
 
 def norms_without_weights(load: Loader) -> LoadNorm:
-    """Return a function that makes layer norms with weights of 1 and biases of 0."""
+    """Return a function that creates layer norms with weights of 1 and biases of 0."""
 
     def make(name: str, size: int) -> LayerNorm:
         weight = torch.ones(size, dtype=load.dtype, device=load.device)

@@ -1,4 +1,4 @@
-"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): experts; norms cover all queries, and all keys."""
+"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): experts; norms over all heads of queries and keys."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Phi3Model(TransformerModel):
 
 
 def _rope_parameters(config: HuggingFaceConfig) -> dict[str, object]:
-    """Return the rotary parameters. The first files of the family call LongRoPE su or yarn."""
+    """Return the rotary parameters. Early files of the family call LongRoPE ``su`` or ``yarn``."""
     given = rope_values(config)
     if given.get("rope_type", given.get("type")) in ("su", "yarn"):
         given["rope_type"] = "longrope"

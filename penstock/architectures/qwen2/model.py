@@ -22,7 +22,7 @@ class Qwen2Model(TransformerModel):
 
 
 def late_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
-    """Return the window of each layer: layers from ``max_window_layers`` on, if ``use_sliding_window``.
+    """Return the window of each layer; ``use_sliding_window`` sets it from ``max_window_layers`` on.
 
     Raises:
         ConfigError: ``layer_types`` has sliding attention, but there is no window.

@@ -1,4 +1,4 @@
-"""How Qwen2.5-VL and Qwen3-VL put images into prompts: one token for each square of patches."""
+"""Images in prompts of Qwen2.5-VL and Qwen3-VL: one token for each square of patches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.media.family import Arrays, ProcessedImage, VisionFamily
 
 
 class QwenVisionFamily(VisionFamily):
-    """Images of any size; the chat template puts the placeholder between tokens that begin and end it."""
+    """Images of any size. The chat template puts the placeholder between a begin and an end token."""
 
     @property
     def image_token_id(self) -> int:

@@ -23,22 +23,22 @@ _PREFIX = re.compile(r"^model\.(language_model\.|(?=visual\.))")
 
 
 def without_sections(name: str) -> str:
-    """Return the name that the model reads of a tensor in a checkpoint."""
+    """Return the name under which the model reads a tensor of the checkpoint."""
     return _PREFIX.sub(lambda match: "model." if match[1] else "", name)
 
 
 class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
-    """What the vision models of Qwen share: images are grids of patches, positions have three axes."""
+    """The base class of Qwen's vision models: images are grids of patches, positions have three axes."""
 
     weights_adapter = without_sections
     text_family: ClassVar[type[TransformerModel]]
     """The family of the decoder."""
     sections: ClassVar[tuple[int, int, int]]
-    """The pairs of dims of each axis of the positions, if the checkpoint has none."""
+    """The number of dim pairs per position axis, if the checkpoint does not set it."""
 
     @classmethod
     def axes(cls, sections: Sequence[int], pairs: int) -> tuple[int, ...]:
-        """Return the axis of the positions that rotates each pair of dims of a head."""
+        """Return, for each pair of dims of a head, the position axis that rotates it."""
         return sectioned_axes(sections, pairs)
 
     @classmethod

@@ -27,8 +27,8 @@ _NORM_EPS = 1e-6
 class WindowLayout:
     """The order of patches by windows."""
 
-    order: Tensor  # [T] int64: the patch at each row
-    inverse: Tensor  # [T / merge^2] int64: the row of each merged patch
+    order: Tensor  # [T] int64: index of the patch in each row
+    inverse: Tensor  # [T / merge^2] int64: index of the row of each merged patch
     row_offsets: Tensor  # [W + 1] int32: the rows of each window
 
     @classmethod
@@ -37,8 +37,8 @@ class WindowLayout:
 
         Args:
             grids: the grid of each image.
-            merge: patches of a merged patch, in each direction.
-            window: merged patches of a window, in each direction.
+            merge: patches per merged patch, in each direction.
+            window: merged patches per window, in each direction.
         """
         windows: list[Tensor] = []
         first = 0
@@ -67,7 +67,7 @@ class Qwen25Vision:
     norm: RMSNorm
     merger: MLP  # [merge^2 E] -> [E of the text model]
     sizes: GridSizes
-    window: int  # merged patches of a window, in each direction
+    window: int  # merged patches per window, in each direction
     device: torch.device
     dtype: torch.dtype
 

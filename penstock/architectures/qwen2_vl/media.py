@@ -1,4 +1,4 @@
-"""How Qwen2-VL puts images into prompts: as Qwen2.5-VL does."""
+"""Images in prompts of Qwen2-VL, as in Qwen2.5-VL."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ class Qwen3Embedder(EmbedderModel):
     """Qwen 3 as an embedder or a reranker.
 
     A reranker answers a question about a query and a document with the token "yes" or "no". The score is the
-    softmax of the two logits at the last position. That is the sigmoid of their difference, and the
-    difference is the product with one vector: the head's row of "yes" minus that of "no".
+    softmax of the two logits at the last position, which equals the sigmoid of their difference. The
+    difference is the product with one vector: the head's row of "yes" minus its row of "no".
     """
 
     decoder = Qwen3Model

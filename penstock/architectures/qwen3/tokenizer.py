@@ -29,7 +29,7 @@ class Qwen3EmbeddingsTokenizer(EmbeddingsTokenizer):
 
     Args:
         checkpoint: the checkpoint's folder.
-        **options: as of `EmbeddingsTokenizer`.
+        **options: see `EmbeddingsTokenizer`.
     """
 
     def __init__(self, checkpoint: Path, **options: Unpack[TokenizerOptions]) -> None:

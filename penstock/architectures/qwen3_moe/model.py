@@ -72,7 +72,7 @@ class Qwen3MoeModel(TransformerModel):
 
 
 def dense_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
-    """Return the layers without experts: ``mlp_only_layers``, and all but each ``decoder_sparse_step``-th."""
+    """Return the layers without experts, by ``mlp_only_layers`` and ``decoder_sparse_step``."""
     named = config.integers("mlp_only_layers") or ()
     step = config.integer("decoder_sparse_step", 1)
     return {layer for layer in range(layers) if layer in named or (layer + 1) % step}

@@ -1,4 +1,4 @@
-"""How Qwen3-VL puts images into prompts: as Qwen2.5-VL does."""
+"""Images in prompts of Qwen3-VL, as in Qwen2.5-VL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL (Bai et al. 2025, arXiv:2511.21631): Qwen 3 with rows of images in its first layers."""
+"""Qwen3-VL (Bai et al. 2025, arXiv:2511.21631): Qwen 3 with image rows added in its first layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.nn import DecoderNetwork, Loader
 
 @dataclass(frozen=True, slots=True)
 class DeepstackNetwork(VisionLanguageNetwork):
-    """A decoder whose first layers add further rows of images to their outputs."""
+    """A decoder that adds further image rows to the outputs of its first layers."""
 
     text: DecoderNetwork
     encoder: Qwen3Vision

@@ -40,7 +40,7 @@ class PatchMerger:
     mlp: MLP
     width: int  # merge^2 E
     merges_first: bool
-    """Whether the norm covers the whole square, not each patch."""
+    """Whether the norm covers the whole square instead of each patch."""
 
     @classmethod
     def load(cls, load: Loader, name: str, sizes: GridSizes, *, merges_first: bool) -> PatchMerger:

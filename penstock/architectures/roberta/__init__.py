@@ -1,4 +1,4 @@
-"""RoBERTa and the embedders, rerankers and classifiers made from it."""
+"""RoBERTa, and the embedders, rerankers and classifiers based on it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class SmolLM3Model(TransformerModel):
 
 
 def _rope_layers(config: HuggingFaceConfig) -> tuple[bool, ...]:  # [L]
-    """Return for each layer whether it has positions. In ``no_rope_layers`` a 1 means that it has."""
+    """Return for each layer whether it has positions. A 1 in ``no_rope_layers`` means yes."""
     layers = num_layers(config)
     given = config.integers("no_rope_layers")
     if given is None:

@@ -1,4 +1,4 @@
-"""How SmolVLM puts images into prompts: as Idefics3 does."""
+"""Images in prompts of SmolVLM, as in Idefics3."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class StableLmModel(TransformerModel):
         dim = blueprint.head_dim
 
         def head_norms(name: str, size: int) -> LayerNorm:
-            """Read the layer norms of all heads as one with weights for each head, ``[H, D]``."""
+            """Read the layer norms of all heads as one norm with weights ``[H, D]``."""
             weights = [load.tensor(f"{name}.norms.{head}.weight", dim) for head in range(size // dim)]
             weight = torch.stack(weights)
             return LayerNorm(weight, torch.zeros_like(weight), blueprint.norm_eps)

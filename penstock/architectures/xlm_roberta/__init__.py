@@ -1,4 +1,4 @@
-"""XLM-RoBERTa and the multilingual embedders and rerankers made from it: BGE-M3, E5, GTE."""
+"""XLM-RoBERTa, and the multilingual embedders and rerankers based on it: BGE-M3, E5, GTE."""
 
 from __future__ import annotations
 

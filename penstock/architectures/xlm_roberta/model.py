@@ -1,7 +1,7 @@
 """XLM-RoBERTa (Conneau et al. 2020, arXiv:1911.02116): RoBERTa with a multilingual vocabulary.
 
-The published checkpoints of Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173) have its model type, a
-rotary embedding, other tensor names, and a LoRA adapter for each of several tasks.
+The published checkpoints of Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173) also have this model
+type, with a rotary embedding, other tensor names, and several task adapters (LoRA).
 """
 
 from __future__ import annotations

@@ -125,10 +125,10 @@ class WorkerLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a simulation knows about workers and router. Stored as JSON."""
+    """The measured costs and limits of workers and router. Stored as JSON."""
 
     measured: Mapping[str, str]
-    """What was measured: model, machine, date."""
+    """Description of the measurement: model, machine, date."""
     limits: WorkerLimits
     step: StepCostTable
     router: RouterCosts

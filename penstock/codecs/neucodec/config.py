@@ -22,7 +22,7 @@ class SemanticConfig:
     heads: int
     kernel_size: int
     left_positions: int
-    """Farthest distance before a query that has an embedding of its own."""
+    """Largest distance before a query with a separate embedding."""
     right_positions: int
     norm_eps: float
 

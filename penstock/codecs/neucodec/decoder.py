@@ -138,7 +138,7 @@ def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> 
 
 
 def code_digits(levels: tuple[int, ...]) -> Tensor:
-    """Return the numbers between -1 and 1 that each code stands for, ``[prod(levels), len(levels)]``.
+    """Return the numbers between -1 and 1 that each code represents, ``[prod(levels), len(levels)]``.
 
     A code is a number whose digits, the lowest first, have these numbers of levels (arXiv:2309.15505).
     """

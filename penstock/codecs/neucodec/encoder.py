@@ -16,7 +16,7 @@ from penstock.codecs.neucodec.semantic import SemanticEncoder, read_semantic_enc
 from penstock.kernels import Ops, PackedLinear
 
 _MARGIN = 1e-3
-"""The outer levels lie this share outside the range of the hyperbolic tangent (arXiv:2309.15505)."""
+"""The outer levels exceed the range of the hyperbolic tangent by this fraction (arXiv:2309.15505)."""
 
 
 @dataclass(frozen=True, slots=True)

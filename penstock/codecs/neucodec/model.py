@@ -3,7 +3,7 @@
 `NeuCodec.decode` computes what the published model computes: attention and group norms see the whole stream.
 A stream that is still growing cannot be decoded this way. `NeuCodec.decode_chunks` therefore decodes windows
 at fixed positions (`codecs.neucodec.windows`). Its results do not depend on the sizes of the chunks. They
-differ from those of `decode`, also for a whole stream.
+differ from those of `decode`, even for a whole stream.
 
 The encoder (`codecs.neucodec.encoder`) has several hundred million parameters that decoding does not need.
 It is read from the checkpoint for each call of `NeuCodec.encode` and released after it.
@@ -48,7 +48,7 @@ class _Window:
 
     @property
     def key(self) -> tuple[int, bytes]:
-        """All that the samples of a window depend on."""
+        """Everything on which the samples of a window depend."""
         return self.block.index, self.frames.numpy().tobytes()
 
 
@@ -199,7 +199,7 @@ class NeuCodec(AudioCodec):
 
 
 def _blended(before: Tensor, own: Tensor, overlap: int) -> Tensor:
-    """Return the samples of a window, the first ones mixed with those of the window before it."""
+    """Return the samples of a window, the first ones blended with those of the previous window."""
     count = min(len(before), len(own))
     share = (torch.arange(count) + 0.5) / overlap
     return torch.cat([torch.lerp(before[:count], own[:count], share), own[count:]])

@@ -1,8 +1,8 @@
 """The semantic encoder of NeuCodec: a W2v-BERT conformer and convolutions (Gulati et al. 2020,
 arXiv:2005.08100; Chung et al. 2021, arXiv:2108.06209).
 
-Attention adds a term for the clipped distance of key and query (Shaw et al. 2018, arXiv:1803.02155), which no
-operation of the kernels has: it is computed with torch, one head at a time. A reference is encoded once.
+Attention adds a term for the clipped distance of key and query (Shaw et al. 2018, arXiv:1803.02155), which
+the kernels do not support: it is computed with torch, one head at a time. A reference is encoded once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The decoder of SNAC: latent rows to samples.
 
 The output contains only the middle of a chunk, without its context. Each block drops the rows at the edges on
-which no sample of the output depends. So context costs little in the last blocks, whose rows are most
-frequent.
+which no sample of the output depends. Context therefore costs little in the last blocks, which have the most
+rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SIDE = KERNEL_SIZE // 2
 
 @dataclass(slots=True)
 class Span:
-    """Where the rows of a sequence lie in its stream, in units of the current rate."""
+    """The position of the rows of a sequence in its stream, in units of the current rate."""
 
     begin: int
     """Position of the first row."""

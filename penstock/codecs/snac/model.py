@@ -1,8 +1,8 @@
 """`SnacCodec`: SNAC checkpoints without attention layers, such as SNAC 24 kHz.
 
-A frame holds one code of the coarsest codebook and the codes of the finer ones in the same time. They stand
-in the order in which their times begin, coarse codes first: with strides 4, 2, 1 they belong to the codebooks
-1, 2, 3, 3, 2, 3, 3.
+A frame holds one code of the coarsest codebook and the codes of the finer ones in the same time. They are
+ordered by their start time, coarse codes first: with strides 4, 2, 1 they belong to the codebooks 1, 2, 3, 3,
+2, 3, 3.
 
 The decoder adds noise that the network scales. The noise is a function of the position in the stream
 (`codecs.snac.noise`), so decoding is deterministic and independent of chunks.
@@ -38,7 +38,7 @@ class SnacCodec(AudioCodec):
     name = "snac"
     tolerance = 1e-4
     with_noise = True
-    """False leaves out the noise of the decoder: the output sounds duller."""
+    """Whether the decoder adds noise. Without it, the output sounds duller."""
 
     def __init__(
         self, config: SnacConfig, ops: Ops, quantizer: Quantizer, decoder: SnacDecoder, encoder: SnacEncoder

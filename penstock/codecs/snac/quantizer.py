@@ -24,7 +24,7 @@ class Codebook:
     stride: int
 
     def latents(self, codes: Tensor, ops: Ops) -> Tensor:
-        """``codes [N] -> [N * stride, latent]``: each code stands for ``stride`` rows."""
+        """``codes [N] -> [N * stride, latent]``: each code represents ``stride`` rows."""
         rows = ops.linear(ops.embedding(codes, self.table), self.project_out)
         return ops.take_rows(rows, torch.arange(len(rows) * self.stride) // self.stride)
 

@@ -1,8 +1,8 @@
 """Checkpoint formats: how a checkpoint stores the weights of linear layers. One file per format.
 
-A file of this folder holds one record, ``FORMAT``. A format is independent of the architecture: it tells the
-loader which encoding each layer is stored in, and reads the layer in that encoding or as floats. Files whose
-names begin with an underscore are shared by several formats.
+A file of this folder holds one record, ``FORMAT``. A format is independent of the architecture: it determines
+the stored encoding of each layer, and reads the layer in that encoding or as floats. Files whose names begin
+with an underscore are shared by several formats.
 
 Importing this package loads no torch. The methods that read tensors import it when they are called.
 """
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 Headers = Mapping[str, TensorHeader]
 LayerPolicy = Callable[[str], str | None]
-"""Name of a layer -> the encoding that the checkpoint stores it in; None for a layer of plain floats."""
+"""Name of a layer -> its stored encoding; None for a layer of plain floats."""
 
 
 class TensorReader(Protocol):
     """Reads tensors of a checkpoint's files. The tensors are views of the mapped files."""
 
     def tensor(self, header: TensorHeader, index: int | None = None) -> Tensor:
-        """Return a stored tensor in its stored type, or one part of it along the first dimension."""
+        """Return a tensor in its stored type, or one part of it along the first dimension."""
         ...
 
     def file_bytes(self, header: TensorHeader) -> Tensor:
-        """Return all bytes of the file that holds a tensor, as uint8."""
+        """Return all bytes of the file that contains a tensor, as uint8."""
         ...
 
 
@@ -47,15 +47,15 @@ class CheckpointFormat(ABC):
     """One way of storing the weights of linear layers."""
 
     name: str
-    """The name of its file, and what messages call the format."""
+    """The name of its file; also used in messages."""
     quant_methods: tuple[str, ...] = ()
     """Values of ``quantization_config.quant_method`` in ``config.json`` that this format reads."""
     kept_encodings: tuple[str, ...] = ()
     """Encodings in which the format returns layers; others are read as floats."""
     keeps_floats: bool = False
-    """Whether layers of plain floats stay floats if the user asks for no encoding."""
+    """Whether layers of plain floats stay floats if the user sets no encoding."""
     unread_if_zero: tuple[str, ...] = ()
-    """Patterns of tensors that a model does not have to read if they hold only zeros."""
+    """Patterns of tensors that a model may ignore if they contain only zeros."""
     priority: int = 0
     """If several formats detect a checkpoint, the one with the highest priority reads it."""
 
@@ -73,7 +73,7 @@ class CheckpointFormat(ABC):
         return None
 
     def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
-        """Return the tensors that a model sees, by the names and in the shapes of plain checkpoints.
+        """Return the tensors for the model, with the names and shapes of plain checkpoints.
 
         A format that stores one weight as several tensors replaces them by one `QuantizedHeader` named
         ``<layer>.weight``. By default the stored tensors are returned, with the encodings of `policy`.
@@ -92,7 +92,7 @@ class CheckpointFormat(ABC):
         }
 
     def model_encoding(self, headers: Headers) -> str | None:
-        """Return the encoding of the model if the user asks for none; None: the type of the plain floats.
+        """Return the default encoding of the model; None: the type of the plain floats.
 
         By default it is the encoding of the stored type that takes the most bytes.
         """
@@ -171,7 +171,7 @@ class FormatRegistry:
 
     @contextmanager
     def extended(self, *formats: CheckpointFormat) -> Iterator[None]:
-        """Add formats for the time of a ``with`` block, in this process only."""
+        """Add formats within a ``with`` block, in this process only."""
         before = self._added
         self._added = (*before, *formats)
         try:

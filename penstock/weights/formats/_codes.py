@@ -50,7 +50,7 @@ def sorted_encoding(
     assert header is not None
     kind = {"I32": "<i4", "I64": "<i8"}.get(header.type_name)
     if kind is None:
-        return encoding, b""  # `StoredTensors.take` refuses the type
+        return encoding, b""  # `StoredTensors.take` refuses other types
     group_of_input = np.frombuffer(read_tensor_bytes(header), kind)
     inputs = len(group_of_input)
     if not 0 <= int(group_of_input.min()) <= int(group_of_input.max()) < groups:

@@ -32,11 +32,11 @@ class LayerHeader(QuantizedHeader):
     names: tuple[str, ...] = ()
     """The names of `parts`, without the name of the layer."""
     layout: str = ""
-    """How the parts are read, for formats with several ways."""
+    """The variant in which the parts are stored, for formats with several variants."""
     bits: int = 0
     """Bits of a stored number."""
     group: tuple[int, int] = (0, 0)
-    """Outputs and inputs that share a scale."""
+    """Numbers of outputs and inputs that share a scale."""
 
     def sorted_inputs(self, codes: Tensor) -> Tensor:
         """Return ``codes [out, in]`` with their inputs in `order`."""
@@ -51,14 +51,14 @@ class LayerHeader(QuantizedHeader):
         return dict(zip(self.names, self.parts, strict=True)).get(name)
 
     def read(self, source: TensorReader, name: str) -> Tensor:
-        """Return the tensor of a part that the header has."""
+        """Return the tensor of a part that the header contains."""
         header = self.part(name)
         assert header is not None
         return source.tensor(header)
 
 
 class StoredFormat(CheckpointFormat):
-    """A format whose quantized layers keep their encodings and whose other layers stay floats."""
+    """A format whose quantized layers keep their encodings, while all other layers stay floats."""
 
     keeps_floats = True
 
@@ -72,7 +72,7 @@ class StoredFormat(CheckpointFormat):
 
 
 class StoredTensors:
-    """The tensors of a checkpoint, from which a format takes those of its layers.
+    """The tensors of a checkpoint, from which a format removes those of its layers.
 
     Args:
         stored: the stored tensors by name.
@@ -109,7 +109,7 @@ class StoredTensors:
     def take_optional(
         self, layer: str, part: str, types: tuple[str, ...], *shapes: tuple[int, ...]
     ) -> TensorHeader | None:
-        """As `take`, but return None for a missing part."""
+        """Like `take`, but return None for a missing part."""
         header = self.peek(layer, part)
         if header is None:
             return None
@@ -139,7 +139,7 @@ class StoredTensors:
         group: tuple[int, int] = (0, 0),
         order: bytes = b"",
     ) -> None:
-        """Add the weight of a layer, ``[out, in]``, made of these parts."""
+        """Add the weight of a layer, ``[out, in]``, assembled from these parts."""
         found = {name: part for name, part in parts.items() if part is not None}
         first = next(iter(found.values()))
         self.left[f"{layer}.weight"] = LayerHeader(
@@ -182,7 +182,7 @@ def scale_group(
 
 
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
-    """Return ``count`` unsigned numbers of few bits that each row of int32 words holds, lowest bits first.
+    """Return the ``count`` unsigned numbers of few bits in each row of int32 words, lowest bits first.
 
     Numbers may lie across two words, as those of 3 bits do.
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BITS, _PER_WORD = 4, 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Places in a word of the codes of outputs 0 to 7."""
+"""Positions within a word of the codes of outputs 0 to 7."""
 VERSIONS = ("gemm", "gemv")
 
 
@@ -67,7 +67,7 @@ FORMAT = AWQFormat()
 
 
 def _sizes(tensors: StoredTensors, layer: str, inputs: int, size: int) -> tuple[int, int]:
-    """Return the inputs of a group and the number of groups."""
+    """Return the number of inputs per group and the number of groups."""
     size = inputs if size < 1 else size
     if not inputs or inputs % size:
         tensors.refuse(layer, "qweight", f"has {inputs} inputs, which is no multiple of group_size {size}")

@@ -3,8 +3,8 @@
 A layer of 4 bits has ``weight`` uint8, two numbers in a byte, the first in its upper half;
 ``weight.quant_map``, the table of 16 values; and ``weight.absmax``, a factor for each block of the flattened
 weight. The JSON text in ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``) has the shape and the size of a
-block. The factors may be 8-bit indices in turn, with ``weight.nested_quant_map``, ``weight.nested_absmax``
-and an offset.
+block. The factors may themselves be quantized to 8-bit indices, with ``weight.nested_quant_map``,
+``weight.nested_absmax`` and an offset.
 
 The encodings nf4 and fp4 hold such a layer exactly if each 64 inputs of an output share a factor. Layers of
 other sizes or tables are widened.
@@ -33,7 +33,7 @@ _TABLES = {"nf4": nf4.NUMBERS, "fp4": fp4.NUMBERS}
 _TABLE_ERROR = 1e-6  # float32 tables of other writers may differ in the last digit
 _GROUP = 64  # inputs that share a scale in the encodings
 _LARGEST_STATE = 10_000
-"""The text of a layer's state is not longer than this many bytes."""
+"""Maximum bytes of the text of a layer's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _parsed(text: bytes) -> _State | None:
 
 
 def _is_kept(kind: str, state: _State, table: TensorHeader) -> bool:
-    """Return whether the encoding of this name holds a layer exactly."""
+    """Return whether the encoding of this name represents a layer exactly."""
     if state.shape[1] % _GROUP or state.block % _GROUP:
         return False
     numbers = struct.unpack("<16f", read_tensor_bytes(table))

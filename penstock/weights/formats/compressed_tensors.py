@@ -1,11 +1,11 @@
 """compressed-tensors: integers, 8-bit floats and 4-bit floats with scales, by groups of layers.
 
-``quantization_config.config_groups`` says how the layers of each group are stored. The tensors of a layer
-tell the rest:
+``quantization_config.config_groups`` describes the layers of each group. The tensors of a layer determine the
+rest:
 
-* ``weight_packed`` int32: codes of few bits, the first in the lowest bits of a word. A code may lie across
-  two words; older writers leave the rest of a word unused instead. A code is the integer plus half of its
-  range. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is packed in the same way along its outputs.
+* ``weight_packed`` int32: codes of few bits, the first in the lowest bits of a word. A code may span two
+  words; older writers leave the rest of a word unused instead. A code is the integer plus half of its range.
+  ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is packed in the same way along its outputs.
 * ``weight`` int8 or 8-bit floats with ``weight_scale``.
 * ``weight_packed`` uint8: 4-bit floats, see `penstock.weights.formats._fp4`.
 
@@ -77,7 +77,7 @@ FORMAT = CompressedTensorsFormat()
 
 
 def _refuse_transforms(section: Mapping[str, object]) -> None:
-    """Refuse checkpoints whose weights need more than scales.
+    """Refuse checkpoints whose weights require operations other than scaling.
 
     Raises:
         ConfigError: weights are sparse, or activations must be rotated.
@@ -90,7 +90,7 @@ def _refuse_transforms(section: Mapping[str, object]) -> None:
 
 
 def _weights_of(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, object]:
-    """Return how a layer's weight is stored. Names count more than patterns, and these more than kinds."""
+    """Return the storage of a layer's weight. Names take precedence over patterns, patterns over kinds."""
 
     def rank(target: str) -> int:
         if target.startswith("re:"):
@@ -183,7 +183,7 @@ def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _words(count: int, bits: int) -> tuple[int, int]:
-    """Return how many words hold ``count`` codes: if codes may lie across two words, and if not."""
+    """Return the numbers of words for ``count`` codes: if codes may span two words, and if not."""
     return -(-count * bits // _WORD), -(-count // (_WORD // bits))
 
 

@@ -2,8 +2,8 @@
 
 A layer ``[out, in]`` is stored in columns:
 
-* ``qweight`` int32 ``[in * bits / 32, out]``: codes along the inputs, the first in the lowest bits. Those of
-  3 bits may lie across two words.
+* ``qweight`` int32 ``[in * bits / 32, out]``: codes along the inputs, the first in the lowest bits. Codes of
+    3 bits may span two words.
 * ``qzeros`` int32 ``[G, out * bits / 32]``: zero points, packed in the same way. In the first version of the
   format (``checkpoint_format: gptq``) they are stored minus 1.
 * ``scales`` ``[G, out]``.
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-"""Words whose codes are all 1. Sums of words carry between codes, as the writer's differences borrow."""
+"""Words whose codes are all 1. Adding words carries between codes, which reverts the borrows of the
+writer.
+"""
 
 
 class GPTQFormat(StoredFormat):

@@ -1,4 +1,4 @@
-"""torchao: integers of up to 8 bits and 8-bit floats, as torchao flattens them for safetensors.
+"""torchao: integers of up to 8 bits and 8-bit floats, flattened for safetensors as by torchao.
 
 A layer has ``_weight_qdata`` and ``_weight_scale``, and integers also have ``_weight_zero_point``. The
 metadata of a file names the class of each weight:
@@ -78,7 +78,7 @@ FORMAT = TorchAOFormat()
 
 
 def _descriptions(stored: Headers) -> Mapping[str, Mapping[str, object]]:
-    """Return what the metadata of all files says about each weight, by its stored name."""
+    """Return the description of each weight from the metadata of all files, by its stored name."""
     found: dict[str, Mapping[str, object]] = {}
     for file in {header.file for header in stored.values()}:
         for name, text in read_metadata(file).items():
@@ -92,7 +92,7 @@ def _descriptions(stored: Headers) -> Mapping[str, Mapping[str, object]]:
 
 
 def _bits(description: Mapping[str, object]) -> int:
-    """Return the bits of the integers of a weight; 8 if the metadata names no fewer."""
+    """Return the bits of the integers of a weight; 8 if the metadata does not set fewer."""
     data = description.get("_data")
     dtype = data.get("target_dtype") if isinstance(data, dict) else None
     name = dtype.get("_data") if isinstance(dtype, dict) else None
@@ -113,7 +113,7 @@ def _take_floats(tensors: StoredTensors, layer: str) -> None:
 
 
 def _num_groups(tensors: StoredTensors, layer: str, inputs: int, *, axis: int) -> int:
-    """Return the number of groups along ``axis`` of the scales. One group if they are no matrix.
+    """Return the number of groups along ``axis`` of the scales. One group if they are not a matrix.
 
     Raises:
         WeightsError: the groups do not divide the inputs.

@@ -12,7 +12,14 @@ import httpx
 import pytest
 
 
-@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "2> >(head -c 10 >/dev/null)"])
+@pytest.mark.parametrize(
+    "redirection",
+    [
+        "2>/dev/full",
+        pytest.param("2>&-", marks=pytest.mark.slow),
+        pytest.param("2> >(head -c 10 >/dev/null)", marks=pytest.mark.slow),
+    ],
+)
 def test_the_server_works_with_closed_standard_error(redirection: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

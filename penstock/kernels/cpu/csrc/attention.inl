@@ -3,8 +3,9 @@
 // The work is cut into items. An item is a tile of queries of one sequence with the same kv head (some rows, the
 // heads of the group) and all keys that they see. Keys are processed in tiles of TILE. Every CHUNK of keys has a
 // separate softmax, and the chunks are merged from left to right. Tiles and chunks start at multiples of their size,
-// counted from position 0, so that a query's bits do not depend on its batch, its chunk of the prompt, or the number
-// of threads. If there are too few items for the threads, the chunks of an item are separate tasks, merged afterwards.
+// counted from position 0, so that the bits of a query's result do not depend on its batch, its prompt chunk, or the
+// number of threads. If there are too few items for the threads, the chunks of an item are separate tasks, merged
+// afterwards.
 //
 // An item with many queries packs each tile of keys and values once for all queries. An item with few queries loads
 // them into registers directly. Both variants do the same additions in the same order and give the same bits.
@@ -12,7 +13,7 @@
 constexpr int64_t TILE = 64;
 constexpr int64_t CHUNK = 512;
 constexpr int64_t QUERIES = 64;  // maximum of an item
-constexpr int64_t FEW = 8;       // up to this many queries, keys and values are not packed
+constexpr int64_t FEW = 8;       // keys and values are packed only for more queries than this
 
 struct Attention {
   int64_t type, cache_type;  // cache_type 2: int8
@@ -24,7 +25,7 @@ struct Attention {
   const float* bias;   // [H, ...] or null: bias[h * bias_head + key - query] is added to a scaled score
   int64_t B, H, N, K, S, D, q_row, q_head, table_stride;
   int64_t window;     // number of keys up to and including the query; 0: all
-  int64_t is_chunked;  // whether no window begins before the last multiple of its size
+  int64_t is_chunked;  // whether windows start at multiples of the window size (chunked attention)
   int64_t ahead;      // keys after the query; 0: causal attention
   int64_t bias_head;
   double scale, cap;  // cap 0: no cap
@@ -170,7 +171,7 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   if (split) {
     chunks = items.max_chunks;
     team.barrier();  // all threads have read the items
-    if (team.rank == 0) {  // the memory may move: number the items again
+    if (team.rank == 0) {  // the memory may move: compute the numbering again
       memory = (char*)penstock_scratch(SHARED, header + items.count * chunks * partial * 4);
       number();
     }

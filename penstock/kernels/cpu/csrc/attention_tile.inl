@@ -1,12 +1,13 @@
 // A tile of keys against the queries of an item: scores, their softmax, and the weighted sum of the values.
 
-// Padding: a row of D values to pairs of vectors, D units of queries to vectors, few queries to a power of 2.
+// Padding: a row of D values is padded to pairs of vectors, D units of queries to vectors, and a small number of
+// queries to a power of 2.
 INLINE int64_t padded_width(int64_t D) { return round_up(D, 2 * W); }
 template <class P> INLINE int64_t padded_units(int64_t D) { return round_up(ceil_div(D, P::TERMS), W); }
 INLINE int64_t padded_count(int64_t M) { return M > FEW || M < 3 ? M : M > 4 ? 8 : 4; }
 
-// The keys (side 0) or values (side 1) of the sequence and kv head of an item, by position. W of them, starting at a
-// multiple of W, are contiguous in one block.
+// The keys (side 0) or values (side 1) of the sequence and kv head of an item, by position. W consecutive keys starting
+// at a multiple of W are contiguous in one block.
 template <class TC> struct Rows {
   const TC* base;
   const float* scales;
@@ -21,7 +22,7 @@ template <class TC> struct Rows {
   INLINE_MEMBER void prefetch(int64_t key, int64_t end) const {
     if (key >= end) return;
     const char* from = (const char*)(*this)[key];
-    // To L2, which has more outstanding misses than L1: twice as fast as to L1 for keys in memory.
+    // Prefetches to L2, which supports more outstanding misses than L1: twice as fast for keys in memory.
     for (int64_t i = 0; i < W * D * (int64_t)sizeof(TC); i += 64) __builtin_prefetch(from + i, 0, 2);
   }
 };
@@ -60,7 +61,7 @@ template <class P> struct Packed {
   Unit* q;          // [M, padded units]
   Unit* keys;       // [units, TILE]
   Unit* values;     // [TILE / TERMS, Dp]
-  float* scores;    // [M, TILE]: sums of P; integers are not converted
+  float* scores;    // [M, TILE]; integer scores are not converted to floats
   Unit* weights;    // [M, TILE / TERMS]
   float* q_scales;  // [M]: factor of an integer score
   float* factors;   // [M]: factor of an integer sum of values
@@ -280,7 +281,7 @@ INLINE void store_weights(uint32_t* weights, const vf (&own)[TILE / W], const vf
   factor = top / LIMIT;
   for (int i = 0; i < TILE / W; i++) {
     store_shorts(weights, i * W, weighted[i] * inverse);
-    total = fma(weighted[i], vf{}, total + own[i]);  // a NaN scale is not visible in an integer
+    total = fma(weighted[i], vf{}, total + own[i]);  // an integer score cannot represent a NaN scale
   }
 }
 #endif
@@ -289,7 +290,7 @@ INLINE void store_weights(uint32_t* weights, const vf (&own)[TILE / W], const vf
 template <class P, bool SCALED>
 INLINE void soften(const Attention& a, Packed<P>& packed, Partial& sums, int64_t m, int64_t Dp, int64_t begin,
                    int64_t end, const float* bias) {
-  constexpr int COUNT = TILE / W, TERMS = P::INTEGER ? 4 : P::TERMS == 2 ? 3 : 5;  // for the bits of the weights
+  constexpr int COUNT = TILE / W, TERMS = P::INTEGER ? 4 : P::TERMS == 2 ? 3 : 5;  // terms of e^x
   const vf nothing = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
   const bool whole = begin == 0 && end == TILE;

@@ -1,15 +1,16 @@
-// Blocks of checkpoints: codes of 4, 5 or 6 bits with a scale, and perhaps a minimum, for each SIZE inputs
+// Quantised blocks of checkpoints: codes of 4, 5 or 6 bits with a scale, and in some kinds a minimum, per SIZE inputs
 // (kernels/encodings/_blocks.py). A weight is scale * (code - OFFSET) - minimum. In the encodings of 256 inputs (GGUF's K
-// types), scales and minima are small integers times a float16 factor; both products are exact in float32. A
-// code of a 4-bit float selects a number of a table: 12 + 2 * the float.
+// types), scales and minima are small integers times a float16 factor; both products are exact in float32. The code of
+// a 4-bit float is an index into a table of 12 + 2 * value.
 //
-// Rows of x are quantised as for int4, with a scale for each SIZE inputs. The minimum takes part as a float:
+// Rows of x are quantised as for int4, with a scale for each SIZE inputs. The minimum is applied in float32:
 // scale * sum(code * x) - minimum * sum(x). Each output is one chain of additions in the order of the groups.
 //
-// The codes of nf4 and fp4 are indices of numbers of 16 bits. Two tables of bytes hold them, and a product adds both bytes.
+// The codes of nf4 and fp4 are indices into a table of 16-bit numbers. The table is stored as two byte tables, whose
+// products are added.
 //
-// A unit of a panel: GROUPS groups of GROUP inputs, then the factors. A group: the low four bits of the codes as in int4,
-// the higher bits (a word for each output, or two), the scales and the minima of all outputs.
+// A unit of a panel has GROUPS groups of GROUP inputs, then the factors. A group has the low four bits of the codes as
+// in int4, the higher bits (a word for each output, or two), the scales and the minima of all outputs.
 
 struct ByteScale {  // an integer 0..255
   static constexpr int64_t BYTES = 1;
@@ -30,7 +31,7 @@ struct PowerScale {  // E8M0: 2^(b - 127), and NaN for 255
     return as_float((vu)(normal < 0x00400000 ? 0x00400000 - vi{} : normal));
   }
 };
-// E4M3: its bits at their place in a float32 are the number times 2^-120. Subnormal numbers are multiplied exactly.
+// E4M3: the bits, shifted to their position in a float32, are the number times 2^-120. Subnormals are scaled exactly.
 struct Fp8Scale {
   static constexpr int64_t BYTES = 1;
   INLINE vf read(const char* p) {
@@ -40,14 +41,14 @@ struct Fp8Scale {
   }
 };
 
-struct UnitScale {  // a float32 for all inputs of a unit, behind its groups
+struct UnitScale {  // a float32 for all inputs of a unit, stored after its groups
   static constexpr int64_t BYTES = 0;
   INLINE vf read(const char*) { return vf{}; }
 };
 
 // 12 + 2 * E2M1.
 constexpr uint8_t E2M1_CODES[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-// Each byte of `indices`, 0 to 15, replaced by that number of a table of 16.
+// Replaces each byte of `indices` (0 to 15) by the entry of a table of 16 bytes.
 INLINE vu looked_up(const uint8_t* numbers, vu indices) {
 #if PENSTOCK_LANES == 16
   const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)numbers));
@@ -69,10 +70,10 @@ INLINE vu looked_up(const uint8_t* numbers, vu indices) {
 #endif
 }
 
-// A table of 16 numbers of 16 bits, as bytes. The dot product of AVX-512 takes unsigned bytes: there the numbers are
-// stored + 2^15, and sums start at -2^15 times the sum of x.
+// A table of sixteen 16-bit numbers, split into bytes. The AVX-512 dot product takes unsigned bytes: for it the numbers
+// are stored with an offset of 2^15, and sums start at -2^15 times the sum of x.
 struct NumberTable {
-  float unit;  // what 1 stands for
+  float unit;  // value of the integer 1
   uint8_t low[16], high[16];
   constexpr NumberTable(int32_t steps, const int16_t (&numbers)[16]) : unit(1.0f / (float)steps), low{}, high{} {
     for (int i = 0; i < 16; i++) {
@@ -86,7 +87,7 @@ constexpr NumberTable NUMBER_TABLES[] = {
     {32640, {0, 170, 21760, 32640, 10880, 16320, 5440, 8160, 0, -170, -21760, -32640, -10880, -16320, -5440, -8160}},
 };
 
-// The numbers of four inputs of each lane, in two parts.
+// The table entries of four inputs per lane, in two parts.
 struct Numbers {
   vu first, second;
 };
@@ -94,7 +95,7 @@ INLINE Numbers numbers_of(const NumberTable& table, vu indices) {
   const vu low = looked_up(table.low, indices), high = looked_up(table.high, indices);
 #if PENSTOCK_LANES == 16
   return {low, high};
-#else  // of inputs 0 and 2, and of inputs 1 and 3
+#else  // first: inputs 0 and 2; second: inputs 1 and 3
   return {(low & 0x00ff00ff) | (high & 0x00ff00ff) << 8, (low >> 8 & 0x00ff00ff) | (high & 0xff00ff00)};
 #endif
 }
@@ -123,12 +124,12 @@ template <> struct GroupSum<16> {
 
 struct BlockKind {
   int bits;
-  int64_t size, groups;  // inputs of a scale; groups of GROUP inputs of a unit
-  int64_t min_bytes;     // of a minimum: 0, none; 1, an integer; 2, a float16
+  int64_t size, groups;  // inputs per scale; groups of GROUP inputs per unit
+  int64_t min_bytes;     // bytes of a minimum. 0: none; 1: an integer; 2: a float16
   bool is_e2m1;
-  bool has_row_scales;   // whether a float32 for each output scales the result
+  bool has_row_scales;   // whether each output has a float32 scale
   int table = -1;  // index of NUMBER_TABLES; -1: codes are not indices
-  int offset = 0;  // what is subtracted from codes of kinds with minima
+  int offset = 0;  // subtracted from codes in kinds with minima
 };
 
 template <class Kind> struct Blocks {
@@ -147,7 +148,7 @@ template <class Kind> struct Blocks {
   static constexpr float UNIT = HAS_TABLE ? NUMBER_TABLES[max(KIND.table, 0)].unit : KIND.is_e2m1 ? 0.5f : 1;
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (HAS_TABLE ? 1 : 2) ? 4 : GROUP_VECTORS; }
 
-  // Returns the codes of half a step as products take them, from their lower bits.
+  // Returns the codes of half a step in the operand layout of the products, given their lower bits.
   INLINE auto factors_of(vu low, const char* w, int step, int half, int v) {
     if constexpr (HAS_TABLE) return numbers_of(NUMBER_TABLES[KIND.table], low);
     else return with_high_bits(low, w, step, half, v);
@@ -195,7 +196,7 @@ template <class Kind> struct Blocks {
 #pragma GCC unroll 4
             for (int part = 0; part < STEPS; part++) {
               const int step = scaled * STEPS + part;
-              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // the stream would leave too many lines to the hardware
+              if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // STREAM alone is too slow prefetchers
 #pragma GCC unroll 8
                 for (int64_t line = step; line < LINES; line += 4) __builtin_prefetch(ahead + line * LINE, 0, 2);
               } else fetch<FETCHED>(ahead, LINES, step, 4);

@@ -1,7 +1,8 @@
-// Codes of checkpoints: unsigned integers of 4 or 8 bits with a zero point and a float16 scale for each GROUP of inputs,
-// and a float32 scale for each output (kernels/encodings/_codes.py). A weight is (code - zero) * scale * row scale.
+// Integer codes of checkpoints: unsigned integers of 4 or 8 bits with a zero point and a float16 scale for each GROUP
+// of inputs, and a float32 scale for each output (kernels/encodings/_codes.py). A weight is (code - zero) * scale * row
+// scale.
 //
-// Rows of x are quantised as for int4. The zero point takes part as a float: sum(code * x) - zero * sum(x), which is
+// Rows of x are quantised as for int4. The zero point is applied in float32: sum(code * x) - zero * sum(x), which is
 // exact below 2^24. Each output is one chain of additions in the order of the groups.
 
 template <int BITS> struct CodeGroups {
@@ -71,7 +72,7 @@ struct PackCodes {  // codes [N, K] in rows, with the scales and minima of group
   int64_t encoding;  // as in Linear: codes with zero points, 8-bit floats, or blocks
   const uint8_t* codes;
   int64_t stride;
-  const void* scales;    // [N, groups]: float16, float32 for 8-bit floats, or as the kind of blocks has them
+  const void* scales;    // [N, groups]: float32 for 8-bit floats, the type of the block kind for blocks, else float16
   const uint8_t* zeros;  // [N, groups]: zero points, or the minima of blocks; null: none
   const uint16_t *factors, *min_factors;  // [N, ceil(K / 256)] float16 of blocks; null: none
   void* panels;

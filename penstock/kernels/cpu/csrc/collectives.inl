@@ -1,15 +1,15 @@
 // Collectives of the ranks of one host, in memory that they share: `SharedRegion` in penstock/distributed/region.py.
 //
-// A message is a block of at most `capacity` bytes. Messages are numbered from 1, equally on all ranks. For message n,
-// a rank
+// A message is a block of at most `capacity` bytes. Messages are numbered from 1; all ranks use the same numbers. For
+// message n, a rank
 //   1. writes its block into its buffer n & 1,
 //   2. publishes n,
 //   3. waits until the other ranks have published n or more,
 //   4. reads their buffers n & 1.
-// A rank publishes n + 1 only after it has read message n. A rank writes message n + 2 into the same buffer after all
-// have published n + 1, so that it overwrites nothing that is still being read.
+// A rank publishes n + 1 only after it has read message n. A rank writes message n + 2 into the same buffer only after
+// all ranks have published n + 1, so that it never overwrites a message that is still being read.
 
-constexpr int64_t NAP = 20000000;  // ns that a waiting rank sleeps before it checks for an abort again
+constexpr int64_t NAP = 20000000;  // ns that a waiting rank sleeps between two checks for an abort
 
 struct Region {
   int64_t aborted;  // not 0: all collectives fail
@@ -203,7 +203,7 @@ static void run(const FromRank0& a, const Team& team) {
 }
 KERNEL(from_rank_0, FromRank0)
 
-// out [rows, bytes]: rows of table [count, stride bytes], which has those of the tokens first to first + count - 1
+// out [rows, bytes]: rows of table [count, stride bytes], which holds tokens first to first + count - 1
 struct EmbeddingPart {
   const int64_t* tokens;
   const char* table;

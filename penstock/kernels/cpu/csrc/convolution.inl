@@ -11,7 +11,7 @@ INLINE Reduced reduced(vf x) {
   const vf shifted = fma(x, all(0.318309886f), all(ROUNDER)), n = shifted - ROUNDER;
   vf r = fma(n, all(-3.140625f), x);  // 8 bits of pi: the product is exact
   r = fma(n, all(-9.67653589793e-4f), r);
-  const vf limit = all(1.57079633f);  // exceeded only where x has no digits for the fraction
+  const vf limit = all(1.57079633f);  // larger x are integers in float32, without a fraction
   r = r > limit ? limit : r;
   r = r < -limit ? -limit : r;
   return {r, as_bits(shifted) << 31};
@@ -46,9 +46,10 @@ struct DepthwiseConv1d {  // x [T, C], rows strided; taps [kernel_size, C], bias
   int64_t T, rows, C, x_stride, kernel_size, stride, dilation, padding;
 };
 
-constexpr int CONV_ROWS = 4;  // that share the loads of the taps
+constexpr int CONV_ROWS = 4;  // rows that share one load of the taps
 
-// Consecutive output rows from `row`, for the taps from `begin` to `end`. Each sum is one chain in the order of taps.
+// Computes consecutive output rows from `row` on, for the taps `begin` to `end`. Each sum is one chain in
+// tap order.
 template <class T, int ROWS>
 INLINE void depthwise_rows(const DepthwiseConv1d& a, int64_t row, int64_t begin, int64_t end) {
   const int64_t step = a.stride * a.x_stride, apart = a.dilation * a.x_stride;
@@ -217,7 +218,7 @@ static void run(const OverlapAdd& a, const Team& team) {
   const int64_t drop = (a.size - a.hop) / 2, overlap = a.size / a.hop;
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t s = begin * a.hop; s < end * a.hop;) {
-      // Up to the start of the next frame, the same frames overlap.
+      // The set of overlapping frames is constant up to the start of the next frame.
       const int64_t at = s + drop, newest = at / a.hop, next = min((newest + 1) * a.hop - drop, end * a.hop);
       const int64_t first = max<int64_t>(newest - overlap + 1, 0), last = min(newest, a.n - 1);
       for_vectors(next - s, EACH_VECTOR {

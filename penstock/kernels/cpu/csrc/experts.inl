@@ -12,7 +12,7 @@ struct ExpertWeights {  // one row of the table; null: the encoding or layer has
   const void* bias;
 };
 
-struct Experts {  // rows of x, topk_ids and topk_weights strided; out contiguous
+struct Experts {  // x, topk_ids and topk_weights have strided rows; out is contiguous
   int64_t type, gating;  // gating 0 to 4: the activations; 5: clamped swish
   const void* x;
   int64_t x_stride;
@@ -23,13 +23,13 @@ struct Experts {  // rows of x, topk_ids and topk_weights strided; out contiguou
   const ExpertWeights* table;  // [count, 2]: gate_up [2F, E], down [E, F]
   void* out;
   int64_t rows, top, count, gate_up_encoding, down_encoding, E, F;
-  int64_t first, is_part;  // id of the first expert; 1: other ranks have the experts of other ids
+  int64_t first, is_part;  // id of the first expert; 1: experts with other ids are on other ranks
   double alpha, limit;
 };
 
-constexpr int64_t JOB_ROWS = 240;                // rows whose sums fit in the core's cache
-constexpr int64_t ROUND_BYTES = 16 << 20;        // memory of the places between the layers
-constexpr int64_t FEWEST_PLACES = 256;           // minimum of a round if places need more memory; at least JOB_ROWS
+constexpr int64_t JOB_ROWS = 240;                // rows whose sums fit in the cache of a core
+constexpr int64_t ROUND_BYTES = 16 << 20;        // bytes of intermediate values of all places
+constexpr int64_t FEWEST_PLACES = 256;           // minimum number of places per round; at least JOB_ROWS
 constexpr int64_t RUNS_A_THREAD = 8, LONGEST_RUN = 4;  // several panels are assigned at once, see linear.inl
 
 // Some places of one expert, in sorted order.
@@ -145,7 +145,7 @@ static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t
     const Job& job = jobs[piece / runs];
     const ExpertWeights& weights = a.table[2 * job.expert + which];
     Linear own = layer;
-    own.panels = weights.panels, own.scales = weights.scales, own.bias = weights.bias;  // x has the order already
+    own.panels = weights.panels, own.scales = weights.scales, own.bias = weights.bias;  // x is already in this order
     const int64_t first = piece % runs * run;
     multiply_run(own, x, job.begin - jobs->begin, job.rows, first, min(first + run, panels), sums);
   });

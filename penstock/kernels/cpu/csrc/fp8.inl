@@ -1,21 +1,21 @@
 // Weights as 8-bit floats, E4M3, with a float32 scale for each output and FP8_GROUP inputs (kernels/encodings/fp8.py).
-// Activations are bfloat16. A group's products are added in float32, then scaled and added to the output's sum, in the
-// order of the groups: a row's bits depend on no other row.
+// Activations are bfloat16. A group's products are added in float32, then scaled and added to the output's sum in the
+// order of the groups, so that a row's bits do not depend on other rows.
 //
 // A record of a panel is 32 steps [PANEL, 4] of 4 inputs each, stored in the order 0, 2, 1, 3, and the scales [PANEL].
 // In this order the even bytes of a 32-bit word are a pair of inputs, and the odd bytes the next pair.
 
 constexpr int64_t FP8_GROUP = 128, FP8_STEP = 4 * PANEL, FP8_SCALES = FP8_GROUP * PANEL;
 constexpr int64_t FP8_BYTES = FP8_SCALES + 4 * PANEL;
-constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's cache while all rows pass
+constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's cache while all rows are multiplied
 constexpr int FP8_ORDER[] = {0, 2, 1, 3};
 
 #if PENSTOCK_DOT
 typedef bf16 Fp8Input;
 typedef uint32_t Fp8Wide;  // pairs of bfloat16
 constexpr int FP8_PARTS = 2;
-// Pairs of bfloat16: the even bytes of each word, or the odd bytes. Exact. Without SUBNORMAL, only for codes with an
-// exponent above 0: it is shifted to its place and gets the offset 127 in place of 7.
+// Widens the even or the odd bytes of each word to pairs of bfloat16, exactly. Without SUBNORMAL, all codes must have
+// an exponent above 0: the exponent is shifted into position, and its bias 7 is replaced by 127.
 template <bool SUBNORMAL> INLINE vu widen_fp8(vu words, int part) {
   const __m512i high = (__m512i)(part ? words : words << 8), shifted = _mm512_srai_epi16(high, 4);
   const vu normal = (vu)_mm512_add_epi16((__m512i)((vu)shifted & 0x87f087f0), _mm512_set1_epi16(0x3c00));
@@ -30,8 +30,8 @@ template <bool SUBNORMAL> INLINE vu widen_fp8(vu words, int part) {
 typedef float Fp8Input;
 typedef float Fp8Wide;
 constexpr int FP8_PARTS = 4;
-// One input of each word. Two are widened to bfloat16 together, as above, and each then to float32. A code with the
-// exponent 0 becomes 2^-7 * (1 + m / 8) in place of 2^-6 * m / 8.
+// Widens one input of each word to float32, through pairs of bfloat16 as above. A code with the exponent 0 becomes
+// 2^-7 * (1 + m / 8) instead of 2^-6 * m / 8.
 template <bool SUBNORMAL> INLINE vf widen_fp8(vu words, int part) {
   const vs high = (vs)(part / 2 ? words : words << 8);
   const vu pairs = (vu)((vs)((vu)(high >> 4) & 0x87f087f0) + (int16_t)0x3c00);
@@ -42,14 +42,14 @@ template <bool SUBNORMAL> INLINE vf widen_fp8(vu words, int part) {
 }
 #endif
 
-// Whether a code in these words has the exponent 0: it is a subnormal number or 0.
+// Returns whether any code in these words has the exponent 0, that is, is subnormal or 0.
 template <int COUNT> INLINE bool has_subnormals(const vu (&words)[COUNT]) {
 #if PENSTOCK_LANES == 16
   __mmask64 found = 0;
   for (int i = 0; i < COUNT; i++) found |= _mm512_testn_epi8_mask((__m512i)words[i], _mm512_set1_epi8(0x78));
   return found != 0;
 #elif PENSTOCK_LANES == 8
-  __m256i least = _mm256_set1_epi8(-1);  // of the doubled magnitudes
+  __m256i least = _mm256_set1_epi8(-1);  // minimum of the doubled magnitudes
   for (int i = 0; i < COUNT; i++)
     least = _mm256_min_epu8(least, _mm256_add_epi8((__m256i)words[i], (__m256i)words[i]));
   return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(least, _mm256_set1_epi8(15)), least)) != 0;
@@ -64,15 +64,15 @@ template <int COUNT> INLINE bool has_subnormals(const vu (&words)[COUNT]) {
 }
 
 struct Fp8Tile {
-  const Fp8Input* x;    // [rows, FP8_GROUP], zeros behind the last input
+  const Fp8Input* x;    // [rows, FP8_GROUP], padded with zeros
   const char* record;
-  const Fp8Wide* wide;  // the record's numbers [step, part, PANEL]; null: they are widened here
+  const Fp8Wide* wide;  // the record widened to [step, part, PANEL]; null: widened on the fly
   int64_t steps;
   float* sums;          // [rows, PANEL]
   bool first;
 };
 
-// Adds the products of a step: `weights(part, v)` are the numbers of a part, of W outputs.
+// Adds the products of a step. `weights(part, v)` returns the weights of W outputs for a part.
 template <int ROWS, int VECTORS, class Weights>
 INLINE void add_fp8_step(vf (&totals)[ROWS][VECTORS], const Fp8Input* x, Weights weights) {
 #if PENSTOCK_DOT
@@ -87,7 +87,7 @@ INLINE void add_fp8_step(vf (&totals)[ROWS][VECTORS], const Fp8Input* x, Weights
       for (int v = 0; v < VECTORS; v++) totals[r][v] = _mm512_dpbf16_ps(totals[r][v], a, (__m512bh)numbers[v]);
     }
   }
-#else  // two inputs of one vector after the other: few registers hold the widened numbers
+#else  // one vector after the other, so that few registers hold widened numbers
 #pragma GCC unroll 2
   for (int part = 0; part < FP8_PARTS; part += 2) {
     vf a[ROWS], b[ROWS];
@@ -115,7 +115,7 @@ template <int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile
       }
       vu words[VECTORS];
       for (int v = 0; v < VECTORS; v++) words[v] = WIDE ? vu{} : load((const uint32_t*)codes + v * W);
-      // Subnormal numbers are rare in weights that are scaled to the largest number: skip the code that only they need.
+      // Subnormal numbers are rare, because weights are scaled to the largest number: use the faster code without them.
 #define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline))
       if (WIDE) add_fp8_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return load(wide + part * PANEL + v * W); });
       else if (__builtin_expect(has_subnormals(words), 0))
@@ -145,7 +145,7 @@ template <bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile, int64_t 
   }
 }
 
-// The inputs of a group, of some rows, as the product reads them.
+// Copies the inputs of a group for some rows to the layout that the product reads.
 INLINE void copy_fp8_inputs(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, Fp8Input* to) {
   for (int64_t r = 0; r < rows; r++, x += x_stride, to += FP8_GROUP) {
 #if PENSTOCK_DOT
@@ -158,11 +158,11 @@ INLINE void copy_fp8_inputs(const bf16* x, int64_t x_stride, int64_t rows, int64
   }
 }
 
-// The outputs of a panel for `rows` rows, from `begin` on.
+// Computes the outputs of a panel for `rows` rows from `begin` on.
 static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, const char* panel, int64_t column,
                                float* sums) {
   const int64_t groups = ceil_div(a.K, FP8_GROUP), tiles = ceil_div(rows, TILE_ROWS);
-  const bool is_wide = tiles > 2;  // widening pays if several tiles read the numbers
+  const bool is_wide = tiles > 2;  // widening once pays off if several tiles read the weights
   const int64_t block = tiles > 1 && !is_wide ? FP8_BLOCK : 1;
   alignas(64) Fp8Wide wide[FP8_GROUP / 4 * FP8_PARTS * PANEL];
   alignas(64) Fp8Input x[TILE_ROWS * FP8_GROUP];

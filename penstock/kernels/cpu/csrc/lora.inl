@@ -6,8 +6,8 @@
 // depend on other rows.
 
 constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // rows per tile
-constexpr int RANKS = W == 16 ? 4 : 2;         // rows of A per tile: ADAPTED_ROWS sums for each fit in the registers
-constexpr int FETCHING_ROWS = 4;               // up to this many rows, memory bounds a tile: rows of A and B are short
+constexpr int RANKS = W == 16 ? 4 : 2;         // rows of A per tile: the registers hold ADAPTED_ROWS sums for each
+constexpr int FETCHING_ROWS = 4;               // up to this many rows, a tile is memory-bound
 constexpr int64_t TILES_A_THREAD = 4;          // from this many on, threads divide tiles, not ranks and outputs
 constexpr int64_t LEAST_OUTPUTS = 64;          // per thread, so that threads do not share cache lines of y
 
@@ -69,7 +69,7 @@ struct Adapted {
   }
 };
 
-// h [XS, ranks] = x [XS, n] of some RANKS rows of A: each sum over lanes first, then across them.
+// h [XS, ranks] = x [XS, n] A^T for RANKS rows of A. Each lane is summed first, then the lanes.
 template <class T, int RANKS, int XS>
 INLINE void dot_rows(const T* const* x, const T* down, float* h, int64_t h_stride, int64_t n) {
   vf sums[XS][RANKS] = {};

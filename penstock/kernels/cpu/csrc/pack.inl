@@ -30,7 +30,7 @@ INLINE vu narrow_half(vf x) {
 #else
   vu bits = as_bits(x), magnitude = bits & 0x7fffffff;
   vu normal = ((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13) - (112 << 10);
-  vu subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000;  // both have a resolution of 2^-24
+  vu subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000;  // resolution 2^-24, as float16 subnormals
   return (magnitude < 0x38800000 ? subnormal : normal) | (bits >> 16 & 0x8000);
 #endif
 }

@@ -5,8 +5,8 @@ struct Step {
   const void* arguments;
 };
 
-// How much other processes use the cores; the caller keeps it from run to run. If another process uses one of the cores,
-// the team waits milliseconds at every barrier for that core's thread. A single thread does not wait.
+// How much other processes use the cores. The caller keeps this state between runs. If another process uses one of the
+// cores, the team waits milliseconds at every barrier for that core's thread. A single thread does not wait.
 struct CoreContention {
   int64_t alone_until;  // ns: until this time one thread runs everything
   int64_t pause;        // ns: length of the last single-threaded period; 0 after a run without waiting
@@ -40,7 +40,7 @@ static void run_steps(const Step* steps, int64_t count, Team team) {
       alone = true;
       continue;
     }
-    // Waiting a third of the time is not explained by an uneven distribution of the work.
+    // An uneven distribution of the work does not explain waiting for a third of the time.
     if (team.rank == 0 && state.waited > LONG_WAIT && 3 * state.waited > nanoseconds() - begin)
       __atomic_store_n(&state.last, i, __ATOMIC_RELAXED);  // the other threads read it after the next barrier
     if (alone) team.barrier(ahead);

@@ -88,7 +88,7 @@ static void product(const typename P::Unit* a, int64_t lda, const typename P::Un
   for (; j < N; j += W) product_columns<P, 1>(a, lda, b + j, ldb, c + j, ldc, M, n, add, factors);
 }
 
-// ---- transposing W rows of W units: lane j of row i becomes lane i of row j ----
+// ---- transposes W rows of W units: lane j of row i becomes lane i of row j ----
 
 // Exchanges the off-diagonal squares of width H (1, 2, 4 ...).
 template <int H> INLINE void exchange(vu* rows) {
@@ -107,7 +107,7 @@ template <int H> INLINE void exchange(vu* rows) {
 }
 
 #if PENSTOCK_LANES == 16
-// Squares of 4 within 128 bits, then squares of these. These shuffles need no table of indices.
+// Transposes 4 x 4 squares within 128 bits, then the square of these. These shuffles need no index table.
 INLINE void transpose(vu* rows) {
   __m512i pairs[W], fours[W];
 #pragma GCC unroll 8

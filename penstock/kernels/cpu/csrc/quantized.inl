@@ -8,7 +8,7 @@
 // additional bytes.
 
 constexpr int64_t GROUP = 32;
-constexpr int64_t CHUNK_BYTES = 8 << 20;  // quantised x that stays in the last-level cache while all weights are read
+constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantised x that stay in the last-level cache during a layer
 
 // ---- rows in 8 bits ----
 
@@ -25,7 +25,7 @@ struct Extras {
 };
 
 // Rows as integers [rows, stride]; each row and group has a scale and a start value of its sums, [rows, groups].
-// In int8 all inputs are one group, and rows have extras.
+// With int8 weights, all inputs are one group, and rows have extras.
 struct QuantizedRows {
   int8_t* integers;
   Extras* extras;
@@ -33,7 +33,7 @@ struct QuantizedRows {
   int32_t* starts;
   int64_t stride, groups;
 
-  // Not a power of two: rows would map to the same cache sets. One more line avoids this.
+  // One extra cache line: with a stride of a power of two, all rows would map to the same cache sets.
   // Units of blocks read up to a multiple of 256 inputs.
   static int64_t stride_of(int64_t K) { return round_up(K, 256) + 64; }
   static int64_t bytes(int64_t rows, int64_t K, int64_t groups) {
@@ -145,7 +145,7 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   return total;
 }
 
-// Whether the inputs of an encoding are quantised rows. Other encodings read floats.
+// Whether the encoding multiplies quantised inputs. Other encodings multiply floats.
 INLINE bool is_quantized(int64_t encoding) { return encoding >= 2 && encoding != 7; }
 // Factor between the sum of a group's integers and the start value of its products.
 INLINE int32_t start_factor(int64_t encoding) {
@@ -293,7 +293,7 @@ struct ByteBlock {
   }
 };
 
-// Lines that a unit of a pass prefetches, if there are few passes, some, and many.
+// Cache lines that a unit of a pass prefetches, for a small, medium and large number of passes.
 constexpr int half_of(int64_t lines) { return (int)(lines + 1) / 2; }
 constexpr int fourth_of(int64_t lines) { return (int)(lines + 3) / 4; }
 constexpr int sixth_of(int64_t lines) { return (int)(lines + 5) / 6; }
@@ -358,7 +358,7 @@ template <int BITS> struct Groups {
   // The whole panel if 32 registers hold the sums of these rows and the unpacked weights.
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (BITS > 4 ? 1 : 3) ? 4 : GROUP_VECTORS; }
 
-  // Moves bit `place` of the four bytes to the fifth bit of each.
+  // Moves bit `place` of each of the four bytes to the fifth bit.
   INLINE vu fifth_bits(vu bits, int place) {
     return (place < 4 ? bits << (4 - place) : bits >> (place - 4)) & 0x10101010;
   }

@@ -23,7 +23,7 @@ INLINE void rotate_row(const T* x, const float* cos, const float* sin, T* out, i
   }
 }
 
-// The tables have each number twice, and the sines of the first dimension of a pair are negated. A vector has an even
+// The tables repeat each number, and the sine of the first dimension of a pair is negated. A vector has an even
 // number of lanes, so that both dimensions of a pair are in one vector.
 template <class T>
 INLINE void rotate_pairs(const T* x, const float* cos, const float* sin, T* out, int64_t heads, int64_t stride,

@@ -1,7 +1,7 @@
 // Routers: which experts compute a row, and with what weights; and the scaling of rows by weights.
 
 struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
-  int64_t type, rule;  // 0 all, 1 all_normed, 2 chosen: the set of the softmax
+  int64_t type, rule;  // softmax over: 0 all experts, 1 all experts, then normalised, 2 the selected experts
   const void* logits;
   float* topk_weights;
   int64_t* topk_ids;
@@ -10,7 +10,7 @@ struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
 
 constexpr float NOTHING = -__builtin_inff();
 
-// Returns the smallest index that is not among these. If all logits are NaN, any distinct indices are valid.
+// Returns the smallest index that is not in the list. If all logits are NaN, any distinct indices are valid.
 INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
   for (int64_t number = 0;; number++) {
     bool found = false;

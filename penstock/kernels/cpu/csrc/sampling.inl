@@ -33,7 +33,7 @@ INLINE vd exp(vd x) {
 }
 
 struct Candidates {
-  float* scores;    // in token-id order
+  float* scores;    // in the order of token ids
   double* weights;  // exp((score - top) / temperature)
   int32_t* ids;     // null: candidate i is token i
   int64_t n;
@@ -102,8 +102,8 @@ static float bound_of_top_k(const Candidates& c, int64_t k, Ranked* list) {
   return cut_in(list, spans, 0, (double)k).score;
 }
 
-// A lower bound of the score of the top_p cut. n tokens with less than (1 - top_p) / n each have less than 1 - top_p
-// together, so that all of them rank after the cut. The bound is slightly lower than exact.
+// A lower bound of the score of the top_p cut. The n candidates with less than (1 - top_p) / n each have less than
+// 1 - top_p together, so all of those rank after the cut. The bound is slightly lower than exact.
 static float bound_of_top_p(const Candidates& c, double top_p, double total, float temperature) {
   double lightest = (1 - top_p) * total / (double)c.n;
   double distance = temperature * (__builtin_log(lightest) - 0.001);
@@ -197,7 +197,7 @@ template <class T> static float fill_scores(const T* logits, const uint32_t* bit
   return largest(as_float((vu)unsound & 0x3f800000)) > 0 ? __builtin_nanf("") : largest(tops);
 }
 
-// Returns the index of the first score equal to a score that exists.
+// Returns the index of the first score that equals `score`, which must occur.
 static int64_t index_of(float score, const float* scores, int64_t n) {
   constexpr int64_t SPAN = 8 * W;
   int64_t i = 0;

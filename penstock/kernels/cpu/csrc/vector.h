@@ -43,8 +43,8 @@ INLINE vf vmax(vf a, vf b) {
 #endif
 }
 
-// a * b + c with one rounding if the instruction set has it. The choice is fixed, so that bits do not depend on how the
-// compiler arranges a loop.
+// a * b + c with one rounding if the instruction set has it. The choice is explicit, so that results do not depend on
+// the compiler's contraction of loops.
 INLINE vf fma(vf a, vf b, vf c) {
 #if PENSTOCK_LANES == 16
   return _mm512_fmadd_ps(a, b, c);
@@ -93,7 +93,7 @@ INLINE vf load(const bf16* p) {
   __builtin_memcpy(&x, p, sizeof x);
   return widen(x);
 }
-// Bytes, widened to 32 bits. GCC 12 converts the lanes one by one if it is asked to convert such vectors.
+// Bytes, widened to 32 bits. GCC 12 would convert such vectors lane by lane.
 INLINE vi widen_bytes(const int8_t* p) {
 #if PENSTOCK_LANES == 16
   return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
