@@ -274,7 +274,7 @@ def test_hidden_states(
     network: Any = pipeline.model
     step = StepInputs(pipeline.session.ops, torch.zeros(1), torch.zeros(2))
     with torch.inference_mode():
-        logits = reference.lm_head(last if normed else network.network.norm(last, step))
+        logits = reference.lm_head((last if normed else network.network.norm(last, step)).cpu())
     torch.testing.assert_close(logits, oracle_logits(reference, texts[1])[-1:], atol=1e-3, rtol=1e-4)
 
 
@@ -283,7 +283,7 @@ def test_every_row_of_logits(pipeline: TextGenerationPipeline, reference: Any) -
     outputs = run_once(pipeline, [PROMPT, PROMPT[:9]])
     assert outputs.logit_offsets.tolist() == [0, 30, 39]
     torch.testing.assert_close(
-        outputs.logits[30:], oracle_logits(reference, PROMPT[:9]), atol=1e-3, rtol=1e-4
+        outputs.logits[30:].cpu(), oracle_logits(reference, PROMPT[:9]), atol=1e-3, rtol=1e-4
     )
     assert generate(pipeline, [context_of(PROMPT, 5)])[0] == oracle_greedy(reference, PROMPT, 5)
 
@@ -372,13 +372,13 @@ class NextToken(PipelineModel[TextContext]):
         self, replica_batches: Any, kv_cache_inputs: Any = None, return_n_logits: Any = 1
     ) -> torch.Tensor:
         last = [context.next_tokens[-1] for batch in replica_batches for context in batch]
-        return torch.tensor(last)
+        return torch.tensor(last, device=self.devices[0].torch_device)
 
     def prepare_next_token_inputs(self, next_tokens: torch.Tensor, prev_model_inputs: Any) -> torch.Tensor:
         return next_tokens
 
     def execute(self, model_inputs: torch.Tensor) -> ModelOutputs:
-        return ModelOutputs(logits=torch.eye(130)[model_inputs + 1])
+        return ModelOutputs(logits=torch.eye(130, device=model_inputs.device)[model_inputs + 1])
 
 
 def test_a_model_may_return_logits_alone(checkpoint: Path) -> None:

@@ -16,8 +16,9 @@ from support.checkpoints import DECODERS, write_checkpoint
 from support.encodings import HalvedEncoding
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
+from penstock.driver import load_devices
 from penstock.kernels import ENCODINGS, LoRAInputs
-from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines import PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.weights import Weights
 
@@ -74,13 +75,14 @@ class FakeLoRAManager:
 
     def __init__(self, checkpoint: Path, names: Sequence[str]) -> None:
         generator = torch.Generator().manual_seed(1)
+        self.device = load_devices(PipelineConfig.from_flat({}).model.devices)[0].torch_device
         self.matrices = {}
         for name in names:
             shape = Weights.open(checkpoint).shape(f"{name}.weight")
             out_features, in_features = reversed(shape) if is_transposed(name) else shape
             down = torch.randn(1, 4, in_features, generator=generator) * 0.2
             up = torch.randn(1, out_features, 4, generator=generator) * 0.2
-            self.matrices[name] = (down, up)
+            self.matrices[name] = (down.to(self.device), up.to(self.device))
 
     def digest(self, context: TextContext) -> bytes:
         return str(context.adapter).encode()
@@ -93,14 +95,14 @@ class FakeLoRAManager:
 
     def inputs(self, contexts: Sequence[TextContext], counts: np.ndarray) -> LoRAInputs | None:
         rows = np.array([-1 if context.adapter is None else 0 for context in contexts]).repeat(counts)
-        return LoRAInputs(torch.from_numpy(rows), self.matrices)
+        return LoRAInputs(torch.from_numpy(rows).to(self.device), self.matrices)
 
 
 def merge(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Path:
     """The checkpoint with the adapter's products added to its weights."""
     tensors = load_file(checkpoint / "model.safetensors")
     for name, (down, up) in manager.matrices.items():
-        delta = up[0] @ down[0]
+        delta = (up[0] @ down[0]).cpu()
         tensors[f"{name}.weight"] += delta.T if is_transposed(name) else delta
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text((checkpoint / "config.json").read_text())
@@ -176,11 +178,11 @@ def test_given_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeli
     kv.claim(context)
     kv.reserve(context)
     inputs = model.prepare_initial_token_inputs([[context]], kv.inputs([context]), len(PROMPT))
-    rows = table[torch.tensor([PROMPT[i] for i in hidden])] * model.network.embedding.scale
-    given = (torch.tensor(hidden), rows)
+    rows = table[[PROMPT[i] for i in hidden]] * model.network.embedding.scale
+    given = (torch.tensor(hidden, device=table.device), rows)
     outputs = model.execute(replace(inputs, input_embeds=given))
-    assert torch.equal(outputs.logits, expected)
-    assert not torch.allclose(model.execute(inputs).logits, expected)
+    assert torch.equal(outputs.logits.cpu(), expected)
+    assert not torch.allclose(model.execute(inputs).logits.cpu(), expected)
 
 
 # -- Drafts ----------------------------------------------------------------------------------------------

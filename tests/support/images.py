@@ -55,4 +55,4 @@ def forward_logits(pipeline: TextGenerationPipeline, contexts: Sequence[TextCont
         kv.claim(context)
         kv.reserve(context)
     counts = [context.active_length for context in contexts]
-    return list(pipeline.runner.forward(contexts, counts).float().split(counts))
+    return list(pipeline.runner.forward(contexts, counts).float().cpu().split(counts))

@@ -51,7 +51,7 @@ def on_device(ops: Ops, device: str) -> Ops:
             if name == "store_kv":
                 kv, other = args[2], there[0][2]
                 kv.cache.copy_(other.cache)
-                if kv.scales is not None:
+                if kv.scales is not None and not kv.has_fixed_scales:
                     kv.scales.copy_(other.scales)
             return moved(result, "cpu")
 

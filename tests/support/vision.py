@@ -222,4 +222,4 @@ def forward_logits(
         pipeline.kv.claim(context)
         pipeline.kv.reserve(context)
     counts = [context.active_length for context in contexts]
-    return pipeline.runner.forward(contexts, counts).float()
+    return pipeline.runner.forward(contexts, counts).float().cpu()

@@ -202,7 +202,7 @@ def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
     ]
     for linear, names in parts:
         assert linear.packed.encoding == "int4"
-        whole, start = unpack_linear(linear.packed), 0
+        whole, start = unpack_linear(linear.packed).cpu(), 0
         for part in names:
             shape = weights.shape(f"{name}.{part}.weight")
             expected = weights.tensor(f"{name}.{part}.weight", shape)
@@ -216,7 +216,7 @@ def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
     value = f"{name}.self_attn.v_proj.weight"
     values = weights.tensor(value, weights.shape(value))
     assert block.attention.values.packed.encoding == "bfloat16", "floats have a layer of their own"
-    assert torch.equal(unpack_linear(block.attention.values.packed), values.bfloat16())
+    assert torch.equal(unpack_linear(block.attention.values.packed).cpu(), values.bfloat16())
 
 
 def test_plain_floats_are_views_of_the_file(tmp_path: Path) -> None:
