@@ -5,12 +5,15 @@
     python benchmarks/gpu.py load --shape 0.6b          # 256 requests of 512 tokens in, 128 out
     python benchmarks/gpu.py load --shape 0.6b --no-overlap    # the same without overlapped steps
     python benchmarks/gpu.py start --shape 0.6b         # seconds to the first token, graphs included
+    python benchmarks/gpu.py start decode load          # one after the other on one load, a line for each
+    python benchmarks/gpu.py decode --encoding int4 --cache fp8    # other weights and another KV cache
     python benchmarks/gpu.py mixed --shape 0.6b --minutes 8    # growth of memory under mixed requests
     python benchmarks/gpu.py transformers --shape 0.6b  # transformers' tokens/s at batch 1, for comparison
 
 A step of decoding must read the weights of all layers and of the head, and the cached keys and values. The
 bandwidth limit is that number of bytes divided by the copy bandwidth, which the script measures in the same
-run. The product rate is that of a square bf16 product of 8192, also measured in the same run.
+run. The product rate is that of a square bf16 product of 8192, also measured in the same run. `target` is the
+figure to reach, `reached` whether it was. Weights are written once to --folder, if it is given.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from safetensors.torch import save_file
 
 import penstock
 from penstock import LLM, SamplingParams
+from penstock.kernels import encoding_named
+from penstock.kv_cache import KVCacheSpec
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -48,27 +53,40 @@ SHAPES: dict[str, dict[str, int]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("work", choices=[*sorted(WORK), "mixed", "transformers"])
+    parser.add_argument("work", nargs="+", choices=[*sorted(WORK), "mixed", "transformers"])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")
     parser.add_argument("--devices", default="gpu")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--minutes", type=float, default=8, help="duration of mixed requests")
     parser.add_argument("--no-overlap", action="store_true", help="run each step after the step before")
     parser.add_argument("--encoding", default="bfloat16")
+    parser.add_argument("--cache", help="type of the KV cache")
+    parser.add_argument("--folder", type=Path, help="keep the weights here, for further runs of the shape")
     arguments = parser.parse_args()
-    with TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), SHAPES[arguments.shape])
-        report = (
-            transformers_decode(folder, arguments)
-            if arguments.work == "transformers"
-            else measured(folder, arguments)
-        )
+    if "transformers" in arguments.work and len(arguments.work) > 1:
+        parser.error("transformers runs alone: its model and ours would share the memory")
+    with TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "model.safetensors").is_file():
+            write_checkpoint(folder, SHAPES[arguments.shape])
+        run = transformers_decode if arguments.work == ["transformers"] else measured
+        run(str(folder), arguments)
+
+
+def show(arguments: argparse.Namespace, work: str, report: dict[str, Any]) -> None:
+    """Print a report as a line of JSON, with the figure to reach."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    print(json.dumps({"device": device, "torch": torch.__version__, "shape": arguments.shape} | report))
+    head = {"work": work, "shape": arguments.shape, "encoding": arguments.encoding, "cache": arguments.cache}
+    name, target, is_least = TARGETS.get((work, arguments.shape), ("", 0.0, True))
+    if name and arguments.encoding == "bfloat16" and arguments.cache is None and not arguments.no_overlap:
+        is_reached = report[name] >= target if is_least else report[name] <= target
+        report = {"target": {name: target}, "reached": is_reached} | report
+    print(json.dumps(head | {"device": device, "torch": torch.__version__} | report), flush=True)
 
 
-def measured(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Load the model and return the report of the work."""
+def measured(folder: str, arguments: argparse.Namespace) -> None:
+    """Load the model, do the works and print a report of each."""
     begin = time.perf_counter()
     with LLM(
         folder,
@@ -76,17 +94,19 @@ def measured(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
         devices=arguments.devices,
         max_length=2048,
         quantization_encoding=arguments.encoding,
+        kv_cache_dtype=arguments.cache,
         overlap_steps=not arguments.no_overlap,
     ) as llm:
-        work = partial(mixed, arguments.minutes) if arguments.work == "mixed" else WORK[arguments.work]
-        report = work(llm, SHAPES[arguments.shape], arguments.requests, begin)
-        has_overlap = llm.pipeline.overlapped_steps is not None
-        return report | {
-            "kernels": llm.pipeline.session.kernels,
-            "plan": llm.pipeline.session.plan_status,
-            "overlap": has_overlap,
-            "memory_plan": dict(llm.pipeline.memory_plan.rows()),
-        }
+        works = {**WORK, "mixed": partial(mixed, arguments.minutes)}
+        for name in arguments.work:
+            report = works[name](llm, SHAPES[arguments.shape], arguments.requests, begin)
+            state = {
+                "kernels": llm.pipeline.session.kernels,
+                "plan": llm.pipeline.session.plan_status,
+                "overlap": llm.pipeline.overlapped_steps is not None,
+                "memory_plan": dict(llm.pipeline.memory_plan.rows()),
+            }
+            show(arguments, name, report | state)
 
 
 def decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
@@ -95,10 +115,7 @@ def decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> di
     generate(llm, [prompt], 16)  # captures the graph
     short = min(timed(lambda: generate(llm, [prompt], 1)) for _ in range(3))
     seconds = (min(timed(lambda: generate(llm, [prompt], 1 + count)) for _ in range(3)) - short) / count
-    head = shape["vocab_size"] * shape["hidden_size"]
-    keys = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    num_bytes = 2 * (num_weights(shape) + head + keys * (128 + count // 2))
-    limit = num_bytes / copy_bandwidth()
+    limit = bytes_of_step(llm, shape, 128 + count // 2) / copy_bandwidth()
     return {"ms_per_token": 1e3 * seconds, "limit_ms": 1e3 * limit, "share": limit / seconds}
 
 
@@ -177,8 +194,8 @@ def host_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def transformers_decode(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time decoding at batch 1 with transformers and return its milliseconds per token."""
+def transformers_decode(folder: str, arguments: argparse.Namespace) -> None:
+    """Time decoding at batch 1 with transformers and print its milliseconds per token."""
     import transformers
 
     shape, device = SHAPES[arguments.shape], "cuda" if torch.cuda.is_available() else "cpu"
@@ -192,7 +209,8 @@ def transformers_decode(folder: str, arguments: argparse.Namespace) -> dict[str,
     run(8)
     short = min(timed(lambda: run(1)) for _ in range(3))
     seconds = (min(timed(lambda: run(1 + count)) for _ in range(3)) - short) / count
-    return {"ms_per_token": 1e3 * seconds, "transformers": transformers.__version__}
+    report = {"ms_per_token": 1e3 * seconds, "transformers": transformers.__version__}
+    show(arguments, "transformers", report)
 
 
 WORK: dict[str, Callable[[LLM, dict[str, int], int, float], dict[str, Any]]] = {
@@ -201,6 +219,17 @@ WORK: dict[str, Callable[[LLM, dict[str, int], int, float], dict[str, Any]]] = {
     "load": load,
     "start": start,
 }
+
+
+TARGETS = {
+    ("decode", "0.6b"): ("share", 0.45, True),
+    ("decode", "1b"): ("share", 0.6, True),
+    ("decode", "8b"): ("share", 0.8, True),
+    ("prefill", "8b"): ("share", 0.6, True),
+    ("load", "0.6b"): ("output_tokens_per_s", 12000, True),
+    ("start", "0.6b"): ("with_graph_s", 15, False),
+}
+"""Work and shape -> a number of the report, its target on an H100 or H200, and whether it is the least."""
 
 
 def generate(llm: LLM, batch: list[list[int]], count: int) -> None:
@@ -216,6 +245,16 @@ def prompts(shape: dict[str, int], count: int, length: int, seed: int = 0) -> li
         0, shape["vocab_size"], (count, length), generator=generator
     ).tolist()
     return drawn
+
+
+def bytes_of_step(llm: LLM, shape: dict[str, int], length: int) -> float:
+    """Return the bytes that a step of one sequence reads: weights, head, keys and values."""
+    size = (shape["vocab_size"], shape["hidden_size"])
+    kind = encoding_named(llm.config.model.encoding)
+    head = encoding_named(kind.for_layer("head", *size)).num_bytes(*size)
+    spec = llm.pipeline.model.kv_cache_spec
+    assert isinstance(spec, KVCacheSpec)
+    return num_weights(shape) * kind.bits_per_weight / 8 + head + sum(spec.bytes_per_block(1)) * length
 
 
 def num_weights(shape: dict[str, int]) -> int:

@@ -1,59 +1,92 @@
 #!/usr/bin/env bash
-# The first run on a GPU, in three parts of less than ten minutes each: bash benchmarks/gpu_first_run.sh PART [FOLDER]
+# The first run on a GPU, in four parts of less than ten minutes each: bash benchmarks/gpu_first_run.sh PART [FOLDER]
 #
-#   tests       kernels, then models, on the GPU
-#   figures     decode, prefill, many requests with and without overlap, cold start, transformers
+#   tests       conformance, determinism, graphs and streams, models; `penstock env` and `penstock bench run`
+#   figures     cold start, decode, prefill, 256 requests with and without overlap, transformers: each with its target
+#   quantized   decode with quantized weights and caches, and their quality
 #   mixed       eight minutes of mixed requests: growth of memory
 #
-# Needs torch with CUDA, triton, and the packages of the extras `dev` and `cuda`. The C++ kernels need not be built. Each
-# command has a time limit, so that a part ends in time. Reports go to FOLDER (by default ./gpu-run).
+# Needs torch with CUDA, triton, and the packages that the first lines of the output list as missing. The C++ kernels need
+# not be built. Each command has a time limit, so that a part ends in time: together the parts take at most 29 minutes.
+# Reports go to FOLDER (by default ./gpu-run), one file for each command, and their last lines to the output. Weights go
+# to $WEIGHTS (by default a folder of the memory file system if it has room, else a temporary folder); 8 billion take 15 GiB.
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?tests, figures or mixed} out=${2:-gpu-run}
+part=${1:?tests, figures, quantized or mixed} out=${2:-gpu-run}
 mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
+devices=${DEVICES:-gpu}
+if [ -z "${WEIGHTS:-}" ]; then
+  room=$(df --output=avail -BG /dev/shm 2>/dev/null | tail -n 1 | tr -dc 0-9)
+  [ "${room:-0}" -ge 40 ] && WEIGHTS=/dev/shm/penstock-gpu-run || WEIGHTS=${TMPDIR:-/tmp}/penstock-gpu-run
+fi
 
 run() { # run SECONDS NAME COMMAND...
-  local limit=$1 name=$2
+  local limit=$1 name=$2 begin=$SECONDS status
   shift 2
   timeout "$limit" "$@" >"$out/$name.log" 2>&1
-  echo "$name: exit status $?, $(tail -n 1 "$out/$name.log")"
+  status=$?
+  echo "$name: exit status $status after $((SECONDS - begin)) s, $(grep -v '^$' "$out/$name.log" | tail -n 1)"
 }
 check() { # check SECONDS NAME TESTS...
   local limit=$1 name=$2
   shift 2
   run "$limit" "$name" "$python" -m pytest -q -p no:cacheprovider -m gpu --timeout=300 --maxfail=20 "$@"
 }
-measure() { # measure SECONDS NAME ARGUMENTS...
-  local limit=$1 name=$2
-  shift 2
-  run "$limit" "$name" "$python" benchmarks/gpu.py "$@"
+measure() { # measure SECONDS NAME SHAPE WORK...
+  local limit=$1 name=$2 shape=$3
+  shift 3
+  run "$limit" "$name" "$python" benchmarks/gpu.py "$@" --shape "$shape" --devices "$devices" --folder "$WEIGHTS/$shape"
+  grep -h '^{' "$out/$name.log" | sed 's/, "memory_plan".*/}/'
 }
 
-$python -c "import sys, torch, triton, transformers
-print(sys.version.split()[0], torch.__version__, triton.__version__, transformers.__version__,
-      torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU')" | tee "$out/versions.log"
+$python - <<'END' | tee "$out/versions.log"
+import sys
+from importlib.util import find_spec
+
+needed = ["click", "huggingface_hub", "jinja2", "msgspec", "numpy", "rich", "safetensors", "tokenizers", "torch", "triton"]
+tests = ["pytest", "pytest_timeout", "hypothesis", "transformers", "peft", "llguidance", "gguf"]
+missing = {what: [name for name in names if find_spec(name) is None] for what, names in (("all", needed), ("tests", tests))}
+print("missing packages:", missing)
+for name in ("torch", "triton", "transformers"):
+    if find_spec(name):
+        print(name, __import__(name).__version__)
+import torch
+
+print(sys.version.split()[0], torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")
+END
 case $part in
 tests)
-  check 240 kernels tests/kernels/cuda tests/kernels/test_conformance.py tests/kernels/test_encoder_attention.py
-  check 90 experts tests/kernels/test_experts.py tests/kernels/test_convolution.py
-  check 60 determinism tests/kernels/test_determinism.py
-  check 150 models tests/architectures/test_parity.py tests/lora/test_batches.py tests/llm/test_llm.py \
-    tests/pipelines/test_pipeline.py tests/pipelines/test_speculation_combined.py
+  # At the same time: most of the time goes into the compilation of programs, on one core each.
+  run 60 env "$python" -m penstock env &
+  check 400 conformance tests/kernels/test_conformance.py &
+  check 400 graphs tests/kernels/cuda &
+  check 400 kernels tests/kernels/test_encoder_attention.py tests/kernels/test_experts.py tests/kernels/test_convolution.py &
+  check 400 determinism tests/kernels/test_determinism.py tests/architectures/test_invariance.py &
+  check 400 models tests/architectures/test_parity.py tests/architectures/test_encoder_parity.py &
+  check 400 features tests/lora/test_batches.py tests/llm/test_llm.py tests/pipelines/test_pipeline.py \
+    tests/pipelines/test_speculation_combined.py &
+  wait
+  run 40 bench "$python" -m penstock bench run demo --work start --work decode --devices "$devices"
   ;;
 figures)
-  measure 60 decode-0.6b decode --shape 0.6b
-  measure 60 decode-1b decode --shape 1b
-  measure 90 decode-8b decode --shape 8b
-  measure 90 prefill-8b prefill --shape 8b
-  measure 90 load load --shape 0.6b --requests 256
-  measure 60 load-no-overlap load --shape 0.6b --requests 256 --no-overlap
-  measure 40 start start --shape 0.6b
-  measure 60 transformers transformers --shape 0.6b
+  measure 100 0.6b 0.6b start decode load
+  measure 55 0.6b-no-overlap 0.6b load --no-overlap
+  measure 65 1b 1b decode
+  measure 180 8b 8b decode prefill
+  measure 60 transformers 0.6b transformers
+  ;;
+quantized)
+  for encoding in int8 int4 fp8; do
+    measure 45 "1b-$encoding" 1b decode --encoding "$encoding"
+  done
+  measure 45 1b-fp8-cache 1b decode --cache fp8
+  run 80 quality "$python" benchmarks/quality.py --tokens 8192 --caches int8 fp8 --devices "$devices"
+  tail -n 24 "$out/quality.log"
   ;;
 mixed)
-  measure 560 mixed mixed --shape 0.6b --minutes 8
+  measure 530 mixed 0.6b mixed --minutes 8
   ;;
 *)
   echo "unknown part $part" >&2

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--caches", nargs="*", default=[], help="types of KV caches, with bfloat16 weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--devices", default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(machine())
@@ -71,6 +73,7 @@ def main() -> None:
             options.text_file,
             options.quantized,
             options.caches,
+            options.devices,
         )
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=2) + "\n")
@@ -84,9 +87,11 @@ def measure(
     text_file: Path | None = None,
     quantized: Sequence[str] = (),
     caches: Sequence[str] = (),
+    devices: str = "cpu",
 ) -> list[dict[str, Any]]:
     """Measure all encodings of a model, KV caches, and quantized checkpoints of it, on all of its texts."""
-    exact = open_model(model, "float32", threads)
+    opened = partial(open_model, threads=threads, devices=devices)
+    exact = opened(model, "float32")
     length = min(LENGTH, exact.pipeline.memory_plan.max_length)
     texts = {
         "its own": sample_texts(
@@ -101,10 +106,10 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         write_rounded(exact.config.model.checkpoint, Path(folder))
         models = {"float32": exact}
-        models |= {encoding: open_model(model, encoding, threads) for encoding in ENCODINGS[1:]}
-        models[PLAIN] = open_model(folder, "bfloat16", threads)
-        models |= {f"{cache} cache": open_model(model, "bfloat16", threads, cache) for cache in caches}
-        models |= {Path(one).name: open_model(one, None, threads) for one in quantized}
+        models |= {encoding: opened(model, encoding) for encoding in ENCODINGS[1:]}
+        models[PLAIN] = opened(folder, "bfloat16")
+        models |= {f"{cache} cache": opened(model, "bfloat16", cache=cache) for cache in caches}
+        models |= {Path(one).name: opened(one, None) for one in quantized}
         for kind, some in texts.items():
             for encoding, against in compare_all(models, some, REFERENCES).items():
                 row = {"model": model, "text": kind, "encoding": encoding}
@@ -115,13 +120,21 @@ def measure(
     return rows
 
 
-def open_model(model: str, encoding: str | None, threads: int | None, cache: str | None = None) -> LLM:
+def open_model(
+    model: str,
+    encoding: str | None,
+    *,
+    threads: int | None,
+    devices: str,
+    cache: str | None = None,
+) -> LLM:
     return LLM(
         model,
         quantization_encoding=encoding,
         enable_prefix_caching=False,
         kv_cache_memory=1 << 28,
         kv_cache_dtype=cache,
+        devices=devices,
         num_threads=threads,
     )
 

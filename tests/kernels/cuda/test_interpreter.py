@@ -40,6 +40,14 @@ def test_programs_on_drawn_shapes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
+def test_programs_on_a_matrix_of_shapes() -> None:
+    assert " passed" in run_interpreted(
+        "tests/kernels/cuda/interpreted_matrix.py", "--slow", "--timeout=1800", timeout=7000
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_models() -> None:
     """The tests of models that run on a GPU, here on the interpreted programs."""
     chosen = "llama and best and (mixed_batch or chunks0)"

@@ -1,0 +1,255 @@
+"""Many sizes of each operation in Triton's interpreter, and equal bits alone and in a batch.
+
+`test_interpreter.py` runs this file in a process of its own, with ``--slow``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from kernels.cuda.interpreted_attention import TOLERANCE, Case, check, inputs_of
+from torch import Tensor
+
+from penstock.kernels import ENCODINGS, LayerKV, PackedExperts, SamplingInputs
+from penstock.kernels.cuda import attention
+from penstock.kernels.cuda.ops import CudaOps
+from penstock.kernels.reference import ReferenceOps
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+REFERENCE = ReferenceOps()
+CACHES = ("same", "int8", "fp8", "fixed")
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def ops() -> CudaOps:
+    return CudaOps()
+
+
+@pytest.fixture
+def deterministic() -> CudaOps:
+    found = CudaOps()
+    found.require_determinism()
+    return found
+
+
+def agree(got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    assert got.dtype == expected.dtype
+    tolerance = tolerance or TOLERANCE[expected.dtype]
+    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+def attention_cases() -> list[Case]:
+    """Return cases in which options, types and blocks change from one to the next."""
+    sizes = product((48, 72, 80, 96, 112, 192, 256, 512), ((7, 1), (7, 2), (1, 71), (3, 9)), CACHES)
+    return [
+        Case(
+            dim=dim,
+            group=group,
+            kv_heads=kv_heads,
+            dtype=DTYPES[i % 3],
+            cached=cached,
+            block=(16, 32, 64, 128)[i % 4],
+            window=(None, 3, 65)[i % 3],
+            soft_cap=(None, 7.0)[i % 2],
+            has_sinks=i % 5 == 0,
+            span=(0, 4, 0)[i % 3],
+            is_deterministic=i % 2 == 0,
+            sequences=((1, 40), (5, 33), (3, 3)),
+            seed=i,
+        )
+        for i, (dim, (kv_heads, group), cached) in enumerate(sizes)
+    ]
+
+
+@pytest.mark.parametrize("case", attention_cases(), ids=lambda case: f"{case.dim}-{case.cached}-{case.seed}")
+def test_attention(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("size", [1, 2, 17, 100, 300])
+def test_attention_of_batches(size: int) -> None:
+    decoding = tuple((1, 1 + 7 * j % 50) for j in range(size))
+    check(Case(group=2, dtype=torch.bfloat16, sequences=decoding, seed=size))
+    ragged = tuple((j % 3, max(j % 3, 1 + 7 * j % 20)) for j in range(size))
+    check(Case(dim=80, cached="fp8", sequences=ragged, is_deterministic=True, seed=size))
+
+
+@pytest.mark.parametrize(
+    ("cached", "dim", "group", "kv_heads", "dtype"),
+    [
+        ("same", 80, 2, 7, torch.bfloat16),
+        ("fp8", 96, 1, 7, torch.bfloat16),
+        ("int8", 112, 3, 1, torch.float32),
+        ("fixed", 64, 4, 2, torch.float16),
+    ],
+)
+def test_bits_of_decoding_alone(
+    deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch, cached: str, dim: int, group: int,
+    kv_heads: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """The same bits alone and in a batch, whether the keys are split among programs or not."""
+    sequences = ((1, 1300), (1, 513), (1, 512), (3, 700), (1, 20), (0, 9))
+    case = Case(
+        dim=dim, group=group, kv_heads=kv_heads, dtype=dtype, cached=cached, block=32, sequences=sequences
+    )
+    q, kv, offsets, lengths, options = inputs_of(case)
+    processors = [1]
+    monkeypatch.setattr(attention, "num_processors", lambda device: processors[0])
+    whole = deterministic.attention(q, kv, offsets, lengths, **options)
+    for processors[0] in (1, 10**6):
+        for b in range(5):
+            rows = slice(int(offsets[b]), int(offsets[b + 1]))
+            one = replace(kv, block_tables=kv.block_tables[b : b + 1])
+            own = torch.tensor([0, rows.stop - rows.start]).int()
+            alone = deterministic.attention(q[rows], one, own, lengths[b : b + 1], **options)
+            assert torch.equal(alone, whole[rows])
+
+
+@pytest.mark.parametrize("width", [80, 896, 4096])
+def test_bits_of_norms_alone(deterministic: CudaOps, width: int) -> None:
+    x, residual = torch.randn(2, 300, width).bfloat16()
+    weight, bias = torch.randn(2, width)
+    whole = deterministic.add_rms_norm(x, residual, weight, 1e-6)[0]
+    centred = deterministic.add_layer_norm(x, residual, weight, bias, 1e-6)[0]
+    for row in (0, 17, 299):
+        one = slice(row, row + 1)
+        assert torch.equal(deterministic.add_rms_norm(x[one], residual[one], weight, 1e-6)[0], whole[one])
+        alone = deterministic.add_layer_norm(x[one], residual[one], weight, bias, 1e-6)[0]
+        assert torch.equal(alone, centred[one])
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_bits_of_products_alone(deterministic: CudaOps, encoding: str) -> None:
+    packed = deterministic.pack_linear(torch.randn(70, 160), encoding)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(70, 160).to(dtype)
+        whole = deterministic.linear(x, packed)
+        for some in ([5], [69, 0, 7], list(range(33))):
+            assert torch.equal(deterministic.linear(x[some], packed), whole[some])
+
+
+def test_samples_alone(deterministic: CudaOps) -> None:
+    count = 12
+    rules = SamplingInputs(
+        torch.full((count,), 0.8),
+        torch.full((count,), 40),
+        torch.full((count,), 0.9),
+        torch.zeros(count),
+        torch.rand(count, dtype=torch.float64),
+    )
+    logits = torch.randn(count, 5000)
+    tokens = deterministic.sample(logits, rules)
+    for row in range(count):
+        alone = deterministic.sample(logits[row : row + 1], rules.take(torch.tensor([row])))
+        assert alone[0] == tokens[row]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [2, 80, 576, 896, 1152, 5120])
+def test_rows(ops: CudaOps, dtype: torch.dtype, width: int) -> None:
+    x, residual = torch.randn(2, 5, width).to(dtype)
+    weight = torch.randn(width)
+    for one in (weight, weight.to(dtype)):
+        pairs = zip(
+            ops.add_rms_norm(x, residual, one, 1e-6),
+            REFERENCE.add_rms_norm(x, residual, one, 1e-6),
+            strict=True,
+        )
+        for got, expected in pairs:
+            agree(got, expected)
+    for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
+        agree(ops.activation(x, activation), REFERENCE.activation(x, activation))  # type: ignore[arg-type]
+        agree(ops.gated_activation(x, activation), REFERENCE.gated_activation(x, activation))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "rotated"), [(80, 80), (96, 32), (112, 56), (192, 192), (256, 64), (20, 10)])
+def test_rotary(ops: CudaOps, dtype: torch.dtype, dim: int, rotated: int) -> None:
+    q, k = torch.randn(2, 3, 7, dim).to(dtype)
+    angles = torch.rand(3, rotated // 2) * 6
+    for pairs in (False, True):
+        got, expected = (
+            o.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=pairs) for o in (ops, REFERENCE)
+        )
+        agree(got[0], expected[0])
+        agree(got[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [20, 80, 96, 112, 192, 256, 512])
+def test_cache_writes(ops: CudaOps, dtype: torch.dtype, dim: int) -> None:
+    k, v = torch.randn(2, 5, 7, dim).to(dtype)
+    slots = torch.tensor([33, 127, 64, 40, 95])
+    for cached in (dtype, torch.int8, torch.float8_e4m3fn):
+        stored = []
+        for back_end in (ops, REFERENCE):
+            scales = torch.zeros(2, 4, 7, 32)
+            cache = torch.zeros(2, 4, 7, 32, dim).to(cached)
+            own = None if cached == dtype else scales
+            back_end.store_kv(k, v, LayerKV(cache, torch.zeros(1, 1).int(), slots, None, own))
+            stored.append((cache.float(), scales))
+        assert torch.equal(stored[0][0], stored[1][0])
+        assert torch.equal(stored[0][1], stored[1][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_products(ops: CudaOps, encoding: str, dtype: torch.dtype) -> None:
+    for out_features, in_features in ((33, 96), (70, 130)):
+        weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
+        packed, expected = (o.pack_linear(weight, encoding, bias=bias) for o in (ops, REFERENCE))
+        for rows in (1, 17):
+            x = torch.randn(rows, in_features).to(dtype)
+            tolerance = 1e-3 if dtype == torch.float32 else 4 * TOLERANCE[dtype]
+            agree(ops.linear(x, packed), REFERENCE.linear(x, expected), tolerance)
+
+
+@pytest.mark.parametrize("encoding", ["bfloat16", "int8", "uint4", "mxfp4", "nvfp4", "fp8"])
+@pytest.mark.parametrize(("experts", "top", "rows"), [(60, 4, 3), (8, 2, 40), (3, 3, 1)])
+def test_experts(ops: CudaOps, encoding: str, experts: int, top: int, rows: int) -> None:
+    given = [(torch.randn(96, 64) / 8, torch.randn(64, 48) / 8) for _ in range(experts)]
+    x = torch.randn(rows, 64).bfloat16()
+    weights, ids = REFERENCE.route(torch.randn(rows, experts), top, "all_normed")
+    results = []
+    for o in (ops, REFERENCE):
+        packed = PackedExperts(
+            tuple(o.pack_linear(up, encoding) for up, _ in given),
+            tuple(o.pack_linear(down, encoding) for _, down in given),
+        )
+        results.append(o.experts(x, packed, weights, ids, "silu"))
+    agree(results[0], results[1], 2.0**-5)
+
+
+@pytest.mark.parametrize(("experts", "top"), [(128, 8), (384, 8), (1024, 6), (5, 5)])
+def test_routes(ops: CudaOps, experts: int, top: int) -> None:
+    logits = torch.randn(9, experts)
+    for routing in ("all", "all_normed", "chosen"):
+        (weights, ids), (expected, numbers) = (o.route(logits, top, routing) for o in (ops, REFERENCE))  # type: ignore[arg-type]
+        assert torch.equal(ids, numbers)
+        agree(weights, expected)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 33, 1000, 32003])
+def test_samples(ops: CudaOps, vocabulary: int) -> None:
+    rows = 7
+    rules = SamplingInputs(
+        torch.rand(rows) * 1.5,
+        torch.randint(0, 40, (rows,)),
+        torch.rand(rows),
+        torch.rand(rows) / 9,
+        torch.rand(rows, dtype=torch.float64),
+    )
+    logits = 3 * torch.randn(rows, vocabulary)
+    mask = torch.randint(-(2**31), 2**31, (rows, -(-vocabulary // 32))).int()
+    for allowed in (None, mask):
+        assert torch.equal(ops.sample(logits, rules, allowed), REFERENCE.sample(logits, rules, allowed))
