@@ -1,4 +1,4 @@
-"""The element type of a model's KV cache, and the scales that the checkpoint stores for it."""
+"""The element type of a model's KV cache, and its stored scales from the checkpoint."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ BaseContextType = TypeVar("BaseContextType", bound=InputContext)
 WeightsAdapter = Callable[[str], str | None]
 """Maps a checkpoint tensor name to the name that the model uses, or to None to drop the tensor."""
 
-_UNSET: Any = None  # a subclass with its own inputs need not set these fields
+_UNSET: Any = None  # subclasses with other inputs need not set these fields
 
 
 @dataclass(kw_only=True)

@@ -13,23 +13,24 @@ from penstock.scheduler.batch import Entry
 ContextT = TypeVar("ContextT", bound=InputContext)
 
 _RECENT_SECONDS = 2.0
-"""Steps stay short for this time after contexts of two clients were last present."""
+"""Seconds for which steps stay short after contexts of two clients were last present."""
 
 _SHORT_SECONDS = 0.005
-"""Steps up to this duration are always short enough."""
+"""Seconds up to which a step always counts as short."""
 
 _FIXED_TIMES = 3
-"""A short step takes at most this many times as long as the fixed costs, which its rows share."""
+"""Maximum duration of a short step, as a multiple of the fixed costs of a step."""
 
 _MIN_ROWS = 8
-"""Rows of each client that no limit removes. A step with this few rows takes about as long as one with a
-single row, because both read the same weights."""
+"""Minimum number of rows per client in a limited step. A step with this few rows takes about as long as one
+with a single row, because both read the same weights.
+"""
 
 _DECAY = 0.98
-"""Weight of a recorded step relative to the step after it."""
+"""Weight of a recorded step relative to the next step."""
 
 _MIN_SPREAD = 0.1
-"""Relative standard deviation of the numbers of rows from which the time per row can be estimated."""
+"""Minimum relative standard deviation of the numbers of rows for an estimate of the time per row."""
 
 
 class StepTime:
@@ -47,7 +48,7 @@ class StepTime:
         self._weight = self._rows = self._seconds = self._rows_squared = self._products = 0.0
 
     def record(self, num_rows: float, seconds: float) -> None:
-        """Take the duration of a step into account."""
+        """Update the estimate with the duration of a step."""
         self._weight = _DECAY * self._weight + 1
         self._rows = _DECAY * self._rows + num_rows
         self._seconds = _DECAY * self._seconds + seconds
@@ -67,7 +68,7 @@ class StepLimit:
 
     A prompt that arrives during a call waits for its end. While other clients send requests, a client with
     more than `_MIN_ROWS` contexts therefore gets short steps: as many rows as the time of a short step
-    allows, but at least `_MIN_ROWS` of each client. Its contexts take turns, so that every one continues.
+    allows, but at least `_MIN_ROWS` of each client. Its contexts take turns, so that all of them continue.
 
     Args:
         clock: returns seconds.
@@ -80,19 +81,19 @@ class StepLimit:
         self._num_selections = 0
 
     def note_contention(self) -> None:
-        """Note that contexts of two or more clients are present."""
+        """Record that contexts of two or more clients are present."""
         self._contended_at = self._clock()
 
     def record(self, num_rows: float, seconds: float) -> None:
-        """Take the duration of a step into account."""
+        """Update the estimate with the duration of a step."""
         self._time.record(num_rows, seconds)
 
     def select(self, decoding: list[Entry[ContextT]], num_steps: int) -> tuple[list[Entry[ContextT]], int]:
-        """Return the entries of ``decoding`` that run, in their order, and for how many steps.
+        """Return the entries of ``decoding`` that run, in their order, and the number of steps.
 
         Args:
             decoding: all entries that decode, in order.
-            num_steps: the wanted number of steps.
+            num_steps: the requested number of steps.
         """
         fixed, per_row = self._time.fixed, self._time.per_row
         counts = Counter(entry.client_id for entry in decoding)
@@ -113,7 +114,7 @@ class StepLimit:
 def _first_in_turn(
     decoding: list[Entry[ContextT]], counts: Mapping[str, int], num_rows: int
 ) -> list[Entry[ContextT]]:
-    """Return about ``num_rows`` of the entries, in their order: of each client those that waited longest.
+    """Return about ``num_rows`` entries in their order: for each client, those that waited longest.
 
     Clients get equal shares, but at least `_MIN_ROWS`.
 

@@ -1,7 +1,7 @@
-"""Scales of an 8-bit float KV cache that quantized checkpoints store for each layer.
+"""Scales of an 8-bit float KV cache, stored per layer in quantized checkpoints.
 
-A stored number of the cache times ``k_scale`` is the key, times ``v_scale`` the value. A scale has one
-number, or one for each kv head. Writers name them ``self_attn.k_scale`` (compressed-tensors, transformers),
+A cached number times ``k_scale`` is the key; times ``v_scale`` it is the value. A scale has one number, or
+one for each kv head. Writers name them ``self_attn.k_scale`` (compressed-tensors, transformers),
 ``self_attn.k_proj.k_scale`` (ModelOpt), ``self_attn.k_proj.output_scale`` (early compressed-tensors), or
 ``self_attn.kv_scale`` for both.
 """
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 def find_cache_scales(config: Mapping[str, object], stored: Headers) -> CacheScales:
     """Return the scales that a checkpoint stores for a cache of 8-bit floats; empty if it has none.
 
-    Scales of another ``kv_cache_scheme``, such as 8-bit integers, do not count.
+    Scales of another ``kv_cache_scheme``, such as 8-bit integers, are ignored.
     """
     scheme = quantization_section(config).get("kv_cache_scheme")
     if isinstance(scheme, Mapping) and (
@@ -54,7 +54,9 @@ def find_cache_scales(config: Mapping[str, object], stored: Headers) -> CacheSca
     layers = {layer for layer, _ in found}
     incomplete = [layer for layer in sorted(layers) if not {(layer, "k"), (layer, "v")} <= found.keys()]
     if incomplete:
-        _logger.warning("the scales of the KV cache are not used: layers %s have only one of two", incomplete)
+        _logger.warning(
+            "the scales of the KV cache are not used: layers %s have only one of two scales", incomplete
+        )
         return {}
     return {layer: (found[layer, "k"], found[layer, "v"]) for layer in sorted(layers)}
 

@@ -194,21 +194,13 @@ class WorkerClient:
     # -- Adapters ----------------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter. A restarted worker loads it again.
-
-        Raises:
-            PenstockError: the adapter cannot be loaded, or the worker is not ready.
-        """
+        """Load a LoRA adapter; see `EngineClient.load_adapter`."""
         self._supervisor.check_ready()
         await self._call(LoadAdapter(next(self._call_ids), name, path))
         self._changed_adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter.
-
-        Raises:
-            PenstockError: the adapter is unknown, or the worker is not ready.
-        """
+        """Unload a LoRA adapter; see `EngineClient.unload_adapter`."""
         self._supervisor.check_ready()
         await self._call(UnloadAdapter(next(self._call_ids), name))
         self._changed_adapters[name] = None

@@ -12,11 +12,11 @@ _PLACEHOLDERS = {
     "video_token_id": ("video", 258_884),
     "audio_token_id": ("audio", 258_881),
 }
-"""The keys of the tokens that stand for other inputs, with the names of these inputs and default ids."""
+"""The keys of the placeholder tokens of other inputs, with the names of these inputs and default ids."""
 
 
 def _of_text_model(name: str) -> str:
-    """Return the name of a tensor in the text model, whose names have no prefix."""
+    """Return the name of a tensor without the prefix of the text model."""
     return name.removeprefix("model.").removeprefix("language_model.")
 
 

@@ -1,7 +1,7 @@
 """The text model of EmbeddingGemma 2: Gemma's blocks with bidirectional attention.
 
-Layers without a window have other heads than those with one. Each block gets an input of its own, which is a
-projection of the embeddings (per-layer embeddings, as in Gemma 3n and Gemma 4).
+Layers with and without a window differ in the number and size of heads. Each block gets an additional input,
+a projection of the embeddings (per-layer embeddings, as in Gemma 3n and Gemma 4).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _KINDS = (FULL, SLIDING)
 _BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 _GLOBAL_HEADS = (512, 1)
-"""Size of a head and number of kv heads in layers without a window, if the file gives no sizes by layer."""
+"""Default head size and number of kv heads in layers without a window, if the file has no sizes by layer."""
 
 
 class EmbeddingGemma2TextModel(EncoderModel):
@@ -91,7 +91,7 @@ class EmbeddingGemma2TextModel(EncoderModel):
 
 
 def _types(config: HuggingFaceConfig) -> tuple[str, ...]:
-    """Return the type of each layer. The last one has no window, whatever the file says."""
+    """Return the type of each layer. The last layer never has a window."""
     default = tuple(FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_layers(config)))
     return (*layer_types(config, default)[:-1], FULL)
 
@@ -118,7 +118,7 @@ def _heads_of(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, in
 
 
 def _rotaries(config: HuggingFaceConfig) -> Mapping[str, RotaryConfig]:
-    """Return the rotary embedding of each type of layers; types that the model lacks have that of another."""
+    """Return the rotary embedding of each layer type; types without layers get that of another type."""
     given, kinds = config.section("rope_parameters"), _types(config)
     found = {}
     for kind in _KINDS:

@@ -1,4 +1,4 @@
-"""The network of EmbeddingGemma 2: blocks of Gemma, each with an input of its own from the embeddings."""
+"""The network of EmbeddingGemma 2: blocks of Gemma with per-layer inputs from the embeddings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NormedAttention:
     rotary: int
     """The index of the rotary embedding for queries and keys."""
     window: int | None
-    """Distance of the farthest visible key, in either direction."""
+    """Maximum distance of a visible key, in either direction."""
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
         """``x [T, E] -> [T, E]``; ``rows`` are the rows of all rotary embeddings of the model."""
@@ -60,7 +60,7 @@ class LayerInput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingGemma2Block:
-    """Attention, feed-forward layer and the block's own input, each with norms; then a factor."""
+    """Attention, feed-forward layer and per-layer input, each with norms; then a factor."""
 
     attention_norms: tuple[RMSNorm, RMSNorm]
     attention: NormedAttention
@@ -70,7 +70,7 @@ class EmbeddingGemma2Block:
     factor: float
 
     def __call__(self, x: Tensor, own: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
-        """``x [T, E]`` and the block's own input ``[T, P]`` -> ``[T, E]``."""
+        """``x [T, E]`` and the block's per-layer input ``[T, P]`` -> ``[T, E]``."""
         before, after = self.attention_norms
         attended = after(self.attention(before(x, step), rows, step), step)
         before, after = self.mlp_norms

@@ -74,12 +74,8 @@ class CpuExperts(CpuLinear):
             self._fall_back("experts", {f"{gate_up.encoding} weights with {x.dtype} activations": False})
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         (rows, hidden), top, inner = x.shape, topk_ids.shape[1], down.in_features
-        assert hidden == gate_up.in_features, "experts of another width"
-        assert len(topk_weights) == len(topk_ids) == rows
-        if isinstance(gating, ClampedSwiGLU):
-            gate, alpha, limit = _CLAMPED, gating.alpha, gating.limit
-        else:
-            gate, alpha, limit = ACTIVATIONS[gating], 0.0, 0.0
+        assert (hidden, rows, rows) == (gate_up.in_features, len(topk_weights), len(topk_ids)), "other sizes"
+        gate, alpha, limit = _gate_of(gating)
         out = self._empty(x.shape, x.dtype)
         long = 3 * rows * top * hidden * inner > LONG
         bad = (self._kernels.long_experts if long else self._kernels.experts)(
@@ -125,6 +121,13 @@ def _table_of(packed: PackedExperts) -> _Table | None:
     pairs = zip(packed.gate_up, packed.down, strict=True)
     addresses = torch.tensor([[_addresses_of(one) for one in pair] for pair in pairs], dtype=torch.int64)
     return _Table(addresses, gate_up, down, frozenset(packed.slice_names()))
+
+
+def _gate_of(gating: Gating) -> tuple[int, float, float]:
+    """Return the number of a gating in csrc, and its parameters alpha and limit."""
+    if isinstance(gating, ClampedSwiGLU):
+        return _CLAMPED, gating.alpha, gating.limit
+    return ACTIVATIONS[gating], 0.0, 0.0
 
 
 def _have_one_form(linears: Sequence[PackedLinear]) -> bool:

@@ -22,7 +22,7 @@ def e4m3_values(codes):
 
 @triton.jit
 def e4m3_codes(x):
-    """Return the nearest 8-bit floats of float32 numbers, of a half the even one. NaN stays NaN.
+    """Return the nearest 8-bit floats of float32 numbers, rounding half to even. NaN stays NaN.
 
     Magnitudes above 448 become 448.
     """

@@ -38,7 +38,7 @@ def tanh(x):
 
 @triton.jit
 def round_half_even(x):
-    """Return the nearest integers of numbers below 2**22; of a half the even one.
+    """Return numbers below 2**22 rounded to integers, half to even.
 
     Adding 1.5 * 2**23 leaves no bits for a fraction.
     """
