@@ -1,4 +1,4 @@
-"""Whatever the API pages show is there: each name, each parameter with its kind and its default."""
+"""Everything on the API pages exists: each name, each parameter with its kind and its default."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_wrong_signature_is_found(page: str, ours: Callable[..., Any], fault: 
 
 
 def faults(page: list[inspect.Parameter], ours: list[inspect.Parameter]) -> list[str]:
-    """What a signature of ours lacks, against a page's."""
+    """Return the parameters of a page that a signature of ours lacks."""
     found = []
     by_name = {parameter.name: parameter for parameter in ours}
     for expected in page:

@@ -1,4 +1,4 @@
-"""What is found out about the inputs of linear layers, and what a load makes of it."""
+"""Statistics of the inputs of linear layers, and their use in a load."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tiny(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | None]]:
-    """What layers were given from now on, and what was made of it."""
+    """The inputs of layers from now on, and their statistics."""
     found: list[tuple[Tensor, Tensor | None]] = []
 
     def watched(x: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Devices by name, and zeros that cost nothing until they are written."""
+"""Devices by name, and zeros that take no memory before they are written."""
 
 from __future__ import annotations
 

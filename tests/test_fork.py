@@ -36,7 +36,7 @@ SCRIPT = """
 
 
 def run(steps: str) -> list[str]:
-    """What a script prints; it is killed if it hangs."""
+    """Return the output of a script, which is killed if it hangs."""
     script = textwrap.dedent(SCRIPT) + textwrap.dedent(steps)
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False

@@ -67,14 +67,14 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def _fresh(code: str) -> str:
-    """Return what ``code`` prints in a new process."""
+    """Return the output of ``code`` in a new process."""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 
 
 def test_the_lifecycle_leaves_the_framework_for_later() -> None:
-    """The worker's process is started before the server imports what takes time."""
+    """The worker's process is started before the slow imports of the server."""
     late = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "rich")
     code = f"import sys, penstock.serve.http.lifecycle; print(*sorted(set({late!r}) & set(sys.modules)))"
     assert _fresh(code) == ""

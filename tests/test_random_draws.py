@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *options: str, **environment: str) -> tuple[list[str], str]:
-    """(the examples that the property test drew, what pytest printed)."""
+    """Return (the examples that the property test drew, the output of pytest)."""
     plugins = ("no:cacheprovider", "_hypothesis_pytestplugin", "tests.conftest")
     flags = ["--rootdir", str(folder), *(part for name in plugins for part in ("-p", name))]
     variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -1,4 +1,4 @@
-"""What the README and docs/getting-started.md show works as it stands there."""
+"""The code of the README and docs/getting-started.md runs unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public stand-ins: as real as what they stand for, but for the model."""
+"""The public test doubles behave like the real objects, except for the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EmbeddingGemma 2: what differs from other encoders."""
+"""EmbeddingGemma 2: its differences from other encoders."""
 
 from __future__ import annotations
 

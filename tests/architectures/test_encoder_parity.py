@@ -1,4 +1,4 @@
-"""Every encoder computes what transformers computes, alone and in a batch, with each of its heads."""
+"""Every encoder gives the results of transformers, alone and in a batch, with each of its heads."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_window_off_by_one(
 
 
 def attention_without(**parts: Any) -> Callable[[Any], Any]:
-    """A network whose attention has other parts; None where it has none of them anyway."""
+    """A network whose attention has other parts, or None if its attention has none of these parts."""
 
     def alter(network: Any) -> Any:
         blocks = [replace(one, attention=replace(one.attention, **parts)) for one in network.blocks]
@@ -172,7 +172,7 @@ def with_branches_of_scale_one(network: Any) -> Any:
 
 
 def with_blocks(alter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A network with altered blocks; None where the alteration returns all blocks as they are."""
+    """A network with altered blocks, or None if the alteration changes no block."""
 
     def altered(network: Any) -> Any:
         blocks = tuple(alter(block) for block in network.blocks)

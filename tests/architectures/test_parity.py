@@ -1,4 +1,4 @@
-"""Every architecture computes what transformers computes."""
+"""Every architecture gives the results of transformers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_mixed_batch(pipeline: TextGenerationPipeline, reference: Any, vocabular
 
 @pytest.fixture(scope="module")
 def greedy_texts(reference: Any, vocabulary: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts, and what transformers continues them with."""
+    """Prompts and their continuations by transformers."""
     prompts = [random_tokens(length, vocabulary, seed=length) for length in (5, 40)]
     return [(prompt, oracle_greedy(reference, prompt, 30)) for prompt in prompts]
 

@@ -1,4 +1,4 @@
-"""``partial_rotary_factor`` has the effect that it has in transformers, for every family with a rope."""
+"""``partial_rotary_factor`` has the same effect as in transformers, for every family with RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vision encoders of Qwen compute what those of transformers compute."""
+"""The vision encoders of Qwen give the results of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every model that reads images computes what transformers computes."""
+"""Every model that reads images gives the results of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load generator's HTTP client, against servers that write what a test wants, cut where it wants."""
+"""The load generator's HTTP client, against servers that write given bytes in given pieces."""
 
 from __future__ import annotations
 

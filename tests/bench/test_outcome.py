@@ -1,4 +1,4 @@
-"""What is read of answers, and what the numbers are that come out."""
+"""The load generator's reading of answers, and the numbers that it computes from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the encodings do to the embedded model, on texts that it wrote itself."""
+"""The effect of encodings on the embedded model, with texts that it generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of random weights can be loaded, whatever the architecture."""
+"""Checkpoints of random weights can be loaded for every architecture."""
 
 from __future__ import annotations
 

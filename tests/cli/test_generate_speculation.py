@@ -1,4 +1,4 @@
-"""What ``penstock generate`` says about drafts."""
+"""The output of ``penstock generate`` about drafts."""
 
 from __future__ import annotations
 

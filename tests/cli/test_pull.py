@@ -43,7 +43,7 @@ REPOSITORIES = {"tiny/llama": FILES, "tiny/gguf": GGUF_FILES}
 
 
 class Hub:
-    """What the server has seen, and what it shall do."""
+    """The requests that the server has received, and the faults that it produces."""
 
     def __init__(self, url: str, cache: Path) -> None:
         self.url, self.cache = url, cache

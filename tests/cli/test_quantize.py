@@ -1,4 +1,4 @@
-"""``penstock quantize``: the checkpoint holds what the packer computes, and loads again."""
+"""``penstock quantize``: the checkpoint holds the packer's results and can be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``penstock warm-cache``: what is whole passes, and what is not is named before it is loaded."""
+"""``penstock warm-cache``: complete checkpoints pass; incomplete ones are named before they are loaded."""
 
 from __future__ import annotations
 

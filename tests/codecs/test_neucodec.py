@@ -1,4 +1,4 @@
-"""NeuCodec: digits of codes, windows of streams, encodings, and what is refused."""
+"""NeuCodec: digits of codes, windows of streams, encodings, refusals."""
 
 from __future__ import annotations
 

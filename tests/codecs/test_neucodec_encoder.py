@@ -27,7 +27,7 @@ LENGTHS = (9000, 9280, 20000)
 
 @dataclass
 class Oracle:
-    """A checkpoint and what transformers computes with it."""
+    """A checkpoint, and the results of transformers for it."""
 
     folder: Path
     model: Any

@@ -1,4 +1,4 @@
-"""SNAC: noise, frame order, checkpoint files, and what is refused."""
+"""SNAC: noise, frame order, checkpoint files, refusals."""
 
 from __future__ import annotations
 

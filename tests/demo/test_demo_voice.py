@@ -62,7 +62,7 @@ def test_a_recogniser_understands_it(speeches: list[Speech], monkeypatch: pytest
 
 
 def test_recognisers_understand_hello_world(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In any spelling, by a recogniser that knows few sentences and by one that knows English."""
+    """Spellings in several forms, with a recogniser of few sentences and one of English."""
     pytest.importorskip("pocketsphinx", reason="the recogniser is not installed")
     import torch
 

@@ -1,4 +1,4 @@
-"""What combines with tensor parallelism: encodings, adapters, choices, drafts, images, log probabilities."""
+"""Features with tensor parallelism: encodings, adapters, choices, drafts, images, log probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every block of code on the pages works as it stands there, or is plainly not to be run."""
+"""Every block of code on the pages runs unchanged, or is marked as not to be run."""
 
 from __future__ import annotations
 

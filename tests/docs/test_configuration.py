@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the configuration classes say."""
+"""docs/configuration.md agrees with the configuration classes."""
 
 from __future__ import annotations
 

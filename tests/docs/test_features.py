@@ -1,4 +1,4 @@
-"""The table of what combines with what: each cell is tried on the embedded model."""
+"""The table of combinations of features: each cell is tried on the embedded model."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
 
 
 def cell_of(first: str, second: str) -> str:
-    """What the page says of two features."""
+    """Return the page's cell for two features."""
     table = PAGE.partition("## What combines with what")[2].partition("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]

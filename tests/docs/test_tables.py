@@ -1,4 +1,4 @@
-"""The tables of the pages say what the code says."""
+"""The tables of the pages agree with the code."""
 
 from __future__ import annotations
 

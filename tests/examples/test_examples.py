@@ -1,4 +1,4 @@
-"""Every example runs as it stands, and says what it is there to say."""
+"""Every example runs unchanged and prints the expected output."""
 
 from __future__ import annotations
 

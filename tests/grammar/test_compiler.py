@@ -1,4 +1,4 @@
-"""Compilation beside the model: limits, refusals, what is kept, and the matchers that contexts get."""
+"""Compilation while the model runs: limits, refusals, cached grammars, and the matchers of contexts."""
 
 from __future__ import annotations
 

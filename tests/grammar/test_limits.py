@@ -1,4 +1,4 @@
-"""Grammars that are made to cost much: each ends with an error or goes on, and harms no other request."""
+"""Costly grammars: each fails with an error or continues, and affects no other request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a matcher allows, as the pipeline asks for it; and that asking moves no matcher."""
+"""The masks of matchers, as the pipeline requests them; a request for a mask does not advance a matcher."""
 
 from __future__ import annotations
 

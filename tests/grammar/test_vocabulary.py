@@ -1,4 +1,4 @@
-"""The bytes of tokens: joined they are the text, for every kind of tokenizer there is."""
+"""The bytes of tokens: joined they are the text, for every kind of tokenizer."""
 
 from __future__ import annotations
 

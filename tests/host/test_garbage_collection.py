@@ -1,4 +1,4 @@
-"""Imports and loads without the garbage collector, which is as it was afterwards."""
+"""Imports and loads run without the garbage collector, whose state is then restored."""
 
 from __future__ import annotations
 

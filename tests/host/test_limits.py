@@ -111,7 +111,7 @@ def test_threads(
     threads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No more than a limit is worth, unless the caller or the environment says how many."""
+    """At most the number that a limit allows, unless the caller or the environment gives another."""
     monkeypatch.setattr(limits, "cores", lambda: granted)
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": named} if named else {})
     before = torch.get_num_threads()

@@ -51,7 +51,7 @@ def agree(got: Tensor, expected: Tensor) -> bool:
 
 
 def same(operation: Callable[[Ops], Tensor | tuple[Tensor, ...]], ops: Ops) -> None:
-    """Whether an operation gives what it gives on the reference."""
+    """Check that an operation gives the results of the reference."""
     got, expected = operation(ops), operation(REFERENCE)
     if isinstance(got, Tensor):
         got, expected = (got,), (expected,)

@@ -61,7 +61,7 @@ def _threads() -> Iterator[None]:
 
 
 def are_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Unlike `torch.equal` it tells -0 from 0, and a NaN is equal to itself."""
+    """Unlike `torch.equal` it distinguishes -0 from 0, and a NaN is equal to itself."""
     return one.dtype == other.dtype and torch.equal(
         one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
     )

@@ -28,7 +28,7 @@ def panels_of(encoding: str) -> PanelLayout:
 
 
 def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
-    """Random tensors of an encoding: all that its types hold, not only what packing makes."""
+    """Random tensors of an encoding: all values of its types, not only those that packing produces."""
     if encoding in BLOCKS:
         rows = encoding_named(encoding).pack(torch.randn(outputs, inputs))
         rows["weight"] = torch.randint(0, 1 << encoding_named(encoding).bits, (outputs, inputs)).to(

@@ -1,4 +1,4 @@
-"""The definition of correct, against the plainest arithmetic there is: numpy, float64, a query at a time."""
+"""The reference kernels against plain numpy in float64, one query at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search: token for token that of transformers, and what it leaves behind."""
+"""Beam search: the tokens of transformers, and the state after it."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def request(name: str | None, **fields: Any) -> TextContext:
 
 
 def laid_out(manager: LoRAManager, contexts: Sequence[TextContext], counts: Sequence[int]) -> list[float]:
-    """Return what the adapter of each row adds to the first output of a row of ones; 0 without an adapter."""
+    """Return the term that each row's adapter adds to the first output of a row of ones, or 0."""
     inputs = manager.inputs(contexts, np.array(counts))
     if inputs is None:
         return [0.0] * sum(counts)

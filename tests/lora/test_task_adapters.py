@@ -35,7 +35,7 @@ def llm(jina: JinaV3) -> Iterator[LLM]:
 
 
 def expected(jina: JinaV3, llm: LLM, task: str | None, folder: Path, instruction: str = "") -> np.ndarray:
-    """Return what transformers computes for the texts, with the adapter merged into the weights."""
+    """Return the results of transformers for the texts, with the adapter merged into the weights."""
     model = jina.merged(task, folder)
     tokens = [llm.tokenizer.backend.encode(instruction + text).ids for text in TEXTS]
     return np.stack([mean_embedding(model, one).numpy() for one in tokens])

@@ -1,4 +1,4 @@
-"""The towers of vision models compute what those of transformers compute."""
+"""The towers of vision models give the results of transformers."""
 
 from __future__ import annotations
 

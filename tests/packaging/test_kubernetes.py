@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: their schema, and what they say about the server."""
+"""The Kubernetes manifests: their schema, and their settings of the server."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ GROUPS = {"head": CLUSTER["headGroupSpec"], "worker": CLUSTER["workerGroupSpecs"
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_schemas_of_the_pods_of_a_ray_cluster(name: str) -> None:
-    """The validator does not know RayService, but the pod templates that it contains."""
+    """The validator has no schema of RayService, but one of the pod templates in it."""
     validator = pytest.importorskip("kubernetes_validate")
     template = GROUPS[name]["template"]
     whole = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": template}

@@ -1,4 +1,4 @@
-"""What installs and runs Penstock says what the code says."""
+"""The files that install and run Penstock agree with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong with one context after a forward ends that one and no other."""
+"""An error of one context after a forward ends only this context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sampling parameters do to logits: against transformers' processors, and against plain Python."""
+"""The effect of sampling parameters on logits, against transformers' processors and plain Python."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_given_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeli
 
 
 class Prophet:
-    """Drafts that are right for as long as it says, then wrong."""
+    """A given number of right drafts, then wrong ones."""
 
     def __init__(self, texts: Mapping[str, list[int]], right: int, wrong: int) -> None:
         self.texts, self.right, self.wrong = texts, right, wrong

@@ -117,7 +117,7 @@ def test_any_batch(
 
 
 def test_something_was_drafted_accepted_and_forced(pipelines: dict[str, TextGenerationPipeline]) -> None:
-    """Runs after the other: a test of equality that compares nothing would pass as well."""
+    """Runs after the test of equality, which would also pass without any drafts."""
     for name in ("ngram", "draft model", "the model itself"):
         stats = pipelines[name].speculation_stats
         assert stats.num_proposed, name

@@ -19,7 +19,7 @@ def proposed(proposer: NGramProposer, context: TextContext, room: int) -> list[i
 
 
 def searched(text: list[int], least: int, most: int, room: int) -> list[int]:
-    """By definition: the longest end that stands before, the last such place, what followed it."""
+    """By definition: the tokens that followed the last occurrence of the longest repeated suffix."""
     for size in range(most, least - 1, -1):
         places = [p for p in range(size, len(text)) if text[p - size : p] == text[len(text) - size :]]
         if places and size < len(text):

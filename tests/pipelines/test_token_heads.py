@@ -1,4 +1,4 @@
-"""The heads of BGE-M3: sparse weights and multi-vector output beside the dense embedding."""
+"""The heads of BGE-M3: sparse weights and multi-vector output in addition to the dense embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server's tests share."""
+"""Fixtures of the server's tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _restored_logs() -> Iterator[None]:
-    """A test may configure the log; the next one finds it as it was."""
+    """A test may configure the log, which is then restored."""
     logs = [logging.getLogger(name) for name in ("penstock", "uvicorn.error")]
     before = [(log.handlers, log.level, log.propagate) for log in logs]
     yield

@@ -1,4 +1,4 @@
-"""What happens to every request around the routes: ids, log lines, the gate, unexpected errors."""
+"""The handling of requests outside the routes: ids, log lines, the gate, unexpected errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.serve.observability.request_record import RequestRecord
 
 
 def strange(go_on: asyncio.Event | None = None) -> APIRouter:
-    """Routes that go wrong in their ways; "/slow" waits for `go_on`, for ever without one."""
+    """Routes with various errors. "/slow" waits for `go_on`, without one until it is cancelled."""
     router = APIRouter()
 
     @router.get("/bug")
@@ -286,7 +286,7 @@ JSON = {"content-type": "application/json"}
 
 
 async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
-    """Each is a `JsonRoute`: nothing else has a limit, a time-out and strict JSON."""
+    """Each is a `JsonRoute`: only these have a limit, a time-out and strict JSON."""
     num_checked = 0
     tasks = (PipelineTask.TEXT_GENERATION, PipelineTask.EMBEDDINGS_GENERATION, PipelineTask.AUDIO_GENERATION)
     for task in tasks:
@@ -337,7 +337,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 async def call(app: Any, path: str) -> list[Any]:
-    """Sends a GET and leaves at once; what was sent back all the same."""
+    """Send a GET, disconnect at once, and return the messages that were sent nevertheless."""
     sent: list[Any] = []
     messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
 

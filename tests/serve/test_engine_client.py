@@ -1,4 +1,4 @@
-"""The server over a fake engine client: it knows nothing of workers but the `EngineClient` protocol."""
+"""The server over a fake engine client: it uses only the `EngineClient` protocol."""
 
 from __future__ import annotations
 

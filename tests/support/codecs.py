@@ -1,4 +1,4 @@
-"""Tiny codecs with random weights, and what their own packages compute (tools/write_codec_references.py)."""
+"""Tiny codecs with random weights, and results of the original packages (tools/write_codec_references.py)."""
 
 from __future__ import annotations
 

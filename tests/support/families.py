@@ -1,4 +1,4 @@
-"""The marker `families`: tests of what does not differ between families run on one family of each kind."""
+"""The marker `families`: tests that are alike for several families run on one family of each kind."""
 
 from __future__ import annotations
 

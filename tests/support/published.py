@@ -1,6 +1,6 @@
 """Checkpoints as their authors published them, made from those that transformers saves.
 
-Families with code of their own have other keys in ``config.json`` and other tensor names there.
+Families with published code have other keys in ``config.json`` and other tensor names there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs that run Ray in processes of their own, and the processes of their clusters."""
+"""Programs that run Ray in separate processes, and the processes of their clusters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RayProgram:
 
     @property
     def output(self) -> str:
-        """What the program and its actors have written."""
+        """The output of the program and its actors."""
         return self._log.read_text(errors="replace")
 
     def pids(self, *words: str) -> list[int]:
@@ -74,7 +74,7 @@ class RayProgram:
         return self.process.wait(seconds)
 
     def close(self) -> None:
-        """End the program and what it has left."""
+        """End the program and the processes that it has left."""
         if self.process.poll() is None:
             self.process.terminate()
             try:

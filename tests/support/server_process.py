@@ -51,7 +51,7 @@ class ServerProcess:
         return worker
 
     def memory(self, pid: int | None = None) -> int:
-        """Resident bytes of a process, by default the server's own, without what it maps of files."""
+        """Resident bytes of a process, by default the server's, without mapped files."""
         status = Path(f"/proc/{pid or self.process.pid}/status").read_text()
         found = re.search(r"RssAnon:\s+(\d+) kB", status)
         assert found is not None

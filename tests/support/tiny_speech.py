@@ -84,7 +84,7 @@ class FakeCodec(AudioCodec):
 
 
 class FakeCodecs(CodecRegistry):
-    """A registry that knows the fake codec and the real ones."""
+    """A registry of the fake codec and the real ones."""
 
     @property
     def codecs(self) -> tuple[SupportedCodec, ...]:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 @dataclass
 class ServedTools:
-    """The address of a running tool server and what it has seen."""
+    """The address of a running tool server, and the requests that it has received."""
 
     url: str
     calls: list[tuple[str, object]] = field(default_factory=list)

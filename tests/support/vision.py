@@ -1,4 +1,4 @@
-"""Small vision models with random weights, prompts with images, and what transformers computes for them."""
+"""Small vision models with random weights, prompts with images, and the results of transformers for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates: the text that transformers makes, for every real template there is; what is refused."""
+"""Chat templates: the text of transformers, for templates of published models; refusals."""
 
 from __future__ import annotations
 

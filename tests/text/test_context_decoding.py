@@ -74,7 +74,7 @@ async def test_pieces_of_what_was_generated(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("text", TEXTS)
 async def test_step_by_step(name: str, text: str, opened: Callable[[str], TextTokenizer]) -> None:
-    """Decoded as the tokens come, beside another request."""
+    """Decoded token by token, while another request is decoded."""
     tokenizer = opened(name)
     prompt, ids = ids_of(tokenizer, "One day", True), ids_of(tokenizer, text)
     contexts = [context_with(prompt), context_with(ids_of(tokenizer, "x"))]

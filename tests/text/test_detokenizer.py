@@ -205,7 +205,7 @@ def test_the_window_does_not_grow(ids: list[int]) -> None:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path) -> None:
-    """Against decoding prompt and answer together; in pieces however they are cut."""
+    """Against decoding prompt and answer together, with pieces of all lengths."""
     tokenizer = real_tokenizer(shared_data / name)
     special = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]
     text = st.text(" ab\n\u00e9\u6f22\U0001f389", max_size=30)
@@ -344,7 +344,7 @@ def expected(text: str, stop: list[str]) -> tuple[str, str | None, int]:
 
 
 def token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
-    """Ids at random, with more byte tokens and special tokens than chance would give."""
+    """Random ids, with an increased share of byte tokens and special tokens."""
     kinds = [st.integers(0, tokenizer.vocab_size - 1)]
     if tokenizer.byte_tokens:
         kinds += [st.sampled_from(sorted(tokenizer.byte_tokens)), st.sampled_from(text_bytes(tokenizer))]

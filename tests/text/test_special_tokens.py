@@ -1,4 +1,4 @@
-"""Special tokens that users and tools spell are text; everything else is tokenised as ever."""
+"""Special tokens in the texts of users and tools are text; all other text is tokenised as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings end the output of ``next_token``, in whichever usual tokens they come."""
+"""Stop strings end the output of ``next_token``, for every split into ordinary tokens."""
 
 from __future__ import annotations
 

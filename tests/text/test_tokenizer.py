@@ -1,4 +1,4 @@
-"""`TextTokenizer`: the tokens of transformers, and what becomes of each field of a request."""
+"""`TextTokenizer`: the tokens of transformers, and the effect of each field of a request."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ class TestLengths:
         assert encoded == [320]
 
     def test_a_long_text_of_few_tokens_is_encoded(self, tmp_path: Path) -> None:
-        """Its beginnings are looked at: they grow until the text is known to be short enough."""
+        """Growing prefixes are encoded until the text is certain to be short enough."""
         backend = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
         backend.pre_tokenizer = WhitespaceSplit()
         files = TokenizerFiles(

@@ -1,4 +1,4 @@
-"""What is read from a checkpoint's tokenizer files, and what is wrong with damaged ones."""
+"""Reading a checkpoint's tokenizer files, and the errors of damaged ones."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class TestDamage:
 
 
 class TestTransformersAgrees:
-    """With what small changes to the files do, beside those that the tests of `TextTokenizer` compare."""
+    """On the effects of small changes to the files that the tests of `TextTokenizer` do not compare."""
 
     TEXTS = ("Hi <s>you</s> ok", " lead", "", "\n<s>\nx", "a<x><y> b", "ﬁ  x ")
 

@@ -106,7 +106,7 @@ def type_of_option(field: ConfigField) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_users_code_is_checked(tmp_path: Path) -> None:
-    """As from outside, without this project's settings: files of a user, and what the pages show."""
+    """As outside this project, without its settings: files of a user, and the code of the pages."""
     names = ["user.py", "mistakes.py"]
     for name in names:
         shutil.copy(Path(__file__).with_name(name), tmp_path)

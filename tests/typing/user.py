@@ -1,4 +1,4 @@
-"""What a user's own code looks like to a type checker: the names that load lazily have their types."""
+"""A user's code for a type checker: the names that load lazily have their types."""
 
 from collections.abc import Mapping
 from typing import Any, assert_type

@@ -36,7 +36,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=QUANTIZED)
 def checkpoint(request: pytest.FixtureRequest, floats: Path, tmp_path: Path) -> Iterator[Path]:
-    """A checkpoint of an encoding; ``plain`` beside it has the numbers in floats."""
+    """A checkpoint of an encoding, and ``plain`` with the same numbers in floats."""
     kind = encoding_named(request.param)
     (tmp_path / "plain").mkdir()
     numbers = {

@@ -174,8 +174,8 @@ def test_blocks(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
-    """The layers hold the file's own integers and scales, each in its place, fused or not. Layers of floats
-    stay floats beside them."""
+    """The layers hold the file's integers and scales, each at its position, fused or not. Layers of floats
+    stay floats."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}
     checkpoint = checkpoint_of("llama", tmp_path, **sizes)
     config = json.loads((checkpoint / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Files of packed weights equal what a load packs, and are not used if they may be outdated."""
+"""Files of packed weights equal the packed weights of a load, and are not used if they may be outdated."""
 
 from __future__ import annotations
 

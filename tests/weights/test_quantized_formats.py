@@ -201,7 +201,7 @@ def test_weights_are_exact(case: str, llama: Path, tmp_path: Path) -> None:
     ],
 )
 def test_logits(case: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They are those of the weights in floats, but for the activations."""
+    """They equal those of the weights in floats, except for the rounding of activations."""
     packer, section, encoding = CASES[case]
     folder = write_packed_checkpoint(llama, tmp_path, packer, section, ignore=("1.mlp.up_proj",))
     expected = oracle_logits(oracle(folder / "plain"), TOKENS)
@@ -254,7 +254,7 @@ def test_families(family: str, case: str, tmp_path: Path) -> None:
 def test_parts_of_a_fused_layer_in_different_orders(
     llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are widened, but values alone are a layer of their own."""
+    """They are widened, except that the values projection is a separate layer."""
     _, section, _ = CASES["gptq-desc-act"]
     together, alone = packers.gptq(order="inputs"), packers.gptq(order="layer")
     packer = {"0.self_attn.v_proj": alone, "1.self_attn.k_proj": alone, "": together}

@@ -1,4 +1,4 @@
-"""What crosses to the worker and back arrives as it was."""
+"""Messages to the worker and back arrive unchanged."""
 
 from __future__ import annotations
 

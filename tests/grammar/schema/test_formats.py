@@ -1,4 +1,4 @@
-"""Formats of strings: what grammars write of them, and which values of enum and const have them."""
+"""Formats of strings: the texts that grammars allow, and the values of enum and const with a format."""
 
 from __future__ import annotations
 

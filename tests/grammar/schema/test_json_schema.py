@@ -1,4 +1,4 @@
-"""Grammars of JSON schemas, held against jsonschema: what they let through satisfies the schema, always."""
+"""Grammars of JSON schemas against jsonschema: every accepted text satisfies the schema."""
 
 from __future__ import annotations
 

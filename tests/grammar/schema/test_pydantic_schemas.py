@@ -1,4 +1,4 @@
-"""Schemas that pydantic makes of types: what is written validates, and pydantic reads it."""
+"""Schemas that pydantic makes of types: generated texts are valid, and pydantic reads them."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_it_is_packed_once(ops: CpuOps) -> None:
 
 
 def test_floats_are_multiplied_until_integers_are_made(ops: CpuOps) -> None:
-    """In the encoding of the activations, as nothing else is known of the inputs yet."""
+    """The first products use floats, because nothing is known of the inputs yet."""
     weight, x = torch.randn(70, 33), torch.randn(5, 33)
     for encoding in ("int8", "int5", "int4"):
         packed = ops.pack_lazily([weight], encoding)

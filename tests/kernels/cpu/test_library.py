@@ -120,7 +120,7 @@ def test_instruction_sets_have_separate_symbols() -> None:
 
 @built
 def test_the_kernels_share_the_threads_of_torch() -> None:
-    """Two copies of the OpenMP library would be two teams of threads, each slowing the other threefold."""
+    """Two copies of the OpenMP library would start two teams of threads and run three times as slowly."""
     code = """
 from penstock.kernels import cpu
 import torch

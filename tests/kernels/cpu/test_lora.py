@@ -38,7 +38,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def room(inputs: int, rank: int, dtype: torch.dtype, names: str = "qv") -> LoRAInputs:
-    """For adapters on some slices, whose ranks are all 0; NaN is what lies beyond a rank."""
+    """Inputs of adapters on some slices, with all ranks 0. Values beyond a rank are NaN."""
     matrices, ranks = {}, {}
     for part in SLICES:
         if part.name in names:

@@ -32,7 +32,7 @@ def encoding(request: pytest.FixtureRequest) -> str:
 
 
 def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
-    """What lies in memory; of a NaN the bits count, too."""
+    """Return the bytes of tensors, which also compare the bits of NaNs."""
     return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
 

@@ -49,7 +49,7 @@ def compiled(ops: CpuOps, inputs: Mapping[str, Tensor], step: Step) -> tuple[Com
 
 
 def everything(ops: CpuOps, encoding: str, width: int) -> Step:
-    """A step of every operation there is a kernel for."""
+    """A step of every operation that has a kernel."""
     packed = ops.pack_linear(torch.randn(4 * width, width) / width**0.5, encoding)
     back = ops.pack_linear(torch.randn(width, 2 * width) / width**0.5, encoding)
     dtype = encoding_named(encoding).compute_dtype.to_torch()
@@ -140,7 +140,7 @@ def test_an_operation_without_a_kernel_is_named(ops: CpuOps) -> None:
 
 
 def test_the_reference_is_not_run_while_compiling(ops: CpuOps) -> None:
-    """What it would store goes to wherever the inputs of a step that is over say."""
+    """It would write to the slots of a step that is over."""
     cache = torch.zeros(2, 3, 1, 16, 8)
     k = torch.randn(1, 1, 8).half()  # a type without kernels
     own = {"tables": torch.zeros(1, 2).int(), "slots": torch.tensor([20]), "k": k}
@@ -160,7 +160,7 @@ def test_the_reference_is_not_run_while_compiling(ops: CpuOps) -> None:
 
 
 def test_a_step_is_recorded_without_computing(ops: CpuOps) -> None:
-    """The cache holds what the replays have stored, nothing else."""
+    """The cache holds only the values that the replays have stored."""
     cache = torch.zeros(2, 3, 1, 16, 8)
     plans, seen = GraphCache(CpuGraphCompiler(ops)), []
 
@@ -225,7 +225,7 @@ def test_a_larger_arena_keeps_old_plans_right(ops: CpuOps) -> None:
 
 
 def tiny_language_model(ops: CpuOps) -> Step:
-    """Tokens to logits, by way of attention to what was stored: each step depends on all before."""
+    """Tokens to logits through attention to stored keys and values: a step depends on all previous ones."""
     table, head = torch.randn(50, 32), ops.pack_linear(torch.randn(50, 32), "float32")
     cache = torch.zeros(2, 10, 2, 16, 16)
 
@@ -241,7 +241,7 @@ def tiny_language_model(ops: CpuOps) -> Step:
 
 
 def later(given: Mapping[str, Tensor], ahead: int) -> dict[str, Tensor]:
-    """The inputs of a later step, but for its tokens."""
+    """The inputs of a later step, except for its tokens."""
     lengths = given["lengths"].long() + ahead
     at = lengths - 1
     slots = given["tables"].long()[torch.arange(len(at)), at // 16] * 16 + at % 16

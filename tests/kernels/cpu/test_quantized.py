@@ -61,7 +61,7 @@ def expected_of(weight: Tensor, encoding: str, x: Tensor, bias: Tensor | None) -
 
 
 def assert_is_rounded(y: Tensor, expected: Tensor, terms: Tensor) -> None:
-    """``y`` is ``expected`` but for the order of a few roundings in float32, and one to its own type."""
+    """Check that ``y`` is ``expected`` up to a few roundings in float32 and one to the type of ``y``."""
     own = 0.0 if y.dtype == torch.float32 else 2**-8
     assert bool(((y.float() - expected).abs() <= own * expected.abs() + 2**-21 * terms).all())
 
@@ -86,7 +86,7 @@ def test_products(
 
 
 def rows_with_outliers(inputs: int) -> Tensor:
-    """With none to many large numbers, anywhere and of all sizes, and with as many as there is room for."""
+    """With no, some and the maximum number of large values, of all sizes and at any position."""
     x = torch.randn(60, inputs)
     for row in range(1, len(x)):
         count = min(row % 20, inputs)

@@ -1,4 +1,4 @@
-"""A row's bits depend on nothing but the row: not on its batch, its chunk, the block size or the threads."""
+"""A row's bits do not depend on its batch, its chunk, the block size or the number of threads."""
 
 from __future__ import annotations
 

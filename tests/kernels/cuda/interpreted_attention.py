@@ -1,6 +1,6 @@
 """Attention in Triton's interpreter: head sizes, groups, windows, caches and spans, drawn and fixed.
 
-`test_interpreter.py` runs this file in a process of its own. ``--random -m random`` draws many more cases.
+`test_interpreter.py` runs this file in a separate process. ``--random -m random`` draws many more cases.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Case:
 
 
 def inputs_of(case: Case) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, Any]]:
-    """Return queries, cache, row offsets, lengths and options; what no query may read is NaN."""
+    """Return queries, cache, row offsets, lengths and options; values that no query may read are NaN."""
     torch.manual_seed(case.seed)
     counts = [-(-length // case.block) for _, length in case.sequences]
     cache = torch.full((2, sum(counts) + 1, case.kv_heads, case.block, case.dim), torch.nan)

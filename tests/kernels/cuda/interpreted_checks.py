@@ -119,7 +119,7 @@ def paged(
     dtype: torch.dtype = torch.float32,
     **fields: object,
 ) -> tuple[LayerKV, Tensor, Tensor]:
-    """Return a cache, row offsets and lengths; what no query may see is NaN."""
+    """Return a cache, row offsets and lengths; values that no query may read are NaN."""
     counts = [-(-length // 16) for _, length in rows_and_lengths]
     cache = torch.full((2, sum(counts) + 1, kv_heads, 16, dim), torch.nan)
     cache[:, 0] = 0
@@ -241,7 +241,7 @@ def test_encoder_attention(ops: CudaOps, options: dict[str, object]) -> None:
 def test_bits_of_attention_alone_in_chunks_and_in_splits(
     deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row has the same bits in a large chunk, in smaller ones beside others, and alone in splits."""
+    """A row has the same bits in a large chunk, in smaller ones with other rows, and alone in splits."""
     processors = [1]  # few enough that one program computes all splits of a tile
     monkeypatch.setattr("penstock.kernels.cuda.attention.num_processors", lambda device: processors[0])
     kv, offsets, lengths = paged([(20, 540), (1, 530)], 1)

@@ -1,6 +1,6 @@
 """Products, experts, rows and sampling in Triton's interpreter, on drawn sizes.
 
-`test_interpreter.py` runs this file with ``--random -m random`` in a process of its own.
+`test_interpreter.py` runs this file with ``--random -m random`` in a separate process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The queue of a GPU, with a fake of torch's streams: what waits for what."""
+"""The queue of a GPU, with a fake of torch's streams: the order of waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.kernels.reference import ReferenceOps
 
 
 class FakeStream:
-    """A stream that counts its operations, and knows how far it waits for other streams."""
+    """A stream that counts its operations and records its waits for other streams."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,7 +43,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """The functions of `torch.cuda` that the queue uses. There is none that waits for the whole device."""
+    """The functions of `torch.cuda` that the queue uses. None of them waits for the whole device."""
 
     def __init__(self) -> None:
         self.main = self._current = FakeStream("main")

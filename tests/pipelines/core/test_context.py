@@ -1,4 +1,4 @@
-"""What a text context does with each token: windows, ends, lengths, masks."""
+"""Text contexts after each token: windows, ends, lengths, masks."""
 
 from __future__ import annotations
 

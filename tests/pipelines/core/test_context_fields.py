@@ -1,4 +1,4 @@
-"""What a text context carries beside its tokens: slots, matchers, grammars, images; and whose data it is."""
+"""Fields of a text context besides its tokens: slots, matchers, grammars, images; ownership of the data."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_a_rolled_back_token_is_scored_anew() -> None:
 def test_every_position_is_returned_once(
     prompt: int, sizes: list[int], evicted: set[int], drained: set[int], crossed: set[int]
 ) -> None:
-    """Whatever the chunks, and however often it is evicted and computed anew."""
+    """For all chunks, and after any number of preemptions."""
     context = context_of(prompt, log_probabilities=1, log_probabilities_echo=True)
     out: list[tuple[int, LogProbabilities | None]] = []
     for i, size in enumerate(sizes):

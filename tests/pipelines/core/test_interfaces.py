@@ -1,4 +1,4 @@
-"""The protocols are met by what meets them, and importing them loads nothing heavy."""
+"""Implementations satisfy the protocols, and importing the protocols loads nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses and statuses: who is done, what is equal."""
+"""Responses and statuses: completion and equality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codec: arrays in all shapes, contexts of all kinds, and what it refuses."""
+"""The codec: arrays of all shapes, contexts of all kinds, refusals."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_other_values_are_not_decoded_as_arrays(value: Any) -> None:
 
 
 class Odd:
-    """No type that msgpack knows."""
+    """A type that msgpack does not support."""
 
 
 def test_no_other_type_is_decoded() -> None:

@@ -40,7 +40,7 @@ def requests(*lines: bytes) -> Iterator[BatchRequest | BadLine]:
 async def run(
     server: Chatting, lines: Iterable[BatchRequest | BadLine], concurrency: int = 4
 ) -> tuple[dict[str, Any], list[tuple[bool, int]]]:
-    """Return the results by their custom_id, and what was reported of each."""
+    """Return the results by their custom_id, and the reports of each."""
     results, reports = {}, []
 
     def keep(result: bytes, is_good: bool, num_tokens: int) -> None:

@@ -33,7 +33,7 @@ def _parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class App:
-    """Answers with the path and the length of the body; what it does is in the path."""
+    """Answers with the path and the length of the body. The path selects the behaviour."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -113,7 +113,7 @@ def answers(data: bytes) -> list[tuple[int, dict[str, Any]]]:
 
 
 async def test_answers_are_sent_without_delay() -> None:
-    """Each write is its own segment: TCP_NODELAY on every connection, however the listener was made."""
+    """Each write is a separate segment: every connection of every listener has TCP_NODELAY."""
     found: list[int] = []
 
     class Noting(App):
@@ -253,7 +253,7 @@ async def test_a_half_closed_client_gets_its_answer() -> None:
 
 
 async def test_a_half_closed_client_may_wait_for_its_answer() -> None:
-    """The bytes that find out whether it is there are the first of the answer."""
+    """The bytes that probe the connection are the first bytes of the answer."""
     app = App()
     async with served(app) as port:
         waiting = asyncio.ensure_future(exchange(port, GET % b"wait", half_close=True))

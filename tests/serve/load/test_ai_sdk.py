@@ -1,4 +1,4 @@
-"""The requests of the AI SDK (`@ai-sdk/openai-compatible`), and what it reads of the answers."""
+"""The requests of the AI SDK (`@ai-sdk/openai-compatible`), and the fields of answers that it reads."""
 
 from __future__ import annotations
 

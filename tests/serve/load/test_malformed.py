@@ -258,7 +258,7 @@ def encoded(bodies: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bytes]]:
 async def post_all(
     server: ServerProcess, bodies: Iterable[tuple[str, bytes]], *, seconds: float = SECONDS
 ) -> dict[int, int]:
-    """How often there was which status; every error is one of OpenAI's."""
+    """Return the number of answers by status. Every error has OpenAI's form."""
     statuses: dict[int, int] = {}
     waiting = iter(bodies)
 

@@ -1,6 +1,6 @@
-"""The tools with which people measure servers: what they send, and what they need of the answer.
+"""Common load generators: the requests that they send, and the fields of answers that they need.
 
-The requests are written after their documentation, and read as strictly as they read.
+The requests follow their documentation. The tests read answers as strictly as these tools.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What schemathesis makes of the server's own document: requests that fit it, and requests that do not.
+"""Requests that schemathesis generates from the server's OpenAPI document: valid and invalid ones.
 
 It brings a dozen packages, so the tests run only if it is installed.
 """
@@ -82,5 +82,5 @@ ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 def conforms(context: Any, response: Any, case: Any) -> None:
-    """The body is what the document says of it."""
+    """Check that the body conforms to the document."""
     schemathesis.specs.openapi.checks.response_schema_conformance(context, response, case)

@@ -1,4 +1,4 @@
-"""A server whose standard error takes nothing serves all the same."""
+"""A server serves requests although it cannot write to standard error."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ async def test_killed_under_load(server: ServerProcess) -> None:
 
 
 async def one_request(port: int, index: int, path: str | None = None) -> str:
-    """What became of a request: it has an answer, or an error in one of the two forms there are."""
+    """The outcome of a request: an answer, or an error in one of two forms."""
     path, streams = path or PATHS[index % 2], index % 3 > 0
     text = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
     body: dict[str, Any] = {"model": "demo", "max_tokens": 400, "ignore_eos": True, **text, "stream": streams}

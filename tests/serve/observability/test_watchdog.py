@@ -1,4 +1,4 @@
-"""What the watchdog reports."""
+"""The reports of the watchdog."""
 
 from __future__ import annotations
 
