@@ -11,6 +11,7 @@ import torch
 from support.encoders import ENCODERS, encode_all, open_encoder, save_encoder
 
 from penstock.architectures.registry import SupportedArchitecture
+from penstock.errors import ConfigError
 from penstock.pipelines.embeddings import EmbeddingsPipeline
 
 pytestmark = pytest.mark.models
@@ -106,6 +107,13 @@ def test_other_configurations(name: str, changes: dict[str, Any], tmp_path: Path
     responses = encode_all(pipeline, inputs, outputs=("dense",), pooling="mean", normalize=False)
     for tokens, response in zip(inputs, responses, strict=True):
         assert_close(response.embeddings, oracle_hidden(model, tokens).mean(0))
+
+
+def test_mpnet_with_fewer_buckets_than_distances_have(tmp_path: Path) -> None:
+    (architecture,) = (one for one in ENCODERS if one.name == "mpnet")
+    save_encoder(architecture, tmp_path, "", relative_attention_num_buckets=8)
+    with pytest.raises(ConfigError, match="is 8, but distances have 32"):
+        open_encoder(tmp_path)
 
 
 def test_a_batch_has_the_bits_of_single_inputs(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:

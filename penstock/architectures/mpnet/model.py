@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.errors import ConfigError
 from penstock.nn import EncoderNames, Loader, PostNormSizes
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ class MPNetModel(PostNormModel):
         cls, load: Loader, huggingface_config: HuggingFaceConfig, sizes: PostNormSizes
     ) -> Callable[[int], Tensor]:
         buckets = huggingface_config.integer("relative_attention_num_buckets", BUCKETS)
+        if buckets < BUCKETS:
+            raise ConfigError(
+                "relative_attention_num_buckets",
+                f"is {buckets}, but distances have {BUCKETS} buckets in this family: use at least {BUCKETS}",
+            )
         table = load.source.tensor("encoder.relative_attention_bias.weight", (buckets, sizes.heads))
         values = table.float().to(load.device)  # [buckets, H]
         longest = sizes.max_length
