@@ -34,6 +34,7 @@ from penstock.kernels.routing import RoutingOps
 from penstock.kernels.spans import ImageSpans
 
 Gating = Activation | ClampedSwiGLU
+"""What a gated MLP applies to its gate: an activation by name, or the SwiGLU with limits."""
 
 
 def _own_adapters(arguments: Arguments) -> Arguments:

@@ -46,6 +46,8 @@ class SparseMixer:
 
 
 Routing = Literal["all", "all_normed", "chosen"] | ScoreRouting | SparseMixer
+"""How a router weights the chosen experts: by the softmax over all experts, by the same divided by its sum,
+by the softmax over the chosen ones, or by the rule of a record."""
 
 
 class RoutingOps(ABC):

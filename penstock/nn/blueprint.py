@@ -17,6 +17,7 @@ from penstock.nn.rotary import RotaryConfig
 from penstock.nn.tensor_names import LLAMA_NAMES, TensorNames
 
 MAX_LAYERS = 10_000
+"""Maximum number of layers; a larger number in a configuration is an error."""
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -31,7 +32,10 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 """Activation functions by their names in checkpoints."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+"""The type of a layer whose tokens see all tokens before them."""
+SLIDING = "sliding_attention"
+"""The type of a layer whose tokens see a window of tokens before them."""
 
 BlockNorms: TypeAlias = Literal["before", "after", "around"]
 HeadNorms: TypeAlias = Literal["each", "together"]

@@ -91,6 +91,7 @@ class TensorNames:
 
 
 LLAMA_NAMES = TensorNames()
+"""The names of Llama's checkpoints."""
 
 
 def _ends_with(tensor: str, name: str) -> bool:
