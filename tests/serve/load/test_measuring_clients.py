@@ -6,13 +6,19 @@ The requests follow their documentation. The tests read answers as strictly as t
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from support.documents import ROOT
 from support.server_process import ServerProcess
 
+DEMO = ROOT / "penstock" / "demo"
 CHAT = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Tell me a story."}]}]}
 BARE_CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -52,6 +58,29 @@ SENT = {
     "llmperf": ("chat", BARE_CHAT | {"stream": True, "max_tokens": 24}),
     "inference-perf": ("text", PROMPT | USAGE | {"max_tokens": 24, "ignore_eos": True}),
 }
+CAPITALS = {"Germany": "Berlin", "France": "Paris"}
+TASK = """
+task: capitals
+dataset_path: json
+dataset_kwargs: {{data_files: {data}}}
+test_split: train
+doc_to_text: "{{{{q}}}}"
+doc_to_target: "{target}"
+{rest}
+"""
+KINDS = {
+    False: {
+        "target": "{{a}}",
+        "rest": "output_type: multiple_choice\ndoc_to_choice: [Berlin, Paris]\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]",
+    },
+    True: {
+        "target": "The capital of {{q.split(' ')[-1][:-1]}} is {{a}}.",
+        "rest": "output_type: generate_until\ngeneration_kwargs: {until: [';'], max_gen_toks: 24}\n"
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]",
+    },
+}
+"""Whether the task is for conversations -> the rest of the task."""
 PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
 
 
@@ -124,6 +153,52 @@ def check_chunk(event: dict[str, Any], kind: str) -> None:
     for choice in event["choices"]:
         assert choice["index"] == 0
         assert choice["finish_reason"] in (None, "stop", "length")
+
+
+def measured(command: list[str], server: ServerProcess, *, folder: Path) -> str:
+    """Return the output of a measuring program that was installed; ``URL`` and ``MODEL`` are replaced."""
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"needs {command[0]}")
+    words = [word.replace("URL", server.url).replace("MODEL", str(DEMO)) for word in command]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
+    child = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    return child.stdout
+
+
+@pytest.mark.peers
+def test_guidellm(server: ServerProcess, tmp_path: Path) -> None:
+    backend, data = (
+        "kind=openai_http,target=URL,model=demo",
+        "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
+    )
+    rounds = ["--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=4"]
+    inputs = ["--tokenizer", "kind=hf_auto,model=MODEL", "--data", data]
+    path = tmp_path / "report.json"
+    output = ["--disable-console", "--output", f"kind=json,path={path}"]
+    measured(["guidellm", "run", "--backend", backend, *rounds, *inputs, *output], server, folder=tmp_path)
+    [benchmark] = json.loads(path.read_text())["benchmarks"]
+    assert len(benchmark["requests"]["successful"]) == 4
+    assert not benchmark["requests"]["errored"]
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("kind", ["local-completions", "local-chat-completions"])
+def test_lm_eval(server: ServerProcess, tmp_path: Path, kind: str) -> None:
+    """The demo model chooses the right capitals, and names them."""
+    rows = [{"q": f"What is the capital of {one}?", "a": a} for one, a in CAPITALS.items()]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    is_chat = kind.startswith("local-chat")
+    (tmp_path / "capitals.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl", **KINDS[is_chat]))
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    arguments = f"model=demo,base_url=URL{path},tokenizer=MODEL,num_concurrent=2"
+    command = ["lm_eval", "--model", kind, "--model_args", arguments, "--tasks", "capitals"]
+    more = ["--include_path", str(tmp_path), *(["--apply_chat_template"] if is_chat else [])]
+    output = measured([*command, *more], server, folder=tmp_path)
+    [row] = [line.split("|") for line in output.splitlines() if line.startswith("|capitals")]
+    assert row[7].strip() == "1"
 
 
 def test_an_embedded_client_that_closes_after_each_request(server: ServerProcess) -> None:
