@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.kernels import backend
+from penstock.pipelines.core import PipelineTask
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
@@ -14,11 +15,18 @@ if TYPE_CHECKING:
     from penstock.kv_cache.spec import KVCacheSpec, KVGroup
 
 
+_WHOLE_INPUTS = 256
+"""Inputs of a step of a task whose inputs run once: short ones then fill the tokens of a step."""
+
+
 def wanted_batch_size(pipeline_config: PipelineConfig) -> int:
     """Return ``max_batch_size``, or the back end's default, at most the tokens of a step."""
     if pipeline_config.max_batch_size is not None:
         return pipeline_config.max_batch_size
-    return min(default_sizes(pipeline_config).max_batch_size, wanted_step_size(pipeline_config))
+    size = default_sizes(pipeline_config).max_batch_size
+    if pipeline_config.model.pipeline_task is PipelineTask.EMBEDDINGS_GENERATION:
+        size = max(size, _WHOLE_INPUTS)
+    return min(size, wanted_step_size(pipeline_config))
 
 
 def wanted_step_size(pipeline_config: PipelineConfig) -> int:

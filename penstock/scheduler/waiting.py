@@ -52,6 +52,7 @@ class WaitingQueue(Generic[EntryT]):
         self._lanes: dict[str, list[tuple[tuple[int, int], EntryT]]] = {}  # a heap for each client
         # Clients by the sort key of their first entry. An outdated key is never larger than the current one.
         self._heap: list[tuple[_Rank, str]] = []
+        self._queued: dict[str, _Rank] = {}  # the last key of each client that was added; the heap holds it
         self._aside: deque[EntryT] = deque()
 
     def __len__(self) -> int:
@@ -74,10 +75,15 @@ class WaitingQueue(Generic[EntryT]):
         first = self._first_of(client_id)
         if first is None:
             return
-        heapq.heappush(self._heap, (self._sort_key(first), client_id))
+        key = self._sort_key(first)
+        if self._queued.get(client_id) == key:
+            return
+        self._queued[client_id] = key
+        heapq.heappush(self._heap, (key, client_id))
         if len(self._heap) > 2 * len(self._lanes) + _MAX_OUTDATED:
             firsts = ((client, self._first_of(client)) for client in list(self._lanes))
-            self._heap = [(self._sort_key(entry), client) for client, entry in firsts if entry is not None]
+            self._queued = {client: self._sort_key(entry) for client, entry in firsts if entry is not None}
+            self._heap = [(key, client) for client, key in self._queued.items()]
             heapq.heapify(self._heap)
 
     def recheck(self, is_ready: Callable[[EntryT], bool]) -> None:
@@ -98,9 +104,13 @@ class WaitingQueue(Generic[EntryT]):
             sort_key, client_id = self._heap[0]
             entry = self._first_of(client_id)
             if entry is None:
-                heapq.heappop(self._heap)
+                self._drop_first()
             elif sort_key != (now := self._sort_key(entry)):
-                heapq.heapreplace(self._heap, (now, client_id))
+                if self._queued.get(client_id) == now:
+                    self._drop_first()  # the current key is further down
+                else:
+                    self._queued[client_id] = now
+                    heapq.heapreplace(self._heap, (now, client_id))
             elif is_ready(entry):
                 return entry
             else:
@@ -109,6 +119,12 @@ class WaitingQueue(Generic[EntryT]):
                     heapq.heappop(self._lanes[client_id])
                     self._aside.append(entry)
         return None
+
+    def _drop_first(self) -> None:
+        """Remove the first item of the heap."""
+        key, client_id = heapq.heappop(self._heap)
+        if self._queued.get(client_id) == key:
+            del self._queued[client_id]
 
     def _enqueue(self, entry: EntryT) -> None:
         heapq.heappush(self._lanes.setdefault(entry.client_id, []), (entry.key, entry))

@@ -56,6 +56,22 @@ def test_one_text_and_several(llm: LLM) -> None:
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
 
+def test_a_step_takes_many_short_inputs(llm: LLM) -> None:
+    steps = []
+    execute = llm.pipeline.execute
+
+    def count(batch: Any, num_steps: int = 1) -> Any:
+        steps.append(len(batch))
+        return execute(batch, num_steps)
+
+    llm.pipeline.execute = count
+    try:
+        llm.embed(TEXTS * 30)
+    finally:
+        del llm.pipeline.execute
+    assert steps == [90]
+
+
 def test_token_ids(llm: LLM) -> None:
     expected = llm.embed("cat")
     assert np.array_equal(llm.embed(CAT), expected)

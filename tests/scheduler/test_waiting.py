@@ -134,3 +134,19 @@ def test_the_heap_of_clients_stays_small() -> None:
         queue.remove(f"{place}")
     assert queue.first_ready(lambda entry: True) is None
     assert not queue._lanes
+
+
+def test_a_changing_rank_leaves_few_items_behind() -> None:
+    ranks = {"x": 0}
+    queue: WaitingQueue[Waiter] = WaitingQueue(4, lambda client_id: (ranks[client_id],))
+    for place in range(200):
+        queue.push(Waiter(f"{place}", (0, place), "x"))
+    for place in range(200):
+        entry = queue.first_ready(lambda entry: True)
+        assert entry == Waiter(f"{place}", (0, place), "x")
+        assert len(queue._heap) <= 2
+        queue.remove(entry.request_id)
+        ranks["x"] = place % 3  # a slot is taken, or all are freed
+        queue.refresh("x")
+    assert queue.first_ready(lambda entry: True) is None
+    assert not queue._queued
