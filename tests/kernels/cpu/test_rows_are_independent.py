@@ -114,6 +114,19 @@ def test_linear_alone_and_in_a_batch(ops: CpuOps, dtype: torch.dtype, outputs: i
         assert torch.equal(ops.linear(x[-rows:], packed), together[-rows:])
 
 
+@pytest.mark.parametrize("scale", [1e-22, 1e-19, 1e18])
+def test_products_near_the_limits_of_float32_alone_and_in_a_batch(ops: CpuOps, scale: float) -> None:
+    """Denormal numbers and infinity: one row and several rows may be computed by different instructions."""
+    torch.manual_seed(1)
+    packed = ops.pack_linear(torch.randn(70, 333) * scale, "bfloat16")
+    x = (torch.randn(40, 333) * scale * torch.randn(40, 1).exp()).bfloat16()
+    together = ops.linear(x, packed)
+    alone = torch.cat([ops.linear(row[None], packed) for row in x])
+    assert torch.equal(together.isnan(), alone.isnan())
+    assert torch.equal(together.nan_to_num(7), alone.nan_to_num(7))
+    assert together.isfinite().any()
+
+
 @pytest.mark.usefixtures("_threads")
 def test_rows_on_one_thread_and_on_several(ops: CpuOps, dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 300, 512).to(dtype)

@@ -228,9 +228,21 @@ static int64_t work(const Attention& a) {
   }
   return 2 * total;  // products with the keys and with the values
 }
+#if PENSTOCK_DOT
+// Whether an item has more than FEW queries.
+static bool has_many_queries(const Attention& a) {
+  const int64_t most = (FEW + 1) * a.K;
+  for (int64_t b = 0; b < a.B; b++)
+    if ((a.row_offsets[b + 1] - a.row_offsets[b]) * a.H >= most) return true;
+  return false;
+}
+#endif
 static void run(const Attention& a, const Team& team) {
 #if PENSTOCK_DOT
-  if (a.type == 1 && a.cache_type == 1) return attend<Pairs, bf16, bf16>(a, team);
+  if (a.type == 1 && a.cache_type == 1) {
+    if (has_many_queries(a) && dot_is_slow()) return attend<WidenedPairs, bf16, bf16>(a, team);
+    return attend<Pairs, bf16, bf16>(a, team);
+  }
   if (a.type == 1 && a.cache_type == 2) return attend<Shorts, bf16, int8_t>(a, team);
 #endif
   if (a.cache_type == 2) WITH_TYPE(a.type, T, attend<Floats, T, int8_t>(a, team));

@@ -90,6 +90,12 @@ template <class T> INLINE float pack_query(const T* q, float* units, int64_t D, 
   return 1;
 }
 #if PENSTOCK_DOT
+INLINE vf with_swapped_pairs(vf x) { return _mm512_permute_ps(x, 0xb1); }
+template <class T> INLINE float pack_query(const T* q, float* units, int64_t D, WidenedPairs) {
+  store(units + padded_units<WidenedPairs>(D) - W, vf{});
+  for_vectors(D, EACH_VECTOR { store(units + i, with_swapped_pairs(load(q + i, lanes)), lanes); });
+  return 1;
+}
 INLINE float pack_query(const bf16* q, uint32_t* units, int64_t D, Pairs) {
   store(units + padded_units<Pairs>(D) - W, vu{});
   for_vectors(D / 2, EACH_VECTOR { store(units + i, load((const uint32_t*)q + i, lanes), lanes); });
@@ -148,7 +154,7 @@ template <class P, class TC> INLINE void pack_keys(const TC* rows, typename P::U
   for_vectors(D / P::TERMS, [&](int64_t u, auto lanes) __attribute__((always_inline)) {
     vu square[W];
     turn_keys<P>(square, rows, D, u, lanes);
-    for (int i = 0; i < count_of(lanes); i++) store((uint32_t*)columns + (u + i) * TILE, square[i]);
+    for (int i = 0; i < count_of(lanes); i++) store((uint32_t*)columns + ((u + i) ^ P::SWAP) * TILE, square[i]);
   });
 }
 
@@ -213,12 +219,13 @@ template <class P> INLINE void put_in_order(float* sums) {
 template <class P, class TC>
 INLINE void pack_values(typename P::Unit* packed, int64_t D, int64_t begin, int64_t end, int64_t i, const TC* rows) {
   const int64_t Dp = padded_width(D);
-  for (int64_t j = begin / P::TERMS * P::TERMS; j < end; j += P::TERMS)
+  for (int64_t j = begin / P::SPAN * P::SPAN; j < round_up(end, P::SPAN); j += P::TERMS)
     for (int64_t d = 0; d < D; d += 2 * W) {
       typename P::Units units[2];
-      load_values(units, rows + (j - i) * D, D, d, j >= begin, j + 1 < end, P{});
-      store(packed + j / P::TERMS * Dp + d, units[0]);
-      store(packed + j / P::TERMS * Dp + d + W, units[1]);
+      load_values(units, rows + (j - i) * D, D, d, j >= begin && j < end, j + 1 < end, P{});
+      auto* to = packed + (j / P::TERMS ^ P::SWAP) * Dp + d;
+      store(to, units[0]);
+      store(to + W, units[1]);
     }
 }
 
@@ -254,9 +261,10 @@ INLINE void add_values(const Rows<TC>& values, const Coming<TC>& coming, int64_t
 // ---- the softmax ----
 
 INLINE vf as_score(const float* sums, Floats) { return load(sums); }
-INLINE void store_weights(float* weights, const vf (&own)[TILE / W], const vf (&weighted)[TILE / W], vf& total,
-                          float&, Floats) {
-  for (int i = 0; i < TILE / W; i++) {
+template <int COUNT>
+INLINE void store_weights(float* weights, const vf (&own)[COUNT], const vf (&weighted)[COUNT], vf& total, float&,
+                          Floats) {
+  for (int i = 0; i < COUNT; i++) {
     store(weights + i * W, weighted[i]);
     total += own[i];
   }
@@ -265,12 +273,22 @@ INLINE void store_weights(float* weights, const vf (&own)[TILE / W], const vf (&
 INLINE vf as_score(const float* sums, Pairs) { return load(sums); }
 INLINE vf as_score(const float* sums, Shorts) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(sums)); }
 // Sums the rounded weights, so that the total is the sum of the weights that are used.
-INLINE void store_weights(uint32_t* weights, const vf (&)[TILE / W], const vf (&weighted)[TILE / W], vf& total,
-                          float&, Pairs) {
-  for (int i = 0; i < TILE / W; i++) {
+template <int COUNT>
+INLINE void store_weights(uint32_t* weights, const vf (&)[COUNT], const vf (&weighted)[COUNT], vf& total, float&,
+                          Pairs) {
+  for (int i = 0; i < COUNT; i++) {
     vh rounded = narrow(weighted[i]);
     __builtin_memcpy((bf16*)weights + i * W, &rounded, sizeof rounded);
     total += widen(rounded);
+  }
+}
+template <int COUNT>
+INLINE void store_weights(float* weights, const vf (&)[COUNT], const vf (&weighted)[COUNT], vf& total, float&,
+                          WidenedPairs) {
+  for (int i = 0; i < COUNT; i++) {
+    const vf rounded = widen(narrow(weighted[i]));
+    store(weights + i * W, with_swapped_pairs(rounded));
+    total += rounded;
   }
 }
 INLINE void store_weights(uint32_t* weights, const vf (&own)[TILE / W], const vf (&weighted)[TILE / W], vf& total,
@@ -286,14 +304,15 @@ INLINE void store_weights(uint32_t* weights, const vf (&own)[TILE / W], const vf
 }
 #endif
 
-// Computes the softmax of one query over the keys begin:end of a tile. SCALED: keys and values have scales.
-template <class P, bool SCALED>
+// Computes the softmax of one query over the keys begin:end of a tile. SCALED: keys and values have scales. COUNT:
+// vectors of the tile that hold keys.
+template <class P, bool SCALED, int COUNT>
 INLINE void soften(const Attention& a, Packed<P>& packed, Partial& sums, int64_t m, int64_t Dp, int64_t begin,
                    int64_t end, const float* bias) {
-  constexpr int COUNT = TILE / W, TERMS = P::INTEGER ? 4 : P::TERMS == 2 ? 3 : 5;  // terms of e^x
+  constexpr int TERMS = P::INTEGER ? 4 : P::SPAN == 2 ? 3 : 5;  // terms of e^x
   const vf nothing = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
-  const bool whole = begin == 0 && end == TILE;
+  const bool whole = begin == 0 && end == COUNT * W;
   vf scores[COUNT], tops = all(sums.top[m]);
   for (int i = 0; i < COUNT; i++) {
     vf score = as_score(packed.scores + m * TILE + i * W, P{}) * scale;
@@ -331,7 +350,7 @@ INLINE void soften(const Attention& a, Packed<P>& packed, Partial& sums, int64_t
   store(sums.total + m * W, total);
 }
 
-template <class P, bool SCALED>
+template <class P, bool SCALED, int COUNT>
 static void soften_all(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile) {
   const int64_t Dp = padded_width(a.D);
   for (int64_t row = 0, m = 0; row < item.rows; row++) {
@@ -342,13 +361,24 @@ static void soften_all(const Attention& a, const Item& item, Packed<P>& packed, 
       if (first <= last) {
         const int64_t number = item.kv_head * (a.H / a.K) + item.first_head + head;
         const float* bias = a.bias ? a.bias + number * a.bias_head - position : nullptr;
-        soften<P, SCALED>(a, packed, sums, m, Dp, first, last + 1, bias);
+        soften<P, SCALED, COUNT>(a, packed, sums, m, Dp, first, last + 1, bias);
       } else {  // sees no key of this tile
         __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);
         packed.factors[m] = 0;
       }
     }
   }
+}
+
+template <class P, class TC>
+INLINE void soften_all(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile) {
+  constexpr bool SCALED = sizeof(TC) == 1;
+  constexpr int ALL = TILE / W;
+  const int64_t count = ceil_div(item.end - tile, W);
+  if (SCALED || ALL != 4 || count > 3) soften_all<P, SCALED, ALL>(a, item, packed, sums, tile);
+  else if (count == 1) soften_all<P, SCALED, SCALED ? ALL : 1>(a, item, packed, sums, tile);
+  else if (count == 2) soften_all<P, SCALED, SCALED ? ALL : 2>(a, item, packed, sums, tile);
+  else soften_all<P, SCALED, SCALED ? ALL : 3>(a, item, packed, sums, tile);
 }
 
 // ---- a tile ----
@@ -361,7 +391,7 @@ static void attend_tile_of_few(const Attention& a, const Item& item, Packed<P>& 
     values.prefetch(tile + i, item.end);
     score_keys<P, ROWS>(keys[tile + i], packed.q, packed.scores + i, a.D);
   }
-  soften_all<P, sizeof(TC) == 1>(a, item, packed, sums, tile);
+  soften_all<P, TC>(a, item, packed, sums, tile);
   const auto coming = Coming<TC>::after(a, item, tile);
   int64_t d = 0;
   for (; d + 2 * W * CHUNKS <= padded_width(a.D); d += 2 * W * CHUNKS)
@@ -379,14 +409,21 @@ static void attend_tile_of_many(const Attention& a, const Item& item, Packed<P>&
     pack_keys<P>(keys[tile + i], packed.keys + i, D);
   }
   const float* none = packed.factors;  // scores stay integers: see as_score
-  product<P>(packed.q, padded_units<P>(D), packed.keys, TILE, packed.scores, TILE, M, TILE, D / P::TERMS, false, none);
-  soften_all<P, sizeof(TC) == 1>(a, item, packed, sums, tile);
+  const int64_t from = begin / W * W, columns = round_up(end, W) - from;
+  {
+    [[maybe_unused]] const typename P::Mode mode{};
+    product<P>(packed.q, padded_units<P>(D), packed.keys + from, TILE, packed.scores + from, TILE, M, columns,
+               D / P::TERMS, false, none);
+  }
+  soften_all<P, TC>(a, item, packed, sums, tile);
   const auto coming = Coming<TC>::after(a, item, tile);
   for (int64_t i = begin / W * W; i < end; i += W) {
     coming.prefetch(i);
     pack_values<P>(packed.values, D, max(begin, i), min<int64_t>(end, i + W), i, values[tile + i]);
   }
-  int64_t first = begin / P::TERMS, last = ceil_div(end, P::TERMS);
+  constexpr int64_t UNITS = P::SPAN / P::TERMS;
+  int64_t first = begin / P::SPAN * UNITS, last = ceil_div(end, P::SPAN) * UNITS;
+  [[maybe_unused]] const typename P::Mode mode{};
   product<P>(packed.weights + first, TILE / P::TERMS, packed.values + first * Dp, Dp, sums.out, Dp, M, Dp,
              last - first, true, packed.factors);
 }
@@ -401,7 +438,8 @@ static void attend_tile(const Attention& a, const Item& item, Packed<P>& packed,
       store(packed.value_scales + i, load(values.scales + values.place(tile + i)));
     }
   const int64_t M = padded_count(item.rows * item.heads);
-  if (M == 1) attend_tile_of_few<P, 1>(a, item, packed, sums, tile, keys, values, begin, end);
+  if constexpr (P::SWAP) return attend_tile_of_many<P>(a, item, packed, sums, tile, keys, values, begin, end);
+  else if (M == 1) attend_tile_of_few<P, 1>(a, item, packed, sums, tile, keys, values, begin, end);
   else if (M == 2) attend_tile_of_few<P, 2>(a, item, packed, sums, tile, keys, values, begin, end);
   else if (M == 4) attend_tile_of_few<P, 4>(a, item, packed, sums, tile, keys, values, begin, end);
   else if (M == 8) attend_tile_of_few<P, 8>(a, item, packed, sums, tile, keys, values, begin, end);

@@ -26,7 +26,7 @@ constexpr int64_t PANEL = 64;                 // outputs per panel
 constexpr int TILE_ROWS = W == 4 ? 4 : 6;     // maximum rows of x
 constexpr int64_t STEP_BYTES = 4 * PANEL;     // bytes of a panel per step: a float or two bfloat16 of each output
 constexpr int64_t BLOCK_STEPS = 512;          // steps per block: two blocks (used, prefetched) fit in the cache
-constexpr int64_t STRIP_STEPS = 64;           // steps of a block whose x is widened at once
+constexpr int64_t STRIP_STEPS = W == 16 ? 256 : 64;  // steps of a block whose x is widened at once
 constexpr int64_t CACHED_BYTES = 8 << 20;     // bytes of x that stay in the last-level cache while all weights are read
 constexpr int64_t CHUNK_ROWS = 252;           // rows of x whose sums stay in that cache, too
 constexpr int64_t LINE = 64;                  // bytes
@@ -85,15 +85,19 @@ struct PairSteps {
     }
   }
 };
-#else
-struct PairSteps {
+#endif
+
+// Pairs by multiply-adds of widened numbers. Where there are dot products, in their order: see WidenedPairs.
+struct WidenedPairSteps {
   typedef bf16 T;
   typedef float X;  // widened once for all outputs of a panel
   static constexpr int TERMS = 2;
   template <int terms, int ROWS, int VECTORS>
   INLINE void add(vf (&sums)[ROWS][VECTORS], const float* x, int64_t x_stride, const bf16* w) {
     const vu high = 0xffff0000u - vu{};
-    for (int term = 0; term < terms; term++) {  // one after the other, to save registers
+#pragma GCC unroll 2
+    for (int i = 0; i < terms; i++) {  // one after the other, to save registers
+      const int term = PENSTOCK_DOT ? terms - 1 - i : i;
       vf weights[VECTORS];
       for (int v = 0; v < VECTORS; v++) {
         vu pairs = load((const uint32_t*)(w + 2 * v * W));
@@ -106,6 +110,8 @@ struct PairSteps {
     }
   }
 };
+#if !PENSTOCK_DOT
+typedef WidenedPairSteps PairSteps;
 #endif
 
 // The rows of x of a tile for some steps, in place or widened, as S reads them.
@@ -311,6 +317,16 @@ template <class S> static void multiply(const Linear& a, const Team& team) {
   });
 }
 
+static void multiply_pairs(const Linear& a, const Team& team) {
+#if PENSTOCK_DOT
+  if (a.rows > 2 && dot_is_slow()) {  // one or two rows are bound by memory
+    const FlushedDenormals mode;
+    return multiply<WidenedPairSteps>(a, team);
+  }
+#endif
+  multiply<PairSteps>(a, team);
+}
+
 // The first panels of a thread with few rows, of `bytes` each: see `over_pieces`.
 INLINE Ahead first_panels(const Linear& a, const Team& team, int64_t bytes) {
   const Pieces pieces(a, team, a.rows, 1, 1);
@@ -337,7 +353,7 @@ INLINE Ahead first_read(const Linear& a, const Team& team) {
 static void run(const Linear& a, const Team& team) {
   if (!a.rows) return;
   if (a.encoding == 0) multiply<FloatSteps>(a, team);
-  if (a.encoding == 1) multiply<PairSteps>(a, team);
+  if (a.encoding == 1) multiply_pairs(a, team);
   if (is_quantized(a.encoding)) run_quantized(a, team);
   if (a.encoding == 7) multiply_fp8(a, team);
 }

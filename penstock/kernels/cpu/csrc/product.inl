@@ -7,19 +7,23 @@
 struct Floats {
   typedef float Unit;
   static constexpr int TERMS = 1;  // products in a unit
+  static constexpr int SPAN = 1;   // products that are always computed together
+  static constexpr int SWAP = 0;   // 1: the two units of a span are in reverse order
   static constexpr bool INTEGER = false;
   typedef vf Units;
   typedef vf Sums;
+  struct Mode {};  // of the processor during a product
   INLINE_MEMBER static Sums add_product(Sums sum, float a, Units b) { return fma(all(a), b, sum); }
 };
 
 #if PENSTOCK_DOT
 struct Pairs {  // of bfloat16
   typedef uint32_t Unit;
-  static constexpr int TERMS = 2;
+  static constexpr int TERMS = 2, SPAN = 2, SWAP = 0;
   static constexpr bool INTEGER = false;
   typedef vu Units;
   typedef vf Sums;
+  struct Mode {};
   INLINE_MEMBER static Sums add_product(Sums sum, uint32_t a, Units b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
   }
@@ -27,14 +31,72 @@ struct Pairs {  // of bfloat16
 
 struct Shorts {  // pairs of 16-bit integers; one factor is a widened byte, so that sums are exact
   typedef uint32_t Unit;
-  static constexpr int TERMS = 2;
+  static constexpr int TERMS = 2, SPAN = 2, SWAP = 0;
   static constexpr bool INTEGER = true;
   typedef vu Units;
   typedef vi Sums;
+  struct Mode {};
   INLINE_MEMBER static Sums add_product(Sums sum, uint32_t a, Units b) {
     return (vi)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32((int)a), (__m512i)b);
   }
 };
+#endif
+
+#if PENSTOCK_DOT
+// While it exists, this thread takes and returns denormal numbers as 0, as the dot product instruction always does.
+struct FlushedDenormals {
+  const unsigned before = _mm_getcsr();
+  INLINE_MEMBER FlushedDenormals() { set(before | 0x8040); }
+  INLINE_MEMBER ~FlushedDenormals() { set(before); }
+  INLINE_MEMBER static void set(unsigned mode) {
+    __asm__ volatile("" ::: "memory");
+    _mm_setcsr(mode);
+    __asm__ volatile("" ::: "memory");
+  }
+};
+
+// Pairs by multiply-adds of widened numbers, with the same bits: the instruction adds the product of the second numbers
+// first, then that of the first numbers, each with one rounding.
+struct WidenedPairs : Floats {
+  static constexpr int SPAN = 2, SWAP = 1;
+  typedef FlushedDenormals Mode;
+};
+
+// Returns the shortest of several times, in ns, of 12 chains of 512 steps.
+template <class Step> static int64_t shortest_time(Step step) {
+  int64_t shortest = INT64_MAX;
+  for (int attempt = 0; attempt < 16; attempt++) {
+    vf sums[12] = {};
+#pragma GCC unroll 12
+    for (int j = 0; j < 12; j++) __asm__ volatile("" : "+v"(sums[j]));  // different values, for the compiler
+    const int64_t begin = nanoseconds();
+    for (int i = 0; i < 512; i++)
+#pragma GCC unroll 12
+      for (int j = 0; j < 12; j++) sums[j] = step(sums[j]);
+#pragma GCC unroll 12
+    for (int j = 0; j < 12; j++) __asm__ volatile("" ::"v"(sums[j]));
+    shortest = min(shortest, nanoseconds() - begin);
+  }
+  return shortest;
+}
+
+// Whether a dot product takes much longer than two multiply-adds: twice as long on Emerald Rapids. Measured once.
+static bool dot_is_slow() {
+  enum { UNKNOWN, FAST, SLOW };
+  static int32_t known = UNKNOWN;  // all threads use the first result
+  int32_t found = __atomic_load_n(&known, __ATOMIC_RELAXED);
+  if (found != UNKNOWN) return found == SLOW;
+  vf x = all(0.5f);
+  __asm__("" : "+v"(x));
+  const int64_t dot = shortest_time([=](vf sum) __attribute__((always_inline)) {
+    return (vf)_mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)x);
+  });
+  const int64_t widened =
+      shortest_time([=](vf sum) __attribute__((always_inline)) { return fma(x, x, fma(x, x, sum)); });
+  const int32_t measured = 5 * dot > 7 * widened ? SLOW : FAST;
+  if (__atomic_compare_exchange_n(&known, &found, measured, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) found = measured;
+  return found == SLOW;
+}
 #endif
 
 // Stores a sum at `c` or adds it. Integer sums are stored as integers; they are multiplied by `factor` when they are

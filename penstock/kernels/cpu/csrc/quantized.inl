@@ -49,7 +49,13 @@ struct QuantizedRows {
   }
 };
 
-INLINE vu umax(vu a, vu b) { return a > b ? a : b; }
+INLINE vu umax(vu a, vu b) {
+#if PENSTOCK_LANES == 16
+  return (vu)_mm512_max_epu32((__m512i)a, (__m512i)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 template <class V> INLINE V exchanged_lanes(V x, int distance) { return shuffled(x, lane_index() ^ distance); }
 INLINE uint32_t largest(vu x) {
 #pragma GCC unroll 4
@@ -62,11 +68,16 @@ INLINE int32_t sum(vi x) {
   return x[0];
 }
 
-// Returns the largest magnitude of n numbers, or infinity if one is infinite or NaN.
-template <class T> INLINE float largest_magnitude(const T* x, int64_t n) {
+// Returns the largest magnitude of each lane of n numbers, as bits. Bits have the order of magnitudes.
+template <class T> INLINE vu largest_of_lanes(const T* x, int64_t n) {
   vu tops = {};
   for_vectors(n, EACH_VECTOR { tops = umax(tops, as_bits(load(x + i, lanes)) & 0x7fffffff); });
-  const uint32_t bits = largest(tops);  // the bits of infinity are above those of numbers, those of NaN above infinity
+  return tops;
+}
+
+// Returns the largest of some magnitudes, or infinity if one is infinite or NaN.
+INLINE float largest_magnitude(vu magnitudes) {
+  const uint32_t bits = largest(magnitudes);  // those of infinity are above those of numbers, those of NaN above infinity
   float top;
   __builtin_memcpy(&top, &bits, 4);
   return bits >= 0x7f800000 ? __builtin_inff() : top;
@@ -93,14 +104,14 @@ template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float in
 
 // Quantises n numbers to -127..127, with their scale and sum.
 template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
-  const float top = largest_magnitude(x, n);
+  const float top = largest_magnitude(largest_of_lanes(x, n));
   if (is_degenerate(top, n, integers, scale)) return 0;
   *scale = top / 127;
   return store_integers(x, n, 127 / top, integers);
 }
 
 // Returns the number of extras of n numbers times `inverse`.
-template <class T> static int64_t count_extras(const T* x, int64_t n, float inverse) {
+template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inverse) {
   vi count = {};
   for_vectors(n, EACH_VECTOR {
     const vi whole = rounded_to_integers(load(x + i, lanes) * inverse), magnitude = whole < 0 ? -whole : whole;
@@ -108,6 +119,16 @@ template <class T> static int64_t count_extras(const T* x, int64_t n, float inve
     count += __builtin_convertvector((__builtin_convertvector(magnitude, vf) - 0.5f) * (1.0f / 127), vi);
   });
   return sum(count);
+}
+
+// Returns the largest factor to 127 that the reaches allow with at most `room` extras; `top` is the largest magnitude.
+template <class T> static float most_with_extras(const T* x, int64_t n, float top, int64_t room) {
+  float most = 127;
+  for (float reach : REACHES) {
+    if (count_extras(x, n, 127 * reach / top) > room) break;
+    most = 127 * reach;
+  }
+  return most;
 }
 
 // Stores an integer beyond 127 as a byte at its position and extras.
@@ -121,20 +142,58 @@ INLINE void split_integer(int64_t i, int32_t integer, int8_t* integers, Extras* 
   }
 }
 
+#if PENSTOCK_LANES == 16
+// Large numbers of a row and their places.
+struct Large {
+  static constexpr int64_t ROOM = 256;
+  float numbers[ROOM];
+  int32_t places[ROOM];
+  int64_t count;
+
+  // Collects the numbers with at least the magnitude of the bits `least`. Returns whether there is room for them.
+  template <class T> INLINE_MEMBER bool collect(const T* x, int64_t n, uint32_t least) {
+    const __m512i bound = _mm512_set1_epi32((int)least);
+    count = 0;
+    for_vectors(n, EACH_VECTOR {
+      const vf number = load(x + i, lanes);
+      const __mmask16 large = _mm512_cmpge_epu32_mask((__m512i)(as_bits(number) & 0x7fffffff), bound);
+      const int64_t at = min(count, ROOM - W);
+      store(numbers + at, (vf)_mm512_maskz_compress_ps(large, number));
+      store((uint32_t*)places + at, (vu)_mm512_maskz_compress_epi32(large, (__m512i)(lane_index() + (int32_t)i)));
+      count += __builtin_popcount(large);
+    });
+    return count <= ROOM - W;
+  }
+};
+#endif
+
 // Like `quantize`, with the smallest scale that a few extras allow, so that outliers do not reduce the precision.
 template <class T>
 static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
-  const float top = largest_magnitude(x, n);
+  const vu tops = largest_of_lanes(x, n);
+  const float top = largest_magnitude(tops);
   extras->count = 0;
   if (is_degenerate(top, n, integers, scale)) return 0;
   const int64_t room = min(MOST_EXTRAS, n / INPUTS_AN_EXTRA);
-  float most = 127;
-  for (float reach : REACHES) {
-    if (count_extras(x, n, 127 * reach / top) > room) break;
-    most = 127 * reach;
+#if PENSTOCK_LANES == 16
+  // Each number beyond 127 is an extra, so that only the largest MOST_EXTRAS numbers matter. At least W numbers, which are
+  // more, have the smallest magnitude of `tops`.
+  static_assert(MOST_EXTRAS < W);
+  Large large;
+  if (large.collect(x, n, ~largest(~tops))) {
+    const float most = most_with_extras(large.numbers, large.count, top, room), inverse = most / top;
+    *scale = top / most;
+    const int32_t total = store_integers(x, n, inverse, integers);
+    if (most == 127) return total;
+    for (int64_t i = 0; i < large.count; i++) {
+      const int32_t whole = rounded_to_integers(all(large.numbers[i] * inverse))[0];
+      if (whole > 127 || whole < -127) split_integer(large.places[i], whole, integers, extras);
+    }
+    return total;
   }
+#endif
+  const float most = most_with_extras(x, n, top, room), inverse = most / top;
   *scale = top / most;
-  const float inverse = most / top;
   const int32_t total = store_integers(x, n, inverse, integers);
   if (most == 127) return total;
   for_vectors(n, EACH_VECTOR {
