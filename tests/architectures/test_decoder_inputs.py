@@ -59,4 +59,4 @@ def test_every_row_has_its_token_and_its_place(
         assert tensor.is_contiguous()
     assert inputs.drafts == tuple(map(len, drafts))
     pointers = {getattr(inputs, name).untyped_storage().data_ptr() for name in expected}
-    assert len(pointers) == len(expected), "each has memory of its own, by which a recorded step knows it"
+    assert len(pointers) == len(expected), "a recorded step identifies each by its memory"

@@ -79,7 +79,7 @@ def test_the_estimated_size(checkpoint: Path, encoding: str, monkeypatch: pytest
     pipeline = opened(checkpoint, encoding, monkeypatch)
     held = held_bytes(pipeline)
     foretold = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
-    assert 0.995 * held <= foretold <= 1.15 * held, "each part of a fused layer may fill a panel of its own"
+    assert 0.995 * held <= foretold <= 1.15 * held, "each part of a fused layer may start a new panel"
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])

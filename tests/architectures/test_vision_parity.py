@@ -63,7 +63,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 def test_registered_families_are_tested() -> None:
     readers = {one.name for one in PIPELINE_REGISTRY.architectures if one.media is not None}
-    assert readers == {*PROMPTS, "llava"}, "llava has tests of its own"
+    assert readers == {*PROMPTS, "llava"}, "llava has separate tests"
 
 
 def test_whole_prompt(family: Family, pipeline: TextGenerationPipeline) -> None:

@@ -94,7 +94,7 @@ def test_best_of_ranks_by_mean_log_probability(llm: LLM) -> None:
     assert ids(best) == [everyone[i].token_ids for i in order]
     assert [one.score for one in best] == pytest.approx([means[i] for i in order])
     assert [one.index for one in best] == [0, 1]
-    assert best[0].log_probabilities is None, "nobody asked"
+    assert best[0].log_probabilities is None, "not requested"
     assert everyone[0].score is None
 
 

@@ -230,7 +230,7 @@ def test_a_new_request_with_the_same_id_uses_its_own_adapter(
     first, second = request("a", request_id="same"), request("b", request_id="same")
     assert manager.ready(first)
     assert manager.digest(first) != manager.digest(second)
-    assert manager.ready(second), "nobody released the first, whose place is taken back"
+    assert manager.ready(second), "the slot of the first is taken, although it was not released"
     manager.release(first)
     assert not manager.ready(request("a")), "releasing the first again does not release the second"
 
@@ -270,7 +270,7 @@ def test_a_stream_for_one_adapter_does_not_starve_another(make: Callable[..., Lo
         if manager.ready(fresh):
             manager.release(running)
             running = fresh
-    assert not manager.ready(request("a")), "nobody passes it any more"
+    assert not manager.ready(request("a")), "no caller passes it any more"
     assert manager.ready(running)
     manager.release(running)
     assert not manager.ready(rival), "nor takes the room that has become free"

@@ -261,7 +261,7 @@ def test_weights_that_cannot_be_packed_lazily_are_packed_at_once() -> None:
     assert not is_deferred(loader.linear("widened", 64, 80).packed)
     assert is_deferred(loader.linear("plain", 64, 80).packed)
     at_once = load(source, "bfloat16", BACK_ENDS["best"])
-    assert not is_deferred(at_once.linear("plain", 64, 80).packed), "nobody asked it to wait"
+    assert not is_deferred(at_once.linear("plain", 64, 80).packed), "no lazy load was requested"
 
 
 @needs_kernels

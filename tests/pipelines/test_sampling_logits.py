@@ -271,7 +271,7 @@ def test_many_tokens_are_counted_one_by_one() -> None:
     counts = context.token_counts
     for token in np.random.default_rng(0).integers(0, 900, 1500).tolist():
         context.update(token)
-    assert context.token_counts is counts, "nobody counted again"
+    assert context.token_counts is counts, "the tokens were not counted again"
     assert counts_of(context) == recounted(context)
 
 
@@ -301,7 +301,7 @@ def test_a_token_that_the_model_does_not_have_is_named(given_: dict[str, Any]) -
 
 def test_the_pipeline_refuses_it_before_anything_has_changed(tmp_path: Path) -> None:
     pipeline = open_pipeline(write_tiny_llm(tmp_path))
-    for _ in range(2):  # what the vocabulary is, it knows after the first forward
+    for _ in range(2):  # the size of the vocabulary is known after the first forward
         wrong = context_of([1, 2], sampling_params=SamplingParams(banned_token_ids=[VOCABULARY]))
         with pytest.raises(InputError, match=f"has {VOCABULARY}: ids are integers from 0 to"):
             pipeline.execute({wrong.request_id: wrong})

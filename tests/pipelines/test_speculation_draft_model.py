@@ -73,7 +73,7 @@ def opened(target: Path, draft: Path, **config: Any) -> tuple[TextGenerationPipe
     pipeline_config = PipelineConfig.from_flat(values | config)
     pipeline = load_pipeline(pipeline_config, load_tokenizer(pipeline_config))
     assert isinstance(pipeline.proposer, DraftModelProposer)
-    outcome(pipeline, [context_of([1], 1)])  # from the first forward on it knows what a token is
+    outcome(pipeline, [context_of([1], 1)])  # the checks of tokens start with the first forward
     return pipeline, pipeline.proposer
 
 

@@ -155,8 +155,10 @@ class Workload:
         trace = self.pipeline.trace[before:]
         assert all(sum(rows.values()) <= self.machine.max_batch_input_tokens for rows in trace)
         assert all(len(rows) <= self.machine.max_batch_size for rows in trace)
-        assert trace or failed or not self.scheduler.num_running, "nobody runs of those who could"
-        assert trace or failed or not self.scheduler.num_waiting or self.now <= 20, "nobody is let in"
+        assert trace or failed or not self.scheduler.num_running, "no request of those that could run has run"
+        assert trace or failed or not self.scheduler.num_waiting or self.now <= 20, (
+            "no waiting request is admitted"
+        )
         self.pipeline.kv.check_integrity()
         held = {name for name, context in self.contexts.items() if context.is_assigned_to_cache}
         ended = {name for name, _ in self.ends}

@@ -215,7 +215,7 @@ def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
     assert 0.995 * held <= foretold <= 1.1 * held
     value = f"{name}.self_attn.v_proj.weight"
     values = weights.tensor(value, weights.shape(value))
-    assert block.attention.values.packed.encoding == "bfloat16", "floats have a layer of their own"
+    assert block.attention.values.packed.encoding == "bfloat16", "floats are a separate layer"
     assert torch.equal(unpack_linear(block.attention.values.packed).cpu(), values.bfloat16())
 
 

@@ -76,7 +76,7 @@ async def test_the_error_has_advice() -> None:
 @pytest.mark.parametrize(
     ("config", "host", "status"),
     [
-        ({"host": "0.0.0.0"}, "llm.example", 200),  # others reach it, by names that it does not know
+        ({"host": "0.0.0.0"}, "llm.example", 200),  # other hosts reach it under any name
         ({"host": "::"}, "llm.example", 200),
         ({"host": "10.0.0.1"}, "llm.example", 200),
         ({"host": "0.0.0.0", "allowed_hosts": ["llm.example"]}, "llm.example", 200),
