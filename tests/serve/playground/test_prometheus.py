@@ -1,0 +1,51 @@
+"""Rates and quantiles of the metrics page, computed by Node from texts of prometheus_client."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from support.documents import ROOT
+
+MODULE = ROOT / "penstock" / "serve" / "playground" / "prometheus.js"
+CODE = """
+import { Scrape, growth, quantile } from "./prometheus.js";
+const [first, second] = TEXTS.map((text, i) => new Scrape(text, i));
+console.log(JSON.stringify([
+  second.sum("tokens_total"), growth(second, first, "tokens_total"), growth(first, second, "tokens_total"),
+  [0.5, 0.95].map((part) => quantile(second, first, "wait_seconds", part)),
+  quantile(second, null, "wait_seconds", 0.5), quantile(second, second, "wait_seconds", 0.5),
+  quantile(second, null, "nothing", 0.5), second.sum("nothing"),
+]));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_rates_and_quantiles(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    tokens = Counter("tokens", "Tokens", ["model"], registry=registry)
+    wait = Histogram("wait_seconds", "Wait", ["route"], buckets=(1, 2, 4), registry=registry)
+    tokens.labels('a"} 7').inc(5)
+    tokens.labels("b").inc(2)
+    wait.labels("x").observe(0.5)
+    texts = [generate_latest(registry).decode()]
+    tokens.labels("b").inc(30)
+    for value in (1.5, 3, 3, 3):  # ranks 2 and 3.8 of 4: a third, and 0.933, of the bucket from 2 to 4
+        wait.labels("y").observe(value)
+    texts.append(generate_latest(registry).decode())
+    shutil.copy(MODULE, tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "check.js").write_text(CODE.replace("TEXTS", json.dumps(texts)))
+    done = subprocess.run(
+        ["node", "check.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    total, more, restarted, recent, whole, none, absent, zero = json.loads(done.stdout)
+    assert (total, more, restarted) == (37, 30, 7)
+    assert recent == pytest.approx([2 + 2 / 3, 2 + 2 * 2.8 / 3])
+    assert whole == pytest.approx(2 + 2 * 0.5 / 3)
+    assert (none, absent, zero) == (None, None, 0)
