@@ -68,7 +68,7 @@ tests)
   check 400 features tests/lora/test_batches.py tests/llm/test_llm.py tests/pipelines/test_pipeline.py \
     tests/pipelines/test_speculation_combined.py &
   wait
-  run 40 bench "$python" -m penstock bench run demo --work start --work decode --devices "$devices"
+  run 60 bench "$python" -m penstock bench run demo --work decode --repeats 2 --devices "$devices"
   ;;
 figures)
   measure 100 0.6b 0.6b start decode load
