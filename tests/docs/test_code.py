@@ -41,7 +41,15 @@ CURLS = [(block, line) for block in SESSIONS for line in shell_commands(block) i
 EMBEDDER = "./all-MiniLM-L6-v2"
 """The model of sessions with an embeddings model."""
 FOLDERS = ("penstock", "tests", "tools", "examples", "benchmarks")
-CLIENT_PACKAGES = {"langchain_openai", "llama_index", "litellm", "pydantic_ai", "instructor"}
+CLIENT_PACKAGES = {
+    "langchain_openai",
+    "llama_index",
+    "litellm",
+    "pydantic_ai",
+    "instructor",
+    "chromadb",
+    "cohere",
+}
 """Packages of docs/clients.md that the tests do not install."""
 NOT_RUN = {"text", "ini", "nginx", "toml", "json", "console", "javascript"}
 """Languages of blocks that `test_python` and `test_clients` do not run. Commands in sessions are checked."""
@@ -81,12 +89,14 @@ def test_python(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if block.needs_server], ids=str)
-def test_clients(block: Block, url: str) -> None:
-    code = block.code.replace(URL, url)
+def test_clients(block: Block, request: pytest.FixtureRequest) -> None:
+    code = block.code
     packages = CLIENT_PACKAGES & {*re.findall(r"^(?:from|import) (\w+)", code, flags=re.MULTILINE)}
     for package in packages:
         if find_spec(package) is None:
             pytest.skip(f"needs the package {package}")
+    url: str = request.getfixturevalue("embedder_url" if '="minilm"' in code else "url")
+    code = code.replace(URL, url)
     if packages:  # in another process, because these packages leave connections open
         environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it downloads prices
         child = subprocess.run(
