@@ -86,6 +86,14 @@ def test_attention_whole_in_chunks_and_one_by_one(
     assert not torch.equal(attend(ops, queries, pairs, chunks, 32, 99), whole)
 
 
+def test_attention_of_many_queries_and_of_each_alone(ops: CpuOps, dtype: torch.dtype) -> None:
+    """Large scores: then another order of the additions of a score changes the result."""
+    queries, pairs = sequence(dtype)
+    attend = partial(attend_pieces, ops, 3 * queries, pairs, block_size=32, window=None, in_bytes=False)
+    alone = attend(pieces=[slice(row, row + 1) for row in range(LENGTH)])
+    assert torch.equal(attend(pieces=[slice(0, LENGTH)]), alone)
+
+
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("pieces", [[slice(LENGTH - 1, LENGTH)], [slice(1100, LENGTH), slice(600, 602)]])
