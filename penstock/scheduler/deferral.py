@@ -10,7 +10,7 @@ from penstock.scheduler.batch import Entry
 
 ContextT = TypeVar("ContextT", bound=InputContext)
 
-_MAX_ROWS_WITH_PROMPT = 8
+_MAX_ROWS_WITH_PROMPT = 4
 """Maximum number of decode rows per other client in a step with a short prompt. A step with this few rows
 takes about as long as one with a single row, because both read the same weights.
 """

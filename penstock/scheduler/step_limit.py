@@ -18,7 +18,7 @@ _RECENT_SECONDS = 2.0
 _SHORT_SECONDS = 0.005
 """Seconds up to which a step always counts as short."""
 
-_FIXED_TIMES = 3
+_FIXED_TIMES = 2
 """Maximum duration of a short step, as a multiple of the fixed costs of a step."""
 
 _MIN_ROWS = 8

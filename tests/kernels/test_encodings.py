@@ -118,9 +118,10 @@ MAY_NAME_ENCODINGS = (
     "kernels/cpu/packing.py",  # the numbers of encodings in the C++ kernels
     "codecs/",  # a codec states the encodings of its layers
 )
-ELEMENT_TYPES = {"float32", "bfloat16", "float16", "int8", "uint8"}
+ELEMENT_TYPES = {"float32", "bfloat16", "float16", "fp8", "int8", "uint8"}
 """These names are also element types, which other files may name in these places."""
 NAMES_OF_ELEMENT_TYPES = (
+    "architectures/cache_types.py",  # of the KV cache
     "dtype.py",
     "config/pipeline.py",  # of the KV cache
     "weights/gguf_config.py",  # of the activations

@@ -243,7 +243,7 @@ class TestDeferral:
         run.submit("b", 3, new=50)
         first = run.step()
         assert first.pop("b") == 3
-        assert list(first) == [f"a{number:02}" for number in range(8)]
+        assert list(first) == [f"a{number:02}" for number in range(4)]
         assert len(run.step()) == 31
         run.finish()
 
@@ -253,15 +253,15 @@ class TestDeferral:
         for client in "bcdef":
             run.submit(client, 3, new=2)
             sizes.append(sum(name[0] == "a" for name in run.step()))
-        assert sizes == [8, 30, 8, 30, 8]
+        assert sizes == [4, 30, 4, 30, 4]
         run.finish()
 
     def test_a_prompt_that_takes_longer_than_the_deferred_rows_defers_nothing(self) -> None:
         run = self.crowded()
-        run.submit("b", 88, new=2)
+        run.submit("b", 104, new=2)
         assert sum(name[0] == "a" for name in run.step()) == 30
-        run.submit("c", 87, new=2)
-        assert sum(name[0] == "a" for name in run.step()) == 8
+        run.submit("c", 103, new=2)
+        assert sum(name[0] == "a" for name in run.step()) == 4
         run.finish()
 
     def test_prompts_of_the_same_client_defer_nothing(self) -> None:
