@@ -24,6 +24,9 @@ class Client(HttpClient):
         self.seconds = seconds
         self.num_now = self.num_most = 0
         self.indices: list[int] = []
+        self.num_served = 0
+        self.stop: tuple[int, asyncio.Event] | None = None
+        """After this number of responses, the event is set."""
 
     async def post(self, path: str, body: Any) -> HttpResponse:
         assert path == "/v1/completions"
@@ -34,6 +37,9 @@ class Client(HttpClient):
             await asyncio.sleep(self.seconds)
             if "error" in body:
                 raise body["error"]
+            self.num_served += 1
+            if self.stop is not None and self.num_served == self.stop[0]:
+                self.stop[1].set()
             return HttpResponse(200, {}, [(time.perf_counter(), GOOD)])
         finally:
             self.num_now -= 1
@@ -112,8 +118,8 @@ async def test_errors_are_counted_by_kind() -> None:
 @pytest.mark.parametrize("load", [{"concurrency": 3}, {"rate": 1000.0}])
 async def test_an_interrupted_run_keeps_what_it_has(load: dict[str, Any]) -> None:
     client, stop = Client(seconds=0.02), asyncio.Event()
-    asyncio.get_running_loop().call_later(0.2, stop.set)
-    found = await run(client, [*bodies(4), *({"index": i} for i in range(4, 10_000))], stop, **load)
+    client.stop = 10, stop
+    found = await run(client, bodies(10_000), stop, **load)
     assert found.is_interrupted
     assert client.num_now == 0
     summary = Summary.of(found)
