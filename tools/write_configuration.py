@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,17 +15,19 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 HEAD = """# Configuration
 
-Every setting has one flat name, which is used in four places, in order of precedence:
+Every setting has one name. It can be set in three places, in order of precedence:
 
 | source | example |
 |---|---|
 | flag, or keyword argument in Python | `--max-length 2048`, `LLM(max_length=2048)` |
 | environment variable | `PENSTOCK_MAX_LENGTH=2048` |
 | configuration file, TOML or JSON, given by `--config-file` | `max_length = 2048` |
-| default | see the tables below |
+| default | see the lists below |
 
-`penstock generate --print-config` shows every value and its source. An unknown name, a wrong type or an
-invalid value is an error that names the field.
+Each entry below has the name, the allowed values, the default if there is one, and the meaning.
+
+`penstock generate --print-config` shows every value and its source. An unknown name, a wrong type or an invalid value
+is an error that names the setting.
 
 The kernels read one more environment variable: `PENSTOCK_ISA=generic|avx2|avx512_vnni|avx512` limits the
 instruction set of Penstock's kernels and of torch's, so that every code path can be tested on one machine.
@@ -53,20 +56,27 @@ def page() -> str:
     """Return the text of the page."""
     parts = [HEAD]
     for section, title in SECTIONS.items():
-        parts.append(_table(title, [field for field in config_fields() if field.section == section]))
-    return "\n".join([*parts, _table(SERVER, serve_fields()), _table(RAY, ray_fields())])
+        parts.append(_list(title, [field for field in config_fields() if field.section == section]))
+    return "\n".join([*parts, _list(SERVER, serve_fields()), _list(RAY, ray_fields())])
 
 
-def _table(title: str, fields: Iterable[ConfigField]) -> str:
-    rows = [_row(field) for field in fields]
-    return "\n".join(
-        [f"## {title}", "", "| name | default | values | meaning |", "|---|---|---|---|", *rows, ""]
-    )
+def _list(title: str, fields: Iterable[ConfigField]) -> str:
+    """Return a section with one list item per setting."""
+    return "\n".join([f"## {title}", "", *map(_item, fields), ""])
 
 
-def _row(field: ConfigField) -> str:
+def _item(field: ConfigField) -> str:
+    """Return the list item of a setting, wrapped at 120 columns."""
     names = ", ".join(f"`{name}`" for name in (field.name, *field.aliases))
-    return f"| {names} | {_shown(field.default)} | {field.rule.legal} | {field.help} |"
+    default = _shown(field.default)
+    values = f"{field.rule.legal}; default {default}" if default else field.rule.legal
+    return textwrap.fill(
+        f"- {names} ({values}): {field.help}",
+        width=120,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _shown(value: object) -> str:

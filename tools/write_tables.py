@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -82,6 +84,15 @@ OURS = (  # fields that OpenAI's two request types do not have
     " structured_outputs top_k truncate_prompt_tokens"
 ).split()
 
+MAX_CELL = 90
+"""Maximum length of the last cell of a row of `noted_table`."""
+
+SHORT_REASONS = {
+    "the server does not have this sampler: use top_k, top_p, min_p and temperature": "no such sampler",
+    "the server has no beam search: use n and choose among the outputs": "no beam search",
+}
+"""Reasons of error messages that occur often -> their form in tables."""
+
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -96,6 +107,25 @@ def table(head: str, rows: Iterable[Iterable[str]]) -> str:
     columns = [column.strip() for column in head.split("|")]
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def noted_table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table whose long last cells are notes below it, so that rows stay readable."""
+    lines = [list(row) for row in rows]
+    times, notes = Counter(line[0] for line in lines), []
+    for line in lines:
+        if len(line[-1]) > MAX_CELL:
+            name = line[0] if times[line[0]] == 1 else f"{line[0]} of {line[1]}"
+            notes.append(item(f"{name}: {line[-1]}"))
+            line[-1] = "see below"
+    return "\n".join([table(head, lines), *(["", *notes] if notes else [])])
+
+
+def item(text: str) -> str:
+    """Return a list item, wrapped at 120 columns."""
+    return textwrap.fill(
+        f"- {text}", width=120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def code(value: str) -> str:
@@ -131,7 +161,7 @@ def fields() -> str:
     honoured = {kind: validation.json_schema(kind)["properties"] for kind in kinds}
     tables = {kind: parameters.UNSUPPORTED[kind] for kind in kinds}
     names = sorted({name for kind in kinds for name in (*honoured[kind], *tables[kind])})
-    return table(
+    return noted_table(
         "field | chat | completions | values",
         (
             [
@@ -154,9 +184,9 @@ def fields_of(kind: type[schemas.RequestBody]) -> str:
         values = [_legal(honoured[name])] if name in honoured else []
         if name in refused:
             accepted = _accepted(refused[name])
-            values.append(f"{accepted + ': ' if accepted else ''}{refused[name].reason}")
+            values.append(f"{accepted + ': ' if accepted else ''}{_reason(refused[name])}")
         rows.append([f"`{name}`", how, "; ".join(values)])
-    return table("field | support | values", rows)
+    return noted_table("field | support | values", rows)
 
 
 def response_fields() -> str:
@@ -180,9 +210,9 @@ def ollama_fields() -> str:
             values = [_legal(honoured[name])] if name in honoured else []
             if name in refused:
                 accepted = _accepted(refused[name])
-                values.append(f"{accepted + ': ' if accepted else ''}{refused[name].reason}")
+                values.append(f"{accepted + ': ' if accepted else ''}{_reason(refused[name])}")
             rows.setdefault((name, _how(name, honoured, refused), "; ".join(values)), []).append(place)
-    return table(
+    return noted_table(
         "field | in | support | values",
         ([code(name), ", ".join(where), how, values] for (name, how, values), where in sorted(rows.items())),
     )
@@ -209,7 +239,7 @@ def embedding_fields() -> str:
         where = [name for name in kinds if field in honoured[name]]
         legal = _legal(honoured[where[0]][field])
         rows.append([f"`{field}`", "all" if len(where) == len(kinds) else ", ".join(where), legal])
-    return table("field | routes | values", rows)
+    return noted_table("field | routes | values", rows)
 
 
 def no_effect() -> str:
@@ -232,9 +262,9 @@ def no_effect() -> str:
         response_schema.ReasoningConfig: "`reasoning` of responses",
         message_schema.CountTokensBody: "count_tokens",
         message_schema.MessagesBody: "messages",
-        message_schema.ResultBlock: "a block of a tool result, of `system`",
-        message_schema.MessageBlock: "a block of messages",
-        message_schema.MessageTool: "a tool of messages",
+        message_schema.ResultBlock: "result and `system` blocks",
+        message_schema.MessageBlock: "message blocks",
+        message_schema.MessageTool: "tools of messages",
         message_schema.OutputConfig: "`output_config` of messages",
         speech_schemas.SpeechBody: "speech",
         llama_cpp_schema.LlamaCppCompletionBody: "/completion",
@@ -254,7 +284,7 @@ def no_effect() -> str:
     for kind in places:
         for name, field in parameters.unsupported_fields(kind).items():
             if field.accepted or field.accepts_all:
-                rows.setdefault((name, _accepted(field), field.reason), []).append(places[kind])
+                rows.setdefault((name, _accepted(field), _reason(field)), []).append(places[kind])
     return table(
         "field | in | values | why",
         (
@@ -277,6 +307,11 @@ def _accepted(field: unsupported.Refused) -> str:
         return "all"
     values = [code(json.dumps(value)) for value in field.accepted]
     return ", ".join(values) if len(values) < 8 else f"{values[0]} to {values[-1]}"
+
+
+def _reason(field: unsupported.Refused) -> str:
+    """Return why a field has no effect or is refused, in the form of the tables."""
+    return SHORT_REASONS.get(field.reason, field.reason)
 
 
 def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsupported.Refused]) -> str:
@@ -304,7 +339,7 @@ def _values(
     for one in refused:
         if name in one:
             accepted = _accepted(one[name])
-            parts.append(f"{accepted + ': ' if accepted else ''}{one[name].reason}")
+            parts.append(f"{accepted + ': ' if accepted else ''}{_reason(one[name])}")
     return "; ".join(dict.fromkeys(parts))
 
 
@@ -385,24 +420,49 @@ def metric_names() -> str:
 
 
 def architectures() -> str:
-    """Return the table of all architectures in the registry."""
-    rows = []
+    """Return the table of all architectures in the registry, and the encodings in which they run."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    encodings: dict[tuple[str, ...], list[str]] = {}
     for one in PIPELINE_REGISTRY.architectures:
         text = (importlib.import_module(cast(str, one.package)).__doc__ or "").split("\n\n")[0]
-        is_decoder = one.task is PipelineTask.TEXT_GENERATION
-        known_as = ", ".join(map(code, GGUF_OF.get(one.name, ()) if is_decoder else ()))
-        weights = ", ".join(one.encodings)
-        rows.append(
-            [
-                code(one.name),
-                one.task.option,
-                " ".join(text.replace("``", "`").split()).rstrip("."),
-                weights,
-                known_as,
-            ]
-        )
-    return table("model_type | task | models | weights | GGUF", rows)
+        words = " ".join(text.replace("``", "`").split()).rstrip(".")
+        rows.setdefault((one.name, words), []).append(TASKS[one.task])
+        encodings.setdefault(tuple(one.encodings), []).append(one.name)
+    known_as = {name: ", ".join(map(code, names)) for name, names in GGUF_OF.items()}
+    parts = [
+        table(
+            "model_type | tasks | models | GGUF",
+            (
+                [
+                    code(name),
+                    ", ".join(task for task in dict.fromkeys(TASKS.values()) if task in tasks),
+                    words,
+                    known_as.get(name, ""),
+                ]
+                for (name, words), tasks in sorted(rows.items())
+            ),
+        ),
+        "",
+        item(
+            "Tasks: `text` is `text-generation`, `embeddings` is `embeddings-generation`, `speech` is "
+            "`speech-token-generation` and `audio-generation`."
+        ),
+    ]
+    usual = max(encodings, key=lambda one: len(encodings[one]))
+    parts.append(item(f"Weights run in {', '.join(map(code, usual))}."))
+    for other in encodings.keys() - {usual}:
+        parts.append(item(f"{', '.join(map(code, encodings[other]))}: only {', '.join(map(code, other))}."))
+    parts.append(item("GGUF: the names of the family in GGUF files, for text generation."))
+    return "\n".join(parts)
 
+
+TASKS = {
+    PipelineTask.TEXT_GENERATION: "text",
+    PipelineTask.EMBEDDINGS_GENERATION: "embeddings",
+    PipelineTask.SPEECH_TOKEN_GENERATION: "speech",
+    PipelineTask.AUDIO_GENERATION: "speech",
+}
+"""The tasks in the table of architectures."""
 
 GGUF_OF: Mapping[str, tuple[str, ...]] = {
     "gemma2": ("gemma2",),
@@ -450,12 +510,13 @@ GGUF_OF: Mapping[str, tuple[str, ...]] = {
 
 
 def gguf_blocks() -> str:
-    """Return the table of supported number types of GGUF files."""
-    rows = [["floats", ", ".join(map(code, gguf_names._FLOATS))]]
-    rows.append(["quantized blocks, converted to floats", ", ".join(map(code, gguf_names.READABLE_BLOCKS))])
-    of_package = ", ".join(map(code, gguf_names.PACKAGE_BLOCKS))
-    rows.append(["quantized blocks, converted to floats by the package of the extra `gguf`", of_package])
-    return table("kind | types", rows)
+    """Return the list of supported number types of GGUF files."""
+    kinds = {
+        "Floats": gguf_names._FLOATS,
+        "Quantized blocks": gguf_names.READABLE_BLOCKS,
+        "Quantized blocks that the package of the extra `gguf` reads": gguf_names.PACKAGE_BLOCKS,
+    }
+    return "\n".join(item(f"{kind}: {', '.join(map(code, names))}.") for kind, names in kinds.items())
 
 
 def checkpoint_formats() -> str:
@@ -472,11 +533,13 @@ def checkpoint_formats() -> str:
 
 
 def tool_formats() -> str:
-    """Return the models and an example of each tool-call format."""
-    rows = [
-        [code(name), one.models, code(one.example.replace("\n", "\\n"))] for name, one in TOOL_FORMATS.items()
+    """Return the table of the models of each tool-call format, and an example of each format."""
+    models = table("name | models", ([code(name), one.models] for name, one in TOOL_FORMATS.items()))
+    examples = [
+        f"- {code(name)}: {code(one.example.replace(chr(10), chr(92) + 'n'))}"
+        for name, one in TOOL_FORMATS.items()
     ]
-    return table("name | models | example call", rows)
+    return "\n".join([models, "", "An example of a call in each format:", "", *examples])
 
 
 def reasoning_formats() -> str:
@@ -598,7 +661,7 @@ def schema_keywords() -> str:
     """Return the table of JSON schema keywords and their support."""
     rows = [[code(name), f"yes{': ' + LIMITS[name][0] if name in LIMITS else ''}"] for name in HONOURED]
     rows += [[code(name), f"refused: {reason}"] for name, reason in shapes.REFUSED.items()]
-    return table("keyword | supported", rows)
+    return noted_table("keyword | supported", rows)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
