@@ -8,9 +8,8 @@
 ``simulate`` runs a trace through the real router, schedulers and KV caches in virtual time
 (`penstock.bench.simulation`). The times of steps come from a file that ``measure`` writes. Each worker gets
 the same number of requests per second, ``--load`` times what it could serve without a prefix cache. The first
-quarter of the trace does not count. ``--speed`` simulates workers that are so many times as fast as the
-measured one. ``saturate`` measures processor times of the real router; ``measure`` needs an idle machine.
-"""
+quarter of the trace does not count. ``--speed N`` simulates workers that are N times as fast as the measured
+one. ``saturate`` measures processor times of the real router; ``measure`` needs an idle machine."""
 
 from __future__ import annotations
 

@@ -25,4 +25,4 @@ SMALL_ENCODER = {
     "output_hidden_size": 1024,
     "feature_projection_input_dim": 8,
 }
-"""The semantic encoder of NeuCodec, which decoding does not use, cut down."""
+"""A small semantic encoder for NeuCodec; decoding does not use it."""

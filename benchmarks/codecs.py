@@ -1,4 +1,5 @@
-"""Audio codecs with random weights by Penstock and their own packages, in turn: real-time factors.
+"""Compare the decoding of audio codecs by Penstock and by their own packages: real-time factors. Engines
+alternate.
 
     python benchmarks/codecs.py [snac] [neucodec] [--seconds 2] [--rounds 3] [--threads 2] [--json out.json]
 
@@ -36,7 +37,7 @@ Engines = dict[str, Callable[[], object]]
 
 
 def snac_engines(folder: Path, session: InferenceSession, seconds: float) -> tuple[Engines, float]:
-    """Return what decodes SNAC, and the duration of the audio."""
+    """Return the engines that decode SNAC (name -> function), and the duration of the audio in seconds."""
     try:
         from snac import SNAC as Model  # type: ignore[import-not-found]
     except ImportError as error:
@@ -59,7 +60,8 @@ def snac_engines(folder: Path, session: InferenceSession, seconds: float) -> tup
 
 
 def neucodec_engines(folder: Path, session: InferenceSession, seconds: float) -> tuple[Engines, float]:
-    """Return what decodes NeuCodec, and the duration of the audio."""
+    """Return the engines that decode NeuCodec (name -> function), and the duration of the audio in
+    seconds."""
     from transformers import NeuCodecConfig, NeuCodecModel
 
     torch.manual_seed(0)

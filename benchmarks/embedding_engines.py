@@ -35,7 +35,7 @@ Embed = Callable[[Sequence[str]], np.ndarray]
 
 
 def make_texts(count: int, shortest: int, longest: int, seed: int) -> list[str]:
-    """Return texts of about as many tokens as words, with lengths spread evenly."""
+    """Return random texts with evenly distributed lengths in words; a word is about one token."""
     rng = random.Random(seed)
     return [" ".join(rng.choices(WORDS, k=rng.randint(shortest, longest) - 2)) for _ in range(count)]
 

@@ -53,7 +53,7 @@ class Engine:
         command = [python, str(ENGINES_FILE), model, engine, option]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.skipped: str | None = self._read().get("skipped")
-        """Why the engine cannot run here; None if it is ready."""
+        """The reason why the engine cannot run here; None if it is ready."""
 
     def run(self, name: str) -> Any:
         """Run a work and return its result."""

@@ -3,10 +3,9 @@
     python benchmarks/fairness.py
     python benchmarks/fairness.py --model MODEL --choices 32
 
-Starts a server with the model. The crowding client sends one request with ``--choices`` choices after the
-other; its tokens per second are printed too. The other client streams short requests with a pause between
-them.
-"""
+Starts a server with the model. The first client sends requests with ``--choices`` choices, one after the
+other; its tokens per second are printed too. The second client streams short requests with a pause between
+them."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ async def first_tokens(client: httpx.AsyncClient, begin: int, count: int) -> lis
     return seconds
 
 
-async def crowd(client: httpx.AsyncClient, choices: int, counts: list[int]) -> None:
+async def send_many_choices(client: httpx.AsyncClient, choices: int, counts: list[int]) -> None:
     """Send requests with many choices until it is cancelled, and append the number of tokens of each."""
     body = {"prompt": "Once upon a time", "n": choices, "max_tokens": 300, "ignore_eos": True}
     while True:
@@ -90,7 +89,7 @@ async def measure(url: str, choices: int, requests: int) -> None:
         await first_tokens(one, 0, 5)
         idle = await first_tokens(one, 100, requests)
         counts: list[int] = []
-        task = asyncio.create_task(crowd(other, choices, counts))
+        task = asyncio.create_task(send_many_choices(other, choices, counts))
         start = time.perf_counter()
         await asyncio.sleep(1.5)
         beside = await first_tokens(one, 10_000, requests)
@@ -103,7 +102,7 @@ async def measure(url: str, choices: int, requests: int) -> None:
         high = statistics.quantiles(seconds, n=10)[-1]
         print(f"{name}: median {statistics.median(seconds) * 1e3:.1f} ms, p90 {high * 1e3:.1f} ms")
     ratio = statistics.median(beside) / statistics.median(idle)
-    print(f"ratio of the medians {ratio:.2f}; the crowding client got {speed:.0f} tokens/s")
+    print(f"ratio of the medians {ratio:.2f}; the first client got {speed:.0f} tokens/s")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@
 A step of decoding must read the weights of all layers and of the head, and the cached keys and values. The
 bandwidth limit is that number of bytes divided by the copy bandwidth, which the script measures in the same
 run. The product rate is that of a square bf16 product of 8192, also measured in the same run. `target` is the
-figure to reach, `reached` whether it was. Weights are written once to --folder, if it is given.
+figure to reach; `reached` tells whether it was reached. Weights are written once to --folder, if it is given.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--devices", default="gpu")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--minutes", type=float, default=8, help="duration of mixed requests")
-    parser.add_argument("--no-overlap", action="store_true", help="run each step after the step before")
+    parser.add_argument("--no-overlap", action="store_true", help="disable overlapped steps")
     parser.add_argument("--encoding", default="bfloat16")
     parser.add_argument("--cache", help="type of the KV cache")
     parser.add_argument("--folder", type=Path, help="keep the weights here, for further runs of the shape")
@@ -120,7 +120,7 @@ def decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> di
 
 
 def prefill(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
-    """Time prompts of 2000 tokens and return the share of the product rate that their products reach."""
+    """Time prompts of 2000 tokens and return the share of the measured product rate that they reach."""
     many = prompts(shape, 4, 2000)
     generate(llm, many[:1], 1)
     rounds = [prompts(shape, 4, 2000, seed) for seed in (1, 2, 3)]  # no prefix is cached
@@ -229,7 +229,7 @@ TARGETS = {
     ("load", "0.6b"): ("output_tokens_per_s", 12000, True),
     ("start", "0.6b"): ("with_graph_s", 15, False),
 }
-"""Work and shape -> a number of the report, its target on an H100 or H200, and whether it is the least."""
+"""Work and shape -> name of a figure, its target on an H100 or H200, and whether the target is a minimum."""
 
 
 def generate(llm: LLM, batch: list[list[int]], count: int) -> None:

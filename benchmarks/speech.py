@@ -11,7 +11,7 @@ Penstock. A round runs both; the result is the median of the rounds.
 
 - ``first audio``: seconds from the request to the first chunk of a stream.
 - ``real-time factor``: seconds of the whole request, per second of audio.
-- ``codec``: the part of the time that the codec takes.
+- ``codec``: the share of the time that the codec takes.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Name -> ``config.json``. Each has the number of parameters of the public model, the Nano also its
-vocabulary; the layers are those of Llamas of that size."""
+"""Name -> ``config.json``. Each has the number of parameters of the public model, and neutts-nano also its
+vocabulary. The layer sizes are those of other Llamas of that size."""
 PROMPT_TOKENS = 120
 
 
 class FixedCodes(SpeechCodes):
-    """Every token stands for a code, so that random weights write whole frames."""
+    """A speech format in which every token is a code, so that random weights write whole frames."""
 
     def __init__(self, codes_per_frame: int, codebook_size: int) -> None:
         size = np.arange(codes_per_frame * codebook_size, dtype=np.int64)

@@ -37,7 +37,7 @@ from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGeneration
 from penstock.pipelines.core import ImageMetadata, SamplingParams, TextAndVisionContext, image_digest
 
 Run = Callable[[Request, int], tuple[float, float]]
-"""Runs a request with this many tokens. Returns the seconds to the first token and in all."""
+"""Runs a request with this number of new tokens. Returns the seconds to the first token and in total."""
 
 
 def penstock_engine(folder: Path, config: Mapping[str, Any], encoding: str) -> Run:

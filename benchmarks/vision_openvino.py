@@ -1,4 +1,4 @@
-"""OpenVINO as an engine of ``vision.py``; runs in an environment of its own.
+"""OpenVINO as an engine of ``vision.py``; runs in a separate virtual environment.
 
     python vision_openvino.py CHECKPOINT ENCODING THREADS
 

@@ -125,7 +125,7 @@ class Request:
 
     tokens: list[int]
     pixels: npt.NDArray[np.float32]
-    """As the image processor returns them."""
+    """The pixels, as the image processor returns them."""
 
     def with_other_words(self, seed: int) -> Request:
         """Return a request with the same image and another question after it."""

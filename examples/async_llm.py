@@ -13,7 +13,7 @@ QUESTIONS = ["What is the capital of Germany?", "What is Penstock?"]
 
 
 async def ask(llm: AsyncLLM, question: str) -> str:
-    """Stream an answer."""
+    """Stream the answer to a question and print it."""
     text = ""
     messages = [{"role": "user", "content": question}]
     async for piece in llm.stream(messages=messages, sampling_params=SamplingParams(max_new_tokens=60)):

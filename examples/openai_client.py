@@ -23,7 +23,7 @@ WEATHER: Any = {
 
 
 def answer(client: OpenAI, model: str) -> None:
-    """One question, one answer."""
+    """Ask a question and print the answer."""
     reply = client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": "What is Penstock?"}], temperature=0
     )
@@ -31,7 +31,7 @@ def answer(client: OpenAI, model: str) -> None:
 
 
 def stream(client: OpenAI, model: str) -> None:
-    """A story as it is written, and what it cost."""
+    """Stream a story, then print the numbers of prompt and completion tokens."""
     chunks = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": "Tell me a short story"}],
@@ -49,7 +49,7 @@ def stream(client: OpenAI, model: str) -> None:
 
 
 def use_tool(client: OpenAI, model: str) -> None:
-    """The model asks for a function; its result goes back; the model answers."""
+    """Let the model call a function, return its result, and print the answer."""
     messages: list[Any] = [{"role": "user", "content": "What's the weather like in Paris today?"}]
     reply = client.chat.completions.create(
         model=model, messages=messages, tools=[WEATHER], tool_choice="required", temperature=0

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 
 class Person(BaseModel):
-    """What the structured output contains."""
+    """The schema of the structured output."""
 
     name: str
     age: int

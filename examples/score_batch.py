@@ -19,13 +19,14 @@ QUESTIONS = {
 
 
 def log_probability(output: GenerationOutput, num_common: int) -> float:
-    """Of the prompt's tokens behind the first ``num_common``, which all answers share."""
+    """Return the log probability of the prompt tokens after the first ``num_common``, which all answers
+    share."""
     assert output.prompt_log_probabilities is not None
     return fsum(output.prompt_log_probabilities.token_log_probabilities[num_common - 1 :])
 
 
 def main() -> None:
-    """A line for each answer, the most probable first."""
+    """Print the answers to each question, the most probable first."""
     with LLM("demo") as llm:
         for question, answers in QUESTIONS.items():
             messages = [{"role": "user", "content": question}]

@@ -18,18 +18,19 @@ CHAT: Any = [QUESTION, {"role": "assistant", "content": ANSWER}, QUESTION]
 PARAMS = SamplingParams(temperature=0.7, top_k=0, top_p=0.9, seed=3)
 
 
-def write(**config: Any) -> tuple[str, LLM]:
-    """The answer to the question that was answered before, and who wrote it."""
+def answer(**config: Any) -> tuple[str, LLM]:
+    """Open the model, answer a question that the conversation already answers, and return answer and
+    model."""
     llm = LLM("demo", quantization_encoding="float32", **config)
     (output,) = llm.chat(CHAT, PARAMS)
     return output.text, llm
 
 
 def main() -> None:
-    """The same text twice."""
-    plain, llm = write()
+    """Generate the same text without and with speculation, and compare."""
+    plain, llm = answer()
     llm.close()
-    drafted, llm = write(speculative_method="ngram", adaptive_speculation=False)
+    drafted, llm = answer(speculative_method="ngram", adaptive_speculation=False)
     stats = llm.pipeline.speculation_stats
     llm.close()
     print(drafted)

@@ -28,7 +28,7 @@ class Verdict(BaseModel):
     because: str = Field(max_length=60)
 
 
-def as_class(client: OpenAI, model: str, kind: type[BaseModel], text: str) -> None:
+def parsed_as(client: OpenAI, model: str, kind: type[BaseModel], text: str) -> None:
     """Let the client turn the class into a JSON schema, and the response into an object."""
     reply = client.chat.completions.parse(
         model=model,
@@ -40,8 +40,8 @@ def as_class(client: OpenAI, model: str, kind: type[BaseModel], text: str) -> No
     print(repr(reply.choices[0].message.parsed))
 
 
-def held_to(client: OpenAI, model: str, text: str, **outputs: Any) -> None:
-    """Use Penstock's own fields for regex, choice, grammar and structural_tag."""
+def constrained_by(client: OpenAI, model: str, text: str, **outputs: Any) -> None:
+    """Print an answer that is constrained by a field of ``structured_outputs``."""
     reply = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": text}],
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     flags = parser.parse_args()
     with OpenAI(base_url=f"{flags.url}/v1", api_key=flags.api_key) as opened:
         served = opened.models.list().data[0].id
-        as_class(opened, served, Person, "Tom is 31 years old and lives in Oslo. Answer as JSON.")
-        as_class(opened, served, Verdict, "How did the story of the lost dog end?")
-        held_to(opened, served, "When was that?", regex=r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]")
-        held_to(opened, served, "Is the sky blue?", choice=["yes", "no", "perhaps"])
+        parsed_as(opened, served, Person, "Tom is 31 years old and lives in Oslo. Answer as JSON.")
+        parsed_as(opened, served, Verdict, "How did the story of the lost dog end?")
+        constrained_by(opened, served, "When was that?", regex=r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]")
+        constrained_by(opened, served, "Is the sky blue?", choice=["yes", "no", "perhaps"])

@@ -1,4 +1,5 @@
-"""Tries an installed wheel: ``python packaging/try_wheel.py WHEEL ISAS``, in the environment it is in.
+"""Test an installed wheel: ``python packaging/try_wheel.py WHEEL ISAS``, with the Python that has it
+installed.
 
 Standard library only; ``scripts/wheel`` runs it away from the sources.
 """
@@ -23,7 +24,7 @@ FOREIGN = re.compile(r"^(tests|docs|benchmarks|examples|tools|scripts)/|\.(cpp|i
 
 
 def main() -> None:
-    """Raises AssertionError at the first thing that is not as it should be."""
+    """Check tags, contents, imports and kernels of the wheel; raise AssertionError at the first fault."""
     wheel, isas = Path(sys.argv[1]), sys.argv[2].split()
     version, tag = re.fullmatch(r"penstock_llm-([^-]+)-(.+)\.whl", wheel.name).groups()  # type: ignore[union-attr]
     assert tag.startswith("py3-none-"), f"{tag} is not for every Python"
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def run(*command: str) -> str:
-    """What a command prints."""
+    """Return the output of a command."""
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     assert child.returncode == 0, f"{command}: {child.stderr}"
     return child.stdout.strip()

@@ -139,7 +139,7 @@ def run(
         ours=opener(
             sys.executable,
             "penstock",
-            {"model": str(_alone(model) if is_same_file else source), "encoding": encoding},
+            {"model": str(_link_without_tokenizer(model) if is_same_file else source), "encoding": encoding},
             ours,
         ),
         theirs=opener(
@@ -173,8 +173,9 @@ def run(
         plot([report], plot_path)
 
 
-def _alone(model: Path) -> Path:
-    """Return a link to a GGUF file in a folder without a tokenizer, so that the file's own is loaded."""
+def _link_without_tokenizer(model: Path) -> Path:
+    """Return a link to a GGUF file in a folder without tokenizer files: the tokenizer of the file is
+    loaded."""
     link = model.parent / "gguf" / model.name
     link.parent.mkdir(exist_ok=True)
     if not link.exists():

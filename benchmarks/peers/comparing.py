@@ -44,7 +44,7 @@ def compare(works: Sequence[Work], contest: Contest) -> dict[str, Any]:
     random = Random()
     loaded = [work for work in works if not work.is_fresh]
     openers = [
-        _noting(versions, name, opener)
+        _record_versions(versions, name, opener)
         for name, opener in (("penstock", contest.ours), ("peer", contest.theirs))
     ]
     with ExitStack() as stack:
@@ -58,7 +58,7 @@ def compare(works: Sequence[Work], contest: Contest) -> dict[str, Any]:
     return {"rows": rows, "versions": versions}
 
 
-def _noting(versions: dict[str, dict[str, str]], name: str, opener: Opener) -> Opener:
+def _record_versions(versions: dict[str, dict[str, str]], name: str, opener: Opener) -> Opener:
     """Wrap ``opener`` so that it also stores the engine's versions in ``versions[name]``."""
 
     @contextmanager
