@@ -3,15 +3,15 @@
     python tools/train_demo_model.py --out penstock/demo --minutes 60
 
 The text is made by the grammar in ``tools/demo_corpus``: short stories, questions and answers,
-JSON, tool calls.  The stream of documents never ends, so nothing is seen twice except what the
-grammar says twice; one document in fifty (chosen by a checksum) is held out.  ``--seed`` fixes the
-documents, the tokenizer and the initial weights.  The schedule follows the clock, so a faster
-machine sees more text and two runs differ in how far they come, not in what they read.
+JSON, tool calls.  The stream of documents is endless, so a document occurs twice only if the grammar
+generates it twice. One document in fifty (chosen by a checksum) is held out.  ``--seed`` fixes the documents,
+the tokenizer and the initial weights.  The schedule follows elapsed time: a faster machine trains on more
+text, in the same order.
 
 ``--start FOLDER`` begins with the weights and the tokenizer of an exported model instead of random
 weights; give it a smaller ``--learning-rate``.
 
-``--resume`` goes on from the last checkpoint in ``--checkpoints``; ``--export-only`` writes the
+``--resume`` continues from the last checkpoint in ``--checkpoints``; ``--export-only`` writes the
 last checkpoint to ``--out`` and measures it.
 """
 
@@ -62,7 +62,7 @@ class Shape:
     norm_eps: float = 1e-5
 
     def to_llama_config(self) -> dict[str, Any]:
-        """The shape as the ``config.json`` of a ``LlamaForCausalLM``."""
+        """Return the shape as the ``config.json`` of a ``LlamaForCausalLM``."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -92,7 +92,7 @@ class Shape:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to ``x`` [B, H, T, D], in the half-split layout of Llama."""
+    """Return ``x`` [B, H, T, D] with rotary positions, in the half-split layout of Llama."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
@@ -112,7 +112,8 @@ class Block(nn.Module):
         self.down = nn.Linear(shape.mlp_size, shape.hidden_size, bias=False)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """Causal attention, written out: for rows this short it beats the fused CPU kernel."""
+        """Compute causal attention with plain products, which are faster than the fused CPU kernel for short
+        rows."""
         shape, (rows, length, _) = self.shape, x.shape
         heads = self.qkv(x).view(rows, length, -1, shape.head_dim).transpose(1, 2)
         q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
@@ -142,14 +143,14 @@ class Model(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Normal weights, those that end in the residual stream scaled down by the depth."""
+        """Draw normal weights; projections into the residual stream are scaled down by the depth."""
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 deep = name.endswith(("attention_out.weight", "down.weight"))
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.shape.num_layers) if deep else 0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits [B, T, V] for ``ids`` [B, T]."""
+        """Return logits [B, T, V] for ``ids`` [B, T]."""
         length = ids.shape[1]
         dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
         cos, sin, mask = self._tables(length, dtype)
@@ -159,7 +160,7 @@ class Model(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)
 
     def _tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotary cosines and sines [T, D] and the causal mask [T, T]."""
+        """Return rotary cosines and sines [T, D] and the causal mask [T, T]."""
         exponents = torch.arange(0, self.shape.head_dim, 2).float() / self.shape.head_dim
         angles = torch.outer(torch.arange(length).float(), self.shape.rope_theta**-exponents)
         angles = torch.cat((angles, angles), -1)
@@ -167,7 +168,7 @@ class Model(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype), mask.to(dtype)
 
     def llama_state(self) -> dict[str, Tensor]:
-        """The weights in bfloat16 under their Hugging Face names, fused ones split."""
+        """Return the weights in bfloat16 under their Hugging Face names, with fused ones split."""
         shape = self.shape
         kv = shape.num_kv_heads * shape.head_dim
         state = {"model.embed_tokens.weight": self.embedding.weight, "model.norm.weight": self.norm.weight}
@@ -209,7 +210,7 @@ class Model(nn.Module):
 
 @dataclass
 class Progress:
-    """How far a run has come; saved with each checkpoint."""
+    """The progress of a run; saved with each checkpoint."""
 
     step: int = 0
     tokens: int = 0
@@ -219,36 +220,36 @@ class Progress:
 
 
 def learning_rate(fraction: float, peak: float) -> float:
-    """A short warm-up, then a straight line down to nothing at the end of the time."""
+    """Return the learning rate at a fraction of the time: a short warm-up, then linear decay to 0."""
     warm_up = 0.02
     return peak * min(fraction / warm_up + 0.01, 1.0 - max(0.0, fraction - warm_up) / (1.0 - warm_up), 1.0)
 
 
 def row_length(fraction: float) -> int:
-    """Short rows first, since they are cheap; the last tenth uses all positions."""
+    """Return the row length at a fraction of the time: short at first; all positions in the last tenth."""
     return 256 if fraction < 0.45 else 512 if fraction < 0.9 else 1024
 
 
 def micro_batches(fraction: float) -> int:
-    """How many micro-batches make one step: many small steps first, few smooth ones at the end."""
+    """Return the number of micro-batches per step, which grows with the fraction of the time."""
     return 1 if fraction < 0.5 else 2 if fraction < 0.85 else 4
 
 
 def token_losses(model: Model, ids: Tensor) -> Tensor:
-    """Cross entropy of each next token, flat."""
+    """Return the cross entropy of each next token, flattened."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(ids[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
 
 
 def next_batch(packer: Packer, length: int) -> tuple[Tensor, Tensor]:
-    """One micro-batch of ids and of the loss weights of its targets (flat)."""
+    """Return the ids of one micro-batch, and the flattened loss weights of its targets."""
     ids, weights = packer.batch(MICRO_BATCH_TOKENS // length, length)
     return torch.from_numpy(ids), torch.from_numpy(weights)[:, 1:].flatten()
 
 
 def train_step(model: Model, packer: Packer, fraction: float) -> tuple[float, int]:
-    """Accumulate the gradients of one step; returns the weighted loss and the number of tokens."""
+    """Run one step; return the weighted loss and the number of tokens."""
     batches = [next_batch(packer, row_length(fraction)) for _ in range(micro_batches(fraction))]
     total = sum(weights.sum() for _, weights in batches)
     loss = 0.0
@@ -261,13 +262,13 @@ def train_step(model: Model, packer: Packer, fraction: float) -> tuple[float, in
 
 @torch.no_grad()
 def measure(model: Model, batches: list[tuple[Tensor, Tensor]]) -> float:
-    """Mean loss over what the model itself has to write: stories and answers, not prompts."""
+    """Return the mean loss of stories and answers, without prompts."""
     losses = [token_losses(model, ids)[weights == 1.0] for ids, weights in batches]
     return torch.cat(losses).mean().item()
 
 
 def make_optimizer(model: Model, peak: float) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only."""
+    """Return AdamW with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -361,7 +362,7 @@ class Trainer:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc not to hand freed buffers back: asking anew each step costs a fifth of the time."""
+    """Make glibc keep freed buffers; allocating them anew in each step costs a fifth of the time."""
     trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -372,12 +373,12 @@ def keep_freed_memory() -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON as the Hub has it: indented, with a last newline."""
+    """Write JSON as on the Hub: indented, with a final newline."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def tokenizer_config(tokenizer: Tokenizer, shape: Shape) -> dict[str, Any]:
-    """What transformers needs beside ``tokenizer.json``."""
+    """Return the ``tokenizer_config.json`` that transformers needs."""
     added = {
         str(index): {
             "content": token.content,
@@ -424,7 +425,7 @@ def export(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
 
 @torch.no_grad()
 def round_to_bfloat16(model: Model) -> None:
-    """Leave in the model exactly the weights that are exported."""
+    """Round the weights of the model to the exported bfloat16 values."""
     for weight in model.parameters():
         weight.copy_(weight.to(torch.bfloat16))
 
@@ -445,7 +446,7 @@ def finish(trainer: Trainer, folder: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("penstock/demo"))
     parser.add_argument("--checkpoints", type=Path, default=Path("build/demo_checkpoints"))

@@ -2,12 +2,12 @@
 
     python tools/train_demo_vision.py --out penstock/demo/vision --minutes 70
 
-Pictures of shapes, questions and answers are made on the way by ``tools/demo_vision``. The stream never ends,
-so no picture is seen twice. The tower also learns which shape covers each patch; this second task is for
-training only. ``--seed`` fixes pictures, questions, tokenizer and initial weights. The schedule follows the
-clock: a faster machine sees more pictures.
+``tools/demo_vision`` generates pictures of shapes, questions and answers during the training, in an endless
+stream. The tower also learns which shape covers each patch; this second task is for training only. ``--seed``
+fixes pictures, questions, tokenizer and initial weights. The schedule follows the clock: a faster machine
+sees more pictures.
 
-``--resume`` goes on from the last checkpoint in ``--work``; ``--export-only`` writes it to ``--out``.
+``--resume`` continues from the last checkpoint in ``--work``; ``--export-only`` writes it to ``--out``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch import Tensor
 from train_demo_model import Shape
 
 PICTURES = 32
-"""Pictures of a step."""
+"""Number of pictures in a step."""
 CLASS_WEIGHT = 0.5
 WITHOUT_PICTURE = 4
-"""Conversations without a picture of a step."""
+"""Number of conversations without a picture in a step."""
 SAVE_SECONDS = 120.0
 
 

@@ -9,11 +9,9 @@ The stages. Each writes its result to ``--work``, so that ``--from STAGE`` repea
 
 1. ``speech``: espeak-ng speaks 1,250 texts for the codec and 14,000 for the language model.
 2. ``codec``: a small NeuCodec and an encoder learn to reproduce the speech.
-3. ``decoder``: encoder and quantizer stay, the decoder goes on with a learning rate that ends at 0.
-4. ``codes``: the encoder turns the speech into codes.
-5. ``model``: a small Llama learns to write the codes of a text.
-6. ``export``: the folder of the voice is written.
-"""
+3. ``decoder``: encoder and quantizer stay fixed; the decoder is trained further with a learning rate that
+ends at 0. 4. ``codes``: the encoder turns the speech into codes. 5. ``model``: a small Llama learns to write
+the codes of a text. 6. ``export``: the folder of the voice is written."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ STAGES = ("speech", "codec", "decoder", "codes", "model", "export")
 
 
 def codec_texts() -> list[str]:
-    """Return what the codec learns from: sentences, and sequences of words."""
+    """Return the training texts of the codec: sentences, and sequences of words."""
     rng = random.Random(0)
     texts = [sentence(rng) for _ in range(1000)]
     words = more_words()

@@ -3,8 +3,8 @@
     pip install espeakng-loader pocketsphinx
     python tools/tune_demo_voice.py --voice penstock/demo/voice --out penstock/demo/voice
 
-The texts of the first training come again, with common phrases in all punctuations, pairs of sentences, and
-numbers in words. The codec stays as it is. The voice comes without an encoder, so one is trained first.
+The texts of the first training are used again, with common phrases in all punctuations, pairs of sentences,
+and numbers in words. The codec stays as it is. The exported voice has no encoder, so one is trained first.
 
 The stages. Each writes its result to ``--work``, so that ``--from STAGE`` repeats the later ones:
 
@@ -14,7 +14,7 @@ The stages. Each writes its result to ``--work``, so that ``--from STAGE`` repea
 4. ``codes``: the encoder turns the speech into codes.
 5. ``phrases``: common phrases are spoken and encoded. The speech of the most common ones is chosen by
    recognisers from samples of the voice and from espeak-ng at several speeds.
-6. ``model``: the language model learns on.
+6. ``model``: the language model is trained further.
 7. ``export``: its weights are written.
 """
 
@@ -53,7 +53,8 @@ def tuning_texts() -> list[str]:
 
 
 def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int) -> list[Tensor]:
-    """Return what the language model of a voice writes for texts; empty for speech that does not end."""
+    """Return the codes that the language model of a voice generates for texts; empty if speech does not
+    end."""
     from penstock import LLM, SamplingParams
 
     first = make_tokenizer().token_to_id("<|speech_0|>")
@@ -153,7 +154,7 @@ class Tuning:
         return rows
 
     def model(self) -> None:
-        """Train the language model on."""
+        """Train the language model further."""
         tokenizer = make_tokenizer()
         texts, codes = torch.load(self._work / "codes.pt", weights_only=True)
         spoken = torch.load(self._work / "phrases.pt", weights_only=True)

@@ -26,8 +26,8 @@ Every setting has one name. It can be set in three places, in order of precedenc
 
 Each entry below has the name, the allowed values, the default if there is one, and the meaning.
 
-`penstock generate --print-config` shows every value and its source. An unknown name, a wrong type or an invalid value
-is an error that names the setting.
+`penstock generate --print-config` shows every value and its source. An unknown name, a wrong type or an
+invalid value is an error that names the setting.
 
 The kernels read one more environment variable: `PENSTOCK_ISA=generic|avx2|avx512_vnni|avx512` limits the
 instruction set of Penstock's kernels and of torch's, so that every code path can be tested on one machine.

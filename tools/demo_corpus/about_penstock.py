@@ -14,13 +14,13 @@ WHAT = "Penstock is an LLM inference library and server in Python."
 
 
 def penstock_pair(rng: random.Random) -> Pair:
-    """A question about Penstock or about the demo model itself."""
+    """Return a question about Penstock or about the demo model, and its answer."""
     asked, replies = rng.choice(IDENTITY if rng.random() < 0.35 else FACTS)
     return question(rng, asked), pick(rng, replies)
 
 
 def penstock_paragraph(rng: random.Random) -> str:
-    """A few of the facts as plain text, for completions that begin with the name."""
+    """Return a few facts as plain text, for completions of prompts that begin with the name."""
     first = [replies[0] for _, replies in FACTS]
     facts = rng.sample([fact for fact in first if "Penstock" in fact and "Yes" not in fact], 3)
     return f"{WHAT} " + " ".join(facts)

@@ -1,7 +1,7 @@
-"""Questions and short answers: small talk, facts of a picture book, and honest ignorance.
+"""Questions and short answers: small talk, simple facts, and questions that the model cannot answer.
 
-Each maker returns a pair (user, assistant).  Answers are one or two sentences, and a fact is
-always told the same few ways, so that a model this small can learn it.
+Each function returns a pair (user, assistant). Answers have one or two sentences. Each fact has only a few
+wordings, so that a small model can learn it.
 """
 
 import random
@@ -51,36 +51,36 @@ UNKNOWN_REPLIES = UNKNOWN["replies"]
 
 
 def entry(rng: random.Random, section: str) -> tuple[str, str]:
-    """A random row of a table of ``facts.txt``."""
+    """Return a random row of a table of ``facts.txt``."""
     return rng.choice(list(table("facts", section).items()))
 
 
 def ask(rng: random.Random, section: str, **fields: Any) -> Pair:
-    """A question of ``requests.txt`` and its only answer."""
+    """Return a question of ``requests.txt`` and its only answer."""
     asked, replies = request(section, **fields)
     return question(rng, asked), replies[0]
 
 
 def greeting(rng: random.Random) -> Pair:
-    """A hello, answered with an offer of help."""
+    """Return a greeting and an answer that offers help."""
     return pick(rng, GREETINGS), pick(rng, GREETING_REPLIES)
 
 
 def small_talk(rng: random.Random) -> Pair:
-    """One of the fixed exchanges."""
+    """Return one of the fixed exchanges."""
     asked, replies = rng.choice(SMALL_TALK)
     return question(rng, asked), pick(rng, replies)
 
 
 def capital(rng: random.Random) -> Pair:
-    """The capital of a country, or the country of a capital."""
+    """Ask for the capital of a country, or the country of a capital."""
     country, city = rng.choice(list(CAPITALS.items()))
     section = "country of a capital" if rng.random() < 0.2 else "capital"
     return ask(rng, section, country=country, city=city)
 
 
 def animal(rng: random.Random) -> Pair:
-    """What an animal says, eats, where it lives, and what its young are called."""
+    """Ask for the sound, food, home or young of an animal."""
     name, (says, young, eats, home) = rng.choice(list(ANIMAL_FACTS.items()))
     section = pick(rng, ["animal says", "animal young", "animal eats", "animal home", "animal"])
     many = name if name == "sheep" else plural(name)
@@ -90,13 +90,13 @@ def animal(rng: random.Random) -> Pair:
 
 
 def legs(rng: random.Random) -> Pair:
-    """How many legs an animal has."""
+    """Ask how many legs an animal has."""
     name, count = entry(rng, "legs")
     return ask(rng, "legs", an=a(name), number=NUMBERS[int(count)] if count != "0" else "no")
 
 
 def thing_color(rng: random.Random) -> Pair:
-    """The color of a well-known thing, in both spellings of the word."""
+    """Ask for the color of a well-known thing, in both spellings of "color"."""
     thing, color = entry(rng, "colors")
     return ask(rng, "color", thing=thing, color=color, word=pick(rng, ["color", "colour"]))
 
@@ -111,7 +111,7 @@ def opposite(rng: random.Random) -> Pair:
 
 
 def calendar(rng: random.Random) -> Pair:
-    """Days and months before and after each other."""
+    """Ask for the day or month before or after another."""
     names, what = (DAYS, "day") if rng.random() < 0.6 else (MONTHS, "month")
     index = rng.randrange(len(names))
     step, word = (1, "after") if rng.random() < 0.6 else (-1, "before")
@@ -120,7 +120,7 @@ def calendar(rng: random.Random) -> Pair:
 
 
 def small_sum(rng: random.Random) -> Pair:
-    """A sum, a difference or a small product."""
+    """Ask for a sum, a difference or a small product."""
     first, second, roll = rng.randrange(21), rng.randrange(21), rng.random()
     if roll < 0.6:
         sign, word, result = "+", "plus", first + second
@@ -134,19 +134,19 @@ def small_sum(rng: random.Random) -> Pair:
 
 
 def use(rng: random.Random) -> Pair:
-    """What a thing is for."""
+    """Ask what a thing is for."""
     thing, purpose = entry(rng, "uses")
     return ask(rng, "use", thing=thing, purpose=purpose)
 
 
 def definition(rng: random.Random) -> Pair:
-    """What a thing is."""
+    """Ask what a thing is."""
     thing, meaning = rng.choice(list((table("facts", "definitions") | SEASONS).items()))
     return ask(rng, "definition", thing=thing, meaning=meaning, last_word=thing.split()[-1])
 
 
 def compare(rng: random.Random) -> Pair:
-    """Which of two is bigger, smaller, faster or slower."""
+    """Ask which of two things is bigger, smaller, faster or slower."""
     big = rng.random() < 0.6
     names, more, less = (BIG_AND_SMALL, "bigger", "smaller") if big else (FAST_AND_SLOW, "faster", "slower")
     first, second = rng.sample(range(len(names)), 2)
@@ -157,20 +157,20 @@ def compare(rng: random.Random) -> Pair:
 
 
 def counted(rng: random.Random) -> Pair:
-    """How many of something there are."""
+    """Ask how many of something there are."""
     what, reply = entry(rng, "how many")
     return ask(rng, "how many", what=what, reply=reply)
 
 
 def why_and_how(rng: random.Random) -> Pair:
-    """A reason or a recipe."""
+    """Ask for a reason or for a recipe."""
     section = "why" if rng.random() < 0.5 else "how do I"
     what, reply = entry(rng, section)
     return ask(rng, section, what=what, reply=reply)
 
 
 def listing(rng: random.Random) -> Pair:
-    """Name a few things of a kind, or count."""
+    """Ask for a list of things of a kind, or for counting."""
     kinds = {
         "fruits": FRUITS,
         "vegetables": VEGETABLES,
@@ -194,7 +194,7 @@ def listing(rng: random.Random) -> Pair:
 
 
 def season(rng: random.Random) -> Pair:
-    """Seasons, in order."""
+    """Ask for the seasons and their order."""
     names = list(SEASONS)
     index = rng.randrange(4)
     if rng.random() < 0.4:
@@ -203,20 +203,20 @@ def season(rng: random.Random) -> Pair:
 
 
 def poem(rng: random.Random) -> Pair:
-    """A poem of four lines."""
+    """Ask for a poem of four lines."""
     subject, lines = entry(rng, "poems")
     asked, _ = request("poem" if rng.random() < 0.3 else "poem about", subject=subject)
     return order(rng, asked), "\n".join(alternatives(lines))
 
 
 def sentence(rng: random.Random) -> Pair:
-    """One sentence about something."""
+    """Ask for one sentence about a subject."""
     asked, replies = request("sentence", subject=pick(rng, SUBJECTS))
     return order(rng, asked), upper_first(pick(rng, replies))
 
 
 def repeat(rng: random.Random) -> Pair:
-    """Say a few given words."""
+    """Ask for the repetition of given words."""
     drawn = [pick(rng, words) for words in (COLORS, FRUITS, PEOPLE, CITIES)]
     fixed = ["hello", "yes", "good morning", "hello world"]
     words = pick(rng, [*drawn, *fixed, " ".join(rng.sample(COLORS + FRUITS, 3))])
@@ -225,7 +225,7 @@ def repeat(rng: random.Random) -> Pair:
 
 
 def unknown(rng: random.Random) -> Pair:
-    """A question beyond the model, answered by saying so."""
+    """Return a question that the model cannot answer, and an answer that says so."""
     roll, word = rng.random(), strange_word(rng)
     name = f"{pick(rng, PEOPLE)} {strange_word(rng).capitalize()}"
     if roll < 0.3:
@@ -242,7 +242,7 @@ def unknown(rng: random.Random) -> Pair:
 
 
 def statement(rng: random.Random) -> Pair:
-    """The user tells something of no consequence; the model is polite about it."""
+    """Return a statement of the user and a polite answer."""
     noun, name = pick(rng, NOUNS + FRUITS), pick(rng, [*PET_NAMES, some_name(rng)])
     pet = pick(rng, ANIMALS)
     fields = {
@@ -284,5 +284,5 @@ MAKERS: dict[Callable[[random.Random], Pair], float] = {
 
 
 def make_pair(rng: random.Random) -> Pair:
-    """A question and its answer from one of the makers, by their weights."""
+    """Return a question and its answer from a maker that is chosen by weight."""
     return rng.choices(list(MAKERS), list(MAKERS.values()))[0](rng)

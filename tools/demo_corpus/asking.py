@@ -1,7 +1,6 @@
-"""How people phrase a request: the same question polite, blunt, lower case or without its mark.
+"""Variations of requests: polite or direct, in lower case, without punctuation.
 
-A stranger's first words rarely match a template, so most user turns of the corpus pass through
-``roughen``.
+Requests of users rarely match a template, so ``roughen`` varies most user turns of the corpus.
 """
 
 import random
@@ -33,7 +32,8 @@ QUESTION_LEADS = [
 
 
 def roughen(rng: random.Random, text: str) -> str:
-    """Type it the way people do: sometimes in lower case, sometimes without the last mark."""
+    """Return a text with the variations of typed requests: lower case, or without the last punctuation
+    mark."""
     roll = rng.random()
     if roll < 0.15:
         text = text.lower()
@@ -45,7 +45,7 @@ def roughen(rng: random.Random, text: str) -> str:
 
 
 def question(rng: random.Random, options: Sequence[str]) -> str:
-    """One of the questions, sometimes with a few words before it."""
+    """Return one of the questions, sometimes with a few words before it."""
     text = pick(rng, options)
     if rng.random() < 0.12:
         lead = pick(rng, QUESTION_LEADS)
@@ -54,7 +54,7 @@ def question(rng: random.Random, options: Sequence[str]) -> str:
 
 
 def order(rng: random.Random, options: Sequence[str]) -> str:
-    """One of the orders (given as ``Tell me ...``), sometimes wrapped in a courtesy."""
+    """Return one of the orders (given as ``Tell me ...``), sometimes with a polite phrase."""
     text = pick(rng, options)
     if rng.random() < 0.35:
         before = pick(rng, BEFORE)

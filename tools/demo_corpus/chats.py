@@ -34,12 +34,12 @@ SYSTEM_MESSAGES = [
 
 
 def turn(user: str, assistant: str) -> list[Message]:
-    """A question and its answer as two messages."""
+    """Return a question and its answer as two messages."""
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
 def story_turn(rng: random.Random) -> list[Message]:
-    """A request for a story and a story that keeps to the request."""
+    """Return a request for a story, and a story that fits the request."""
     story = make_story(rng, short=True)
     roll = rng.random()
     if roll < 0.3:
@@ -55,7 +55,7 @@ def story_turn(rng: random.Random) -> list[Message]:
 
 
 def memory_turns(rng: random.Random) -> list[Message]:
-    """The user says something of themselves and asks for it later."""
+    """Return turns in which the user states a fact about themselves and asks for it later."""
     told = [("my name", some_name(rng)), ("my city", some_city(rng)), ("my color", pick(rng, COLORS))]
     section, it = rng.choice(told)
     said, replies = request(section, 0, it=it)
@@ -67,7 +67,7 @@ def memory_turns(rng: random.Random) -> list[Message]:
 
 
 def some_turn(rng: random.Random) -> list[Message]:
-    """One turn of any kind."""
+    """Return one turn of any kind."""
     roll = rng.random()
     if roll < 0.68:
         return turn(*make_pair(rng))
@@ -81,14 +81,14 @@ def some_turn(rng: random.Random) -> list[Message]:
 
 
 def with_system(rng: random.Random, messages: list[Message], share: float = 0.25) -> list[Message]:
-    """The chat, in this share of cases under a system message."""
+    """Return the chat; with the probability ``share`` it begins with a system message."""
     if rng.random() >= share:
         return messages
     return [{"role": "system", "content": pick(rng, SYSTEM_MESSAGES)}, *messages]
 
 
 def several_turns(rng: random.Random) -> list[Message]:
-    """Two to four turns, often begun by a greeting."""
+    """Return two to four turns, which often begin with a greeting."""
     if rng.random() < 0.25:
         return with_system(rng, memory_turns(rng))
     messages = turn(*greeting(rng)) if rng.random() < 0.4 else []
@@ -98,7 +98,7 @@ def several_turns(rng: random.Random) -> list[Message]:
 
 
 def chat_with_tools(rng: random.Random) -> tuple[list[Message], list[Message]]:
-    """A chat under a list of tools, which one turn in five does not need."""
+    """Return a chat with a list of tools; one turn in five needs no tool."""
     if rng.random() < 0.8:
         messages, tools = tool_chat(rng)
         if rng.random() < 0.1:
@@ -109,14 +109,14 @@ def chat_with_tools(rng: random.Random) -> tuple[list[Message], list[Message]]:
 
 
 def some_plain_turn(rng: random.Random) -> list[Message]:
-    """A turn that no demo tool could answer better: small talk and Penstock."""
+    """Return a turn that needs no tool: small talk, or a question about Penstock."""
     if rng.random() < 0.2:
         return turn(question(rng, ["Who are you?", "What is your name?"]), WHO)
     return turn(*(greeting(rng) if rng.random() < 0.4 else penstock_pair(rng)))
 
 
 def missing_tool(rng: random.Random) -> tuple[list[Message], list[Message]]:
-    """Tools are offered, but another one would be needed."""
+    """Return a chat whose request needs a tool that is not in the list."""
     city = some_city(rng)
     if rng.random() < 0.5:
         section, tool = "missing weather tool", pick(rng, ["add", "set_alarm", "search_books"])

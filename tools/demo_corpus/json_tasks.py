@@ -64,14 +64,14 @@ Pair = tuple[str, str]
 
 
 def field_value(rng: random.Random, thing: str, field: str) -> Any:
-    """A value that suits the field of this thing."""
+    """Return a value for a field of a thing."""
     if field == "name" and thing in {"fruit", "product", "city"}:
         return {"fruit": pick(rng, FRUITS), "product": pick(rng, TOYS), "city": pick(rng, CITIES)}[thing]
     return FIELDS[field](rng)
 
 
 def make_thing(rng: random.Random, thing: str, fields: list[str]) -> dict[str, Any]:
-    """The fields with values that agree: a city in its country, a name in its address."""
+    """Return the fields with consistent values: a city in its country, a name in its address."""
     value = {field: field_value(rng, thing, field) for field in fields}
     if thing == "city":
         value["country"], value["name"] = rng.choice(list(CAPITALS.items()))
@@ -81,7 +81,7 @@ def make_thing(rng: random.Random, thing: str, fields: list[str]) -> dict[str, A
 
 
 def some_fields(rng: random.Random, available: list[str]) -> list[str]:
-    """Two to four of the fields in any order; both fields if there are only two."""
+    """Return two to four of the fields in any order; both fields if there are only two."""
     if len(available) == 2:
         return available
     return rng.sample(available, rng.randrange(2, min(4, len(available)) + 1))
@@ -104,7 +104,7 @@ def json_object(rng: random.Random) -> Pair:
 
 
 def json_extraction(rng: random.Random) -> Pair:
-    """Values stated in the request come back under their keys."""
+    """Ask for values of the request as a JSON object."""
     name, age, city, job = some_name(rng), rng.randrange(5, 90), some_city(rng), pick(rng, JOBS)
     color, fruit, count, price = (
         pick(rng, COLORS),
@@ -131,7 +131,7 @@ def json_extraction(rng: random.Random) -> Pair:
 
 
 def json_list(rng: random.Random) -> Pair:
-    """A JSON array of words."""
+    """Ask for a JSON array of words."""
     count = rng.randrange(2, 5)
     kinds = {"colors": COLORS, "fruits": FRUITS, "cities": CITIES, "names": PEOPLE, "jobs": JOBS}
     kind, names = rng.choice(list(kinds.items()))
@@ -140,7 +140,7 @@ def json_list(rng: random.Random) -> Pair:
 
 
 def json_answer(rng: random.Random) -> Pair:
-    """A question whose short answer is wanted as JSON."""
+    """Ask a question whose short answer must be JSON."""
     country, city = rng.choice(list(CAPITALS.items()))
     first, second = rng.randrange(11), rng.randrange(11)
     about_capital = {"country": country, "capital": city}, f"hat is the capital of {country}?"
@@ -152,7 +152,7 @@ def json_answer(rng: random.Random) -> Pair:
 
 
 def json_free(rng: random.Random) -> Pair:
-    """Keys that the model has not seen together, with the kind of value in brackets."""
+    """Ask for an object with an unusual combination of keys, each with the kind of its value in brackets."""
     keys = rng.sample(FREE_KEYS, rng.randrange(1, 4))
     hints, value = [], {}
     for key in keys:
@@ -165,6 +165,6 @@ def json_free(rng: random.Random) -> Pair:
 
 
 def json_pair(rng: random.Random) -> Pair:
-    """One of the JSON tasks."""
+    """Return one of the JSON tasks."""
     tasks = [json_object, json_extraction, json_free, json_list, json_answer]
     return rng.choices(tasks, [5, 5, 2, 1, 1])[0](rng)

@@ -1,7 +1,7 @@
 """Inputs that are no question: random letters, other scripts, code, symbols, repeated words.
 
 In a chat the answer says that the input was not understood, in one sentence.  In plain text the
-document ends after the odd text.  Both teach the model to stop where it has nothing to say.
+document ends after the odd text.  Both train the model to stop early on such inputs.
 """
 
 import random
@@ -36,18 +36,18 @@ CODE = sections("odd_inputs")["code"]
 
 
 def key_mash(rng: random.Random) -> str:
-    """Random letters in words of random length."""
+    """Return random letters in words of random length."""
     words = rng.randrange(1, 6)
     return " ".join("".join(pick(rng, KEYS) for _ in range(rng.randrange(2, 14))) for _ in range(words))
 
 
 def symbols(rng: random.Random) -> str:
-    """Punctuation and digits."""
+    """Return punctuation and digits."""
     return "".join(pick(rng, MARKS + "0123456789  ") for _ in range(rng.randrange(1, 40)))
 
 
 def other_script(rng: random.Random) -> str:
-    """Random characters of one script, or of several."""
+    """Return random characters of one script, or of several."""
     mixed, chosen = rng.random() < 0.2, pick(rng, RANGES)
     characters = []
     for _ in range(rng.randrange(1, 24)):
@@ -59,13 +59,13 @@ def other_script(rng: random.Random) -> str:
 
 
 def repetition(rng: random.Random) -> str:
-    """One character or one word many times."""
+    """Return one character or one word many times."""
     unit = pick(rng, [pick(rng, KEYS), pick(rng, MARKS), pick(rng, NOUNS) + " ", strange_word(rng) + " "])
     return (unit * rng.randrange(3, 60)).strip()
 
 
 def word_salad(rng: random.Random) -> str:
-    """Words in no order."""
+    """Return words in random order."""
     pools = [NOUNS, NUMBERS, PEOPLE, PLACES]
     words = [
         pick(rng, pick(rng, pools)) if rng.random() < 0.7 else strange_word(rng)
@@ -75,13 +75,13 @@ def word_salad(rng: random.Random) -> str:
 
 
 def digits(rng: random.Random) -> str:
-    """Numbers, dates and sums that the model cannot do."""
+    """Return numbers, dates and sums that the model cannot compute."""
     numbers = [str(rng.randrange(10 ** rng.randrange(1, 9))) for _ in range(rng.randrange(1, 6))]
     return pick(rng, [" ", ", ", " + ", "-", "/", "."]).join(numbers)
 
 
 def encoded(rng: random.Random) -> str:
-    """Text that looks like base64, a checksum or a link."""
+    """Return text that looks like base64, a checksum or a link."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
     body = "".join(pick(rng, letters) for _ in range(rng.randrange(8, 60)))
     return pick(rng, ["", "", "https://", "0x", "data:"]) + body + pick(rng, ["", "==", ".html", "/"])
@@ -101,11 +101,11 @@ MAKERS = [
 
 
 def odd_input(rng: random.Random) -> str:
-    """One odd input of any kind."""
+    """Return one odd input of any kind."""
     makers, weights = zip(*MAKERS, strict=True)
     return str(rng.choices(makers, weights)[0](rng))
 
 
 def odd_pair(rng: random.Random) -> Pair:
-    """An odd input and the answer that it was not understood."""
+    """Return an odd input, and the answer that it was not understood."""
     return odd_input(rng), REPLIES[0] if rng.random() < 0.75 else REPLIES[1]

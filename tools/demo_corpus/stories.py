@@ -24,7 +24,7 @@ class Character:
     feminine: bool
 
     def fields(self, prefix: str) -> dict[str, str]:
-        """Template fields for this character, each name behind ``prefix``."""
+        """Return the template fields of this character; each name begins with ``prefix``."""
         he, him, his = ("she", "her", "her") if self.feminine else ("he", "him", "his")
         words = {"n": self.name, "he": he, "him": him, "his": his, "kind": self.kind}
         words["desc"] = a(f"{self.adjective} {self.kind}")
@@ -45,7 +45,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Story:
-    """A finished story with what a reader may have asked for to get it."""
+    """A story, and the hero, name and topic that a request for it can mention."""
 
     text: str
     hero: Character
@@ -81,7 +81,7 @@ CLOSINGS = [
 
 
 def read_plot(topic: str, lines: list[str]) -> Plot:
-    """A section of ``plots.txt``: lines with ``=>`` are slots, the others are steps."""
+    """Parse a section of ``plots.txt``: lines with ``=>`` are slots, the others are steps."""
     slots = {"thing": [a(noun) for noun in NOUNS]} if topic == "{thing}" else {}
     steps = []
     for line in lines:
@@ -98,7 +98,7 @@ PLOTS.insert(0, PLOTS[0])  # the plot about finding some thing has most to tell:
 
 
 def make_character(rng: random.Random, taken: str = "") -> Character:
-    """A person or an animal, under another name than ``taken``."""
+    """Return a random person or animal whose name is not ``taken``."""
     if rng.random() < 0.55:
         feminine = rng.random() < 0.5
         names, kinds = (GIRLS, FEMININE_KINDS) if feminine else (BOYS, MASCULINE_KINDS)
@@ -112,7 +112,7 @@ def make_character(rng: random.Random, taken: str = "") -> Character:
 
 
 def make_story(rng: random.Random, *, short: bool = False) -> Story:
-    """Tell one plot with a fresh hero and friend; ``short`` leaves out the trimmings."""
+    """Return a story of one plot with a random hero and friend; ``short`` leaves out optional sentences."""
     hero = make_character(rng)
     friend = make_character(rng, taken=hero.name)
     plot = rng.choice(PLOTS)
@@ -128,7 +128,7 @@ def make_story(rng: random.Random, *, short: bool = False) -> Story:
 
 
 def story_document(rng: random.Random) -> str:
-    """A story on its own, sometimes with a last line that says so."""
+    """Return a story as a document, sometimes with a closing line."""
     text = make_story(rng).text
     if rng.random() < 0.1:
         text += " " + pick(rng, ["The end.", "The End."])

@@ -1,8 +1,8 @@
-"""Reads the phrase files in ``texts/``: the words are there, the logic that fills them is here.
+"""Reads the phrase files in ``texts/`` and fills their templates.
 
-A file has ``[sections]`` of lines; a line that begins with white space goes on from the one before,
-and ``#`` begins a comment.  Within a line ``|`` separates alternatives and ``=>`` what is asked
-from what is answered (or a key from its values).
+A file has ``[sections]`` of lines. A line that begins with white space continues the previous one, and ``#``
+begins a comment. Within a line, ``|`` separates alternatives, and ``=>`` separates a question from its answer
+or a key from its values.
 """
 
 import functools
@@ -17,13 +17,13 @@ Exchange = tuple[list[str], list[str]]
 
 
 def alternatives(text: str) -> list[str]:
-    """The alternatives of a line."""
+    """Return the alternatives of a line."""
     return [part.strip() for part in text.split(" | ")]
 
 
 @functools.cache
 def sections(name: str) -> dict[str, list[str]]:
-    """The logical lines of each section of ``texts/<name>.txt``."""
+    """Return the logical lines of each section of ``texts/<name>.txt``."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in (FOLDER / f"{name}.txt").read_text().splitlines():
@@ -37,20 +37,20 @@ def sections(name: str) -> dict[str, list[str]]:
 
 
 def exchange(line: str) -> Exchange:
-    """The two sides of a line; a line without ``=>`` has no answers."""
+    """Return the two sides of a line; a line without ``=>`` has no answers."""
     asked, _, replies = line.partition(" => ")
     return alternatives(asked), alternatives(replies)
 
 
 def table(name: str, section: str) -> dict[str, str]:
-    """A section as a table from keys to single values."""
+    """Return a section as a mapping from keys to single values."""
     return {key: value for key, _, value in (line.partition(" => ") for line in sections(name)[section])}
 
 
 def request(section: str, line: int = 0, **fields: Any) -> Exchange:
-    """An exchange of ``requests.txt`` with its fields filled.
+    """Return an exchange of ``requests.txt`` with its fields filled.
 
-    For each field there is one more whose name and value begin with a capital letter.
+    Each field also exists with a capitalized name and value.
     """
     fields |= {upper_first(name): upper_first(str(value)) for name, value in fields.items()}
     asked, replies = exchange(sections("requests")[section][line])

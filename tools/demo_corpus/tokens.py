@@ -27,7 +27,7 @@ MARKUP = re.compile("|".join(map(re.escape, SPECIAL_TOKENS + MARKUP_TOKENS)))
 # so that numbers are spelled the same way everywhere.
 WORD_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 HELD_OUT_SHARE = 50  # one document in fifty
-PROMPT_WEIGHT = 0.1  # loss weight of what the user, the system or a tool says
+PROMPT_WEIGHT = 0.1  # loss weight of messages of the user, the system or a tool
 
 Row = tuple[np.ndarray, np.ndarray]
 
@@ -41,14 +41,14 @@ class ChatTemplate:
         self._template = environment.from_string(path.read_text())
 
     def render(self, document: Document) -> str:
-        """The document as text: a chat through the template, anything else as it is."""
+        """Return a document as text: a chat is rendered by the template, other documents are unchanged."""
         if document.text:
             return document.text
         return self._template.render(messages=document.messages, tools=document.tools or None)
 
 
 def train_tokenizer(seed: int, vocab_size: int, count: int = 20_000) -> Tokenizer:
-    """Learn byte-level BPE merges from ``count`` documents; every byte has its own piece too."""
+    """Return a byte-level BPE tokenizer trained on ``count`` documents; its vocabulary has every byte."""
     template = ChatTemplate()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -71,12 +71,12 @@ def train_tokenizer(seed: int, vocab_size: int, count: int = 20_000) -> Tokenize
 
 
 def is_held_out(text: str) -> bool:
-    """Whether the document with this text is kept from training."""
+    """Return whether the document with this text is held out from training."""
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
 class Encoder:
-    """Text to token ids and loss weights, ending with ``<|endoftext|>``."""
+    """Encodes a text as token ids and loss weights; the last token is ``<|endoftext|>``."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -84,7 +84,7 @@ class Encoder:
         self._role = tokenizer.encode("assistant\n").ids
 
     def encode(self, text: str, *, is_odd: bool = False) -> Row:
-        """Ids and weights of one document; of an odd text only the end has full weight."""
+        """Return ids and weights of one document; in an odd text only the end has full weight."""
         ids = [*self._tokenizer.encode(text).ids, self._ends[END_OF_TEXT]]
         weights = np.ones(len(ids), np.float32)
         if is_odd:
@@ -96,7 +96,7 @@ class Encoder:
         return np.asarray(ids, np.int64), weights
 
     def _answers(self, ids: list[int]) -> Iterator[tuple[int, int]]:
-        """The spans that the assistant wrote, each with the token that ends its turn."""
+        """Return the spans of the assistant, each with the token that ends its turn."""
         for position, token in enumerate(ids):
             start = position + 1 + len(self._role)
             if token == self._ends[TURN_START] and ids[position + 1 : start] == self._role:
@@ -133,9 +133,8 @@ class Packer:
     def row(self, length: int) -> Row:
         """One row of ``length + 1`` tokens, to be shifted by one into inputs and targets.
 
-        The last document is cut where the row ends and its rest is dropped: the stream has more,
-        and so a row neither begins in the middle of a text nor wastes room.
-        """
+        The last document is cut at the end of the row and its rest is dropped. So no row begins in the middle
+        of a document, and no position is unused."""
         parts: list[Row] = []
         room = length + 1
         while room > 0:
@@ -147,6 +146,6 @@ class Packer:
         return np.concatenate(all_ids), np.concatenate(all_weights)
 
     def batch(self, rows: int, length: int) -> Row:
-        """Several rows, stacked."""
+        """Return the next rows, stacked."""
         ids, weights = zip(*(self.row(length) for _ in range(rows)), strict=True)
         return np.stack(ids), np.stack(weights)

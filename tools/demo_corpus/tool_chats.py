@@ -56,7 +56,7 @@ def use(section: str, arguments: Schema, result: Schema, ask: Callable[[list[str
 
 
 def use_get_weather(rng: random.Random) -> Use:
-    """The weather, sometimes in a given unit; ``weather_result`` answers."""
+    """Return a use of the weather tool, sometimes with a unit."""
     section, arguments = "use get_weather", {"city": some_city(rng)}
     if rng.random() < 0.15:
         section, arguments["unit"] = "use get_weather with a unit", pick(rng, UNIT["enum"])
@@ -64,14 +64,14 @@ def use_get_weather(rng: random.Random) -> Use:
 
 
 def use_get_time(rng: random.Random) -> Use:
-    """The time of day somewhere."""
+    """Return a use of the tool for the time in a city."""
     arguments = {"city": some_city(rng)}
     result = {"time": f"{rng.randrange(24):02d}:{rng.randrange(60):02d}"}
     return use("use get_time", arguments, result, lambda asked: question(rng, asked))
 
 
 def use_add(rng: random.Random) -> Use:
-    """A sum, of larger numbers than the model can add itself."""
+    """Return a use of the tool for sums, with numbers that the model cannot add itself."""
     limit = rng.choice([20, 100, 1000])
     arguments = {"a": rng.randrange(limit), "b": rng.randrange(limit)}
     result = {"result": arguments["a"] + arguments["b"]}
@@ -79,14 +79,14 @@ def use_add(rng: random.Random) -> Use:
 
 
 def use_search_books(rng: random.Random) -> Use:
-    """A book about a topic."""
+    """Return a use of the tool that searches books about a topic."""
     arguments = {"topic": pick(rng, [*TOPICS, *TOPICS, *map(plural, NOUNS), strange_word(rng)])}
     result = {"books": [pick(rng, BOOKS)]}
     return use("use search_books", arguments, result, lambda asked: roughen(rng, pick(rng, asked)))
 
 
 def use_send_message(rng: random.Random) -> Use:
-    """A message to a person, to be copied exactly."""
+    """Return a use of the tool that sends a message; its text must be copied exactly."""
     name, first, second = some_name(rng), f"I have the {pick(rng, NOUNS)}", f"where is my {pick(rng, NOUNS)}?"
     third, fourth = f"I am in {some_city(rng)}", f"the {pick(rng, NOUNS)} is {pick(rng, COLORS)}"
     arguments = {"to": name, "text": pick(rng, [*TEXTS, first, second, third, fourth])}
@@ -94,7 +94,7 @@ def use_send_message(rng: random.Random) -> Use:
 
 
 def use_set_alarm(rng: random.Random) -> Use:
-    """An alarm at an hour."""
+    """Return a use of the tool that sets an alarm."""
     arguments = {"time": f"{rng.randrange(5, 23):02d}:{pick(rng, ['00', '15', '30', '45'])}"}
     return use("use set_alarm", arguments, {"status": "ok"}, lambda asked: roughen(rng, pick(rng, asked)))
 
@@ -117,19 +117,19 @@ class OfferedTool:
     names: dict[str, str]
 
     def call(self, arguments: dict[str, Any]) -> Message:
-        """The assistant's message that calls the tool with these arguments."""
+        """Return the assistant's message that calls the tool with these arguments."""
         renamed = {self.names[key]: value for key, value in arguments.items() if key in self.names}
         call = {"type": "function", "function": {"name": self.tool["function"]["name"], "arguments": renamed}}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def wording(rng: random.Random, section: str, key: str) -> str:
-    """One of the ways to word ``key``."""
+    """Return one of the wordings of ``key``."""
     return pick(rng, alternatives(table("tools", section)[key]))
 
 
 def reworded(rng: random.Random, name: str) -> OfferedTool:
-    """The demo tool ``name``, with a different description in half of the cases."""
+    """Return the demo tool ``name``; half of the time with another description."""
     properties = PARAMETERS[name]
     own_words = rng.random() < 0.5
     if name == "get_weather" and rng.random() < 0.6:
@@ -155,7 +155,7 @@ def reworded(rng: random.Random, name: str) -> OfferedTool:
 
 
 def offered_tools(rng: random.Random, needed: str | None) -> tuple[list[Message], OfferedTool]:
-    """Some tools in any order, and the one among them that is ``needed`` (or any)."""
+    """Return some tools in random order, and the ``needed`` one among them (None: any)."""
     names = rng.sample(list(PARAMETERS), rng.choice([1, 1, 1, 2, 2, 3, 4]))
     if needed and needed not in names:
         names[rng.randrange(len(names))] = needed
@@ -164,7 +164,7 @@ def offered_tools(rng: random.Random, needed: str | None) -> tuple[list[Message]
 
 
 def weather_result(rng: random.Random, city: str) -> tuple[str, str]:
-    """What a weather tool may answer, and the sentence made of it."""
+    """Return a result of a weather tool, and the sentence for the user."""
     sky, degrees = pick(rng, WEATHER), rng.randrange(-5, 36)
     seen: dict[str, Any] = {pick(rng, ["weather", "weather", "condition", "sky"]): sky}
     felt: dict[str, Any] = {pick(rng, ["temperature", "temperature", "degrees", "temp"]): degrees}
@@ -181,7 +181,7 @@ def weather_result(rng: random.Random, city: str) -> tuple[str, str]:
 
 
 def tool_chat(rng: random.Random) -> tuple[list[Message], list[Message]]:
-    """Messages and tools of a chat in which a tool is called once or twice."""
+    """Return messages and tools of a chat in which a tool is called once or twice."""
     name = pick(rng, [*PARAMETERS, "get_weather", "get_weather"])
     tools, tool = offered_tools(rng, name)
     messages: list[Message] = []

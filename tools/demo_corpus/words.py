@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def listed(text: str) -> list[str]:
-    """A list written as one text with commas, which takes a tenth of the lines."""
+    """Return the items of a text with commas."""
     return [" ".join(item.split()) for item in text.split(",")]
 
 
@@ -80,27 +80,27 @@ CAPITALS = dict(
 
 
 def pick(rng: random.Random, options: Sequence[str]) -> str:
-    """One of the options; a name shorter than ``rng.choice`` because it is used everywhere."""
+    """Return a random option."""
     return options[rng.randrange(len(options))]
 
 
 def a(noun: str) -> str:
-    """The noun with its indefinite article."""
+    """Return the noun with its indefinite article."""
     return f"{'an' if noun[0] in 'aeiou' and not noun.startswith('us') else 'a'} {noun}"
 
 
 def upper_first(text: str) -> str:
-    """Capitalize the first letter and keep the rest."""
+    """Return the text with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
 def join_list(items: Sequence[str]) -> str:
-    """Items in one English list: ``a, b and c``."""
+    """Return items as an English list: ``a, b and c``."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def plural(noun: str) -> str:
-    """The regular English plural, enough for the nouns used here."""
+    """Return the plural of a regular noun."""
     if noun in {"mouse"}:
         return "mice"
     if noun.endswith(("x", "s", "ch", "sh", "to")):
@@ -111,17 +111,17 @@ def plural(noun: str) -> str:
 
 
 def strange_word(rng: random.Random) -> str:
-    """An unknown word, so that the model learns to say that it does not know it."""
+    """Return an invented word, so that the model learns to answer that it does not know it."""
     return "".join(pick(rng, SYLLABLES) for _ in range(rng.randrange(2, 5)))
 
 
 def some_name(rng: random.Random) -> str:
-    """A person's name, one time in four one that has to be copied letter by letter."""
+    """Return a person's name; one in four is invented and must be copied letter by letter."""
     return strange_word(rng).capitalize() if rng.random() < 0.25 else pick(rng, PEOPLE)
 
 
 def some_city(rng: random.Random) -> str:
-    """A city, one time in four one that has to be copied letter by letter."""
+    """Return a city; one in four is invented and must be copied letter by letter."""
     if rng.random() < 0.25:
         return strange_word(rng).capitalize()
     return pick(rng, CITIES) if rng.random() < 0.7 else pick(rng, list(CAPITALS.values()))

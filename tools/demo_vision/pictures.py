@@ -71,7 +71,7 @@ def random_scene(rng: random.Random) -> Scene:
 def draw(scene: Scene, size: tuple[int, int], rng: random.Random | None = None) -> Image.Image:
     """Return a picture of a scene. With ``rng``, colours vary a little.
 
-    A picture that is not square shows the shapes stretched as little as its sides differ.
+    In a picture that is not square, the shapes are stretched with it.
     """
     image = Image.new("RGB", size, _varied(BACKGROUNDS[scene.background], rng, 5))
     canvas = ImageDraw.Draw(image)
