@@ -18,7 +18,7 @@ METHODS = [
 ]
 
 
-def test_the_tables_are_whole() -> None:
+def test_the_tables_are_complete() -> None:
     assert len(CORE) == 25
     assert len(METHODS) > 50
 

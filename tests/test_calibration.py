@@ -43,7 +43,7 @@ def tiny(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | None]]:
-    """The inputs of layers from now on, and their statistics."""
+    """Record the inputs of layers and their statistics."""
     found: list[tuple[Tensor, Tensor | None]] = []
 
     def watched(x: Tensor) -> Tensor | None:
@@ -78,7 +78,7 @@ def test_layers_of_every_architecture_are_calibrated(
 
 
 def large_sizes(name: str) -> dict[str, int]:
-    """Layers large enough for encodings with few bits."""
+    """Return sizes of layers that are large enough for encodings with few bits."""
     if name == "gpt2":
         return {"n_embd": 192, "n_inner": 256}
     return {"hidden_size": 192, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 6}
@@ -92,7 +92,7 @@ def test_importance_is_the_mean_square() -> None:
 
 
 @pytest.mark.parametrize("has_kernels", [pytest.param(True, marks=needs_kernels), False])
-def test_a_load_fits_its_scales_to_it(
+def test_a_load_fits_its_scales_to_the_statistics(
     tiny: Path,
     has_kernels: bool,
     seen: list[tuple[Tensor, Tensor | None]],
@@ -172,7 +172,7 @@ def test_calibration_leaves_no_state(tiny: Path) -> None:
     assert pipeline.session.reservations.num_bytes == 0
 
 
-def test_a_model_with_faults_is_refused_as_ever(tiny: Path) -> None:
+def test_a_checkpoint_with_faults_is_refused_during_calibration(tiny: Path) -> None:
     file = tiny / "model.safetensors"
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]

@@ -36,7 +36,8 @@ def expected(row: np.ndarray, token: int, top_n: int) -> tuple[float, dict[int, 
     cells=st.sampled_from([1, 50, 1 << 23]),
 )
 def test_rows_of_any_batch(rows: list[tuple[int, int, bool]], seed: int, cells: int) -> None:
-    """(input tokens, top n, echo) a sequence; a sequence that does not echo has one row of logits."""
+    """``rows`` has input tokens, top n and echo of each sequence; without echo a sequence has one row of
+    logits."""
     random, vocabulary = np.random.default_rng(seed), 8
     counts = [length if echo else 1 for length, _, echo in rows]
     logits = random.normal(0, 3, (sum(counts), vocabulary)).astype(np.float32)
@@ -70,7 +71,7 @@ def test_rows_of_any_batch(rows: list[tuple[int, int, bool]], seed: int, cells: 
         row, first = row + count, first + length
 
 
-def test_bfloat16_logits_are_looked_at_in_float32() -> None:
+def test_bfloat16_logits_are_computed_in_float32() -> None:
     offsets = torch.tensor([0, 1])
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
     (entry,) = compute_log_probabilities(
@@ -88,7 +89,7 @@ def test_cut_keeps_the_best_and_the_token() -> None:
     assert rows.cut(5, [9, 7]) == rows
 
 
-# Requests, in deterministic mode bit for bit.
+# Requests with deterministic=True: results are equal bit for bit.
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def pipeline(model: Path) -> TextGenerationPipeline:
 
 
 def scored(echo: bool, salt: str, **params: Any) -> TextContext:
-    """Only contexts of the same ``salt`` find each other's blocks."""
+    """Return a context that is scored; only contexts with the same ``salt`` share cached blocks."""
     return context_of(
         PROMPT,
         max_new=6,
@@ -120,7 +121,7 @@ def run(
     chunks: list[int] | None = None,
     preempt_after: int | None = None,
 ) -> list[tuple[int, LogProbabilities | None]]:
-    """The tokens of ``context`` and their log probabilities."""
+    """Run a context and return its tokens and their log probabilities."""
     result: list[tuple[int, LogProbabilities | None]] = []
     mates = {other.request_id: other for other in others or []}
     chunks = list(chunks or [])
@@ -149,7 +150,7 @@ def test_alone_batched_chunked_cached_and_preempted_are_equal(
     assert len(alone) == 6
     cached = scored(echo, "first")
     assert run(pipeline, cached) == alone
-    assert cached.num_cached_tokens == (0 if echo else 32), "who echoes reads no cache"
+    assert cached.num_cached_tokens == (0 if echo else 32), "a context with echo reads no cached blocks"
     mates = [
         context_of(random_tokens(9, VOCABULARY, seed=i), max_new=4, log_probabilities=i) for i in range(5)
     ]
@@ -158,7 +159,7 @@ def test_alone_batched_chunked_cached_and_preempted_are_equal(
     assert run(pipeline, scored(echo, "preempted"), chunks=[44, 1], preempt_after=3) == alone
 
 
-def test_they_are_the_models_own_whatever_the_sampling(pipeline: TextGenerationPipeline, model: Path) -> None:
+def test_they_do_not_depend_on_sampling_parameters(pipeline: TextGenerationPipeline, model: Path) -> None:
     rules: dict[str, Any] = {
         "repetition_penalty": 1.9,
         "frequency_penalty": 1.0,

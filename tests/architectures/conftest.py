@@ -1,4 +1,4 @@
-"""Every architecture that the registry finds, as a small random checkpoint on disk."""
+"""Fixtures: a small random checkpoint of every architecture, on disk and in transformers."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_scales_of_other_schemes_are_not_used(checkpoint: Path, tmp_path: Path, 
     assert not pipeline.model.kv_cache_spec.groups[0].has_fixed_scales
 
 
-def test_scales_of_some_layers_or_sides_are_not_used(
+def test_scales_of_only_some_layers_or_only_keys_are_not_used(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = {"k_scale": torch.tensor(0.1), "v_scale": torch.tensor(0.1)}
@@ -177,7 +177,9 @@ def test_wrong_scales(checkpoint: Path, tmp_path: Path, scale: Tensor, message: 
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
-def test_texts_alone_batched_and_from_shared_blocks(checkpoint: Path, tmp_path: Path, is_fixed: bool) -> None:
+def test_texts_are_equal_alone_batched_and_from_shared_blocks(
+    checkpoint: Path, tmp_path: Path, is_fixed: bool
+) -> None:
     if is_fixed:
         scales = {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor(0.02)}
         checkpoint = with_scales(checkpoint, tmp_path, scales)

@@ -1,4 +1,4 @@
-"""The inputs of a forward, against the rows one by one."""
+"""The input tensors of a forward, compared with values that are computed row by row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from penstock.architectures.llama import tiny_config
 
 FEW = st.integers(0, 3)
 SEQUENCES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), FEW, st.integers(1, 5)), min_size=1)
-"""Of each: tokens computed before, tokens to compute, drafts behind them, rows of logits wanted."""
+"""For each sequence: tokens computed before, tokens to compute, drafts after them, requested rows of
+logits."""
 DECODING = st.lists(st.tuples(st.integers(0, 9), st.just(1), st.just(0), st.just(1)), min_size=1)
 
 
@@ -27,9 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(sequences=st.one_of(SEQUENCES, DECODING))
-def test_every_row_has_its_token_and_its_place(
-    model: Any, sequences: list[tuple[int, int, int, int]]
-) -> None:
+def test_every_row_has_its_token_and_position(model: Any, sequences: list[tuple[int, int, int, int]]) -> None:
     contexts, drafts, tokens, positions = [], [], [], []
     row_offsets, logit_rows, logit_offsets = [0], [], [0]
     for number, (start, count, num_drafts, wanted) in enumerate(sequences):

@@ -41,7 +41,8 @@ def test_other_inputs_than_text_are_refused_by_name(tmp_path: Path, token: int, 
 
 
 def test_towers_are_not_read(tmp_path: Path) -> None:
-    """A published checkpoint has the encoders of images and audio beside the text model."""
+    """Published checkpoints contain encoders of images and audio beside the text model; they are not
+    loaded."""
     pipeline = open_encoder(saved(tmp_path))
     [expected] = encode_all(pipeline, [TOKENS])
     path = tmp_path / "model.safetensors"
@@ -55,7 +56,8 @@ def test_towers_are_not_read(tmp_path: Path) -> None:
 
 
 def test_the_last_layer_has_no_window(tmp_path: Path) -> None:
-    """As in transformers, which changes such a file when it reads it."""
+    """transformers also ignores a window of the last layer: it changes such a configuration when it reads
+    it."""
     [expected] = encode_all(open_encoder(saved(tmp_path, "embedding_gemma2_text")), [TOKENS])
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())

@@ -45,14 +45,14 @@ def encoder(
 
 
 def oracle_hidden(model: Any, tokens: np.ndarray) -> np.ndarray:
-    """The hidden states ``[n, E]`` by transformers."""
+    """Return the hidden states ``[n, E]`` of transformers."""
     with torch.inference_mode():
         hidden: np.ndarray = model(torch.from_numpy(tokens)[None]).last_hidden_state[0].numpy()
     return hidden
 
 
 def assert_close(ours: Any, theirs: Any) -> None:
-    """Within 1e-4 of the spread of the expected values."""
+    """Check that the error is at most 1e-4 of the spread of the expected values."""
     np.testing.assert_allclose(ours, theirs, atol=1e-4 * max(1.0, float(np.std(theirs))), rtol=0)
 
 

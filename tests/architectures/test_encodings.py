@@ -22,15 +22,15 @@ pytestmark = pytest.mark.models
 PROMPT = random_tokens(30, 130, seed=7)
 _WIDER = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_embd", "n_inner", "head_dim")
 FARTHEST = {"bfloat16": 0.05, "int8": 0.12, "int5": 0.25, "int4": 0.5}
-"""The error of logits against float32, as a share of their size: ``int4`` of layers that are not narrow,
-``int5`` of those that are."""
+"""Maximum error of the logits relative to float32, as a share of their norm. ``int4`` stands for layers that
+are not narrow, ``int5`` for narrow layers, whose weights have 5 bits."""
 
 SENSITIVE = {"llama4_text": 2, "phimoe": 3}
-"""Families in which a rounding error can exchange experts of large weight, and factors on the errors."""
+"""Families in which a rounding error can route a row to another expert -> factor on the maximum error."""
 
 
 def wide_config(tiny: dict[str, Any]) -> dict[str, Any]:
-    """A family's tiny configuration, made wide enough for few bits."""
+    """Return a family's tiny configuration with layers wide enough for 4 bits."""
     wide = {key: 4 * value if key in _WIDER and value else value for key, value in tiny.items()}
     return wide | ({"query_pre_attn_scalar": wide["head_dim"]} if "query_pre_attn_scalar" in wide else {})
 
@@ -40,7 +40,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("encodings")
     write_checkpoint(folder, wide_config(request.param.tiny_config()))
     tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():  # of a size at which errors do not grow from layer to layer
+    for name, tensor in tensors.items():  # so small that errors do not grow from layer to layer
         if tensor.dim() > 1 and not any(part in name for part in ("embed", "wte", "wpe", "_bias")):
             tensor *= 0.35
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

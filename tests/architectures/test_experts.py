@@ -34,7 +34,7 @@ TINY = {one.name: one.tiny_config for one in DECODERS if one.tiny_config is not 
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    """The family's tiny configuration; a change to ... leaves a key out."""
+    """Return the family's tiny configuration with changes; the value ``...`` removes a key."""
     values = TINY[family]() | changes
     return {key: value for key, value in values.items() if value is not ...}
 
@@ -101,7 +101,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", FILES)
 def test_variant_spellings_of_keys(case: str, tmp_path: Path) -> None:
-    """Keys as they are found in published files, which transformers writes in another way."""
+    """Published files spell some keys in another way than transformers writes them."""
     family, changes = FILES[case]
     dense = {"mlp_only_layers": [], "decoder_sparse_step": 2} if "mlp_only_layers" in changes else {}
     write_checkpoint(tmp_path, config_of(family, **dense))
@@ -118,7 +118,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gates so large that many are clamped."""
+    """A gpt-oss checkpoint whose gates are so large that many are clamped."""
     folder = write_checkpoint(tmp_path_factory.mktemp("gpt_oss"), config_of("gpt_oss"))
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
@@ -138,7 +138,7 @@ def test_bfloat16_is_near(checkpoint: Path) -> None:
 
 
 def altered(network: Any, **parts: Callable[[Any], Any]) -> Any:
-    """The network, with parts of its experts put through functions."""
+    """Return the network with functions applied to parts of its experts."""
 
     def alter(block: Any) -> Any:
         if not isinstance(getattr(block.mlp, "packed", None), PackedExperts):
@@ -189,7 +189,7 @@ GPT_OSS_MISTAKES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_mistakes_show(checkpoint: Path) -> None:
+def test_mistakes_are_detected(checkpoint: Path) -> None:
     reference, pipeline = oracle(checkpoint), open_pipeline(checkpoint, kv_cache_block_size=16)
     model: Any = pipeline.model
     network = model.network
@@ -200,7 +200,7 @@ def test_mistakes_show(checkpoint: Path) -> None:
     assert deviation(pipeline, reference) <= 1
 
 
-def test_mistakes_in_gpt_oss_show(gpt_oss: Path) -> None:
+def test_mistakes_in_gpt_oss_are_detected(gpt_oss: Path) -> None:
     reference, pipeline = oracle(gpt_oss), open_pipeline(gpt_oss, kv_cache_block_size=16)
     assert deviation(pipeline, reference) <= 1
     model: Any = pipeline.model
@@ -215,7 +215,7 @@ def test_mistakes_in_gpt_oss_show(gpt_oss: Path) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_in_one_tensor(family: str, tmp_path: Path) -> None:
-    """As transformers 5 holds them in memory, and writes them when told not to convert."""
+    """transformers 5 uses this layout in memory, and writes it if conversion is disabled."""
     older = write_checkpoint(tmp_path / "older", config_of(family))
     oracle(older).save_pretrained(tmp_path / "newer", save_original_format=False)
     names = load_file(tmp_path / "newer" / "model.safetensors").keys()
@@ -253,7 +253,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 
 
 def as_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
-    """A gpt-oss checkpoint with random MXFP4 experts, and one of the plain floats that they stand for."""
+    """Write a gpt-oss checkpoint with random MXFP4 experts, and one with the floats that they represent."""
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
     packed, plain = dict(tensors), dict(tensors)
@@ -285,7 +285,7 @@ def test_mxfp4_experts_equal_their_float_values(gpt_oss: Path, tmp_path: Path) -
 
 
 def test_mxfp4_experts_stay_in_blocks(gpt_oss: Path, tmp_path: Path) -> None:
-    """Gate and up rows, which alternate in the checkpoint, are put in order without a change of a number."""
+    """Gate and up rows alternate in the checkpoint; they are sorted, and no number changes."""
     packed, plain = as_mxfp4(gpt_oss, tmp_path, dtype=...)  # OpenAI's configuration files have no ``dtype``
     pipeline = open_pipeline(packed, quantization_encoding=None, kv_cache_block_size=16)
     model: Any = pipeline.model
@@ -380,7 +380,7 @@ def test_an_adapter_on_a_tensor_of_all_experts_is_refused(checkpoint: Path, tmp_
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "more experts than there are": ("mixtral", {"num_experts_per_tok": 6}, "6 experts .* of 5"),
-    "a count of none": ("qwen3_moe", {"num_experts_per_tok": 8}, "8 experts .* of 7"),
+    "more experts than qwen has": ("qwen3_moe", {"num_experts_per_tok": 8}, "8 experts .* of 7"),
     "more than gpt-oss has": ("gpt_oss", {"num_experts_per_tok": 9}, "9 experts .* of 5"),
     "experts for all tokens": ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert.*64"),
     "layers by name": ("qwen3_moe", {"mlp_only_layers": ["first"]}, "mlp_only_layers.*first"),

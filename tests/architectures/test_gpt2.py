@@ -20,7 +20,8 @@ TOKENS = random_tokens(40, 130, seed=2)
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """As OpenAI's own: names of the network without its head, and the masks of each layer's attention."""
+    """A checkpoint like OpenAI's: names without the prefix of the model, and the attention mask of each
+    layer."""
     folder = write_checkpoint(tmp_path, tiny_config())
     tensors = load_file(folder / "model.safetensors")
     assert all(name.startswith("transformer.") for name in tensors)

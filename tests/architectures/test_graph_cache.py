@@ -50,7 +50,8 @@ def last_logits(pipeline: TextGenerationPipeline, contexts: list[TextContext]) -
 
 
 def logits_of_a_script(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
-    """Sequences that come, grow over blocks and windows, are preempted and go on, in several batches."""
+    """Run sequences that arrive, grow across block and window limits, are preempted and continue; return the
+    logits."""
     seen: list[torch.Tensor] = []
 
     def run(*contexts: TextContext, rows: int = 1) -> None:
@@ -74,7 +75,7 @@ def logits_of_a_script(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
     for _ in range(3):
         run(one)
         run(one, three)
-    for number in range(8):  # its text again, in chunks before and behind another's single tokens
+    for number in range(8):  # computes its text again in chunks, beside single tokens of another sequence
         two.set_token_indices(active_idx=two.start_idx + 4)
         contexts = [two, three] if number % 3 else [three, two]
         logits = last_logits(pipeline, contexts)

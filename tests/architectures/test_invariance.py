@@ -74,7 +74,9 @@ def test_multiple_steps_equal_single_steps(
 
 
 @pytest.mark.matrix(strength=1)
-def test_chunked_is_whole(uncached: TextGenerationPipeline, sampling: SamplingParams) -> None:
+def test_chunked_results_equal_whole_results(
+    uncached: TextGenerationPipeline, sampling: SamplingParams
+) -> None:
     (whole,) = generate(uncached, [fresh(sampling)])
     context = fresh(sampling)
     for end in (13, 14, 50):
@@ -86,7 +88,7 @@ def test_chunked_is_whole(uncached: TextGenerationPipeline, sampling: SamplingPa
 
 
 @pytest.mark.matrix(strength=1)
-def test_prefix_hit_is_fresh(
+def test_results_with_a_prefix_hit_equal_uncached_results(
     pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
     (without,) = generate(uncached, [fresh(sampling)])
@@ -101,7 +103,7 @@ def test_prefix_hit_is_fresh(
 
 
 @pytest.mark.matrix(strength=1)
-def test_preempted_is_not(
+def test_preempted_results_equal_uninterrupted_results(
     pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
     (whole,) = generate(uncached, [fresh(sampling)])
@@ -116,7 +118,7 @@ def test_preempted_is_not(
 
 
 @pytest.mark.matrix(strength=1)
-def test_seeds_and_positions_decide(uncached: TextGenerationPipeline) -> None:
+def test_random_numbers_depend_on_seed_and_position_only(uncached: TextGenerationPipeline) -> None:
     def text(seed: int) -> list[int]:
         params = SamplingParams(temperature=1.0, top_k=-1, seed=seed)
         return generate(uncached, [context_of(PROMPT, 20, sampling_params=params)])[0]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.models
 LIMIT = 40
 PROMPT = random_tokens(30, 130, seed=3)
 NEW = 16
-"""Tokens of an answer, which crosses the limit."""
+"""Number of generated tokens; the text crosses the limit."""
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 7.5]}
 
 
@@ -68,7 +68,7 @@ def assert_scores(ours: list[float], expected: list[float]) -> None:
 
 
 def run(pipeline: Any, contexts: list[TextContext], num_steps: int = 1, **limits: int) -> list[list[float]]:
-    """The log probabilities of each context's answer, as a scheduler runs them."""
+    """Run contexts as a scheduler does, and return the log probabilities of each answer."""
     scheduler = Scheduler(pipeline, max_batch_size=8, **limits)
     scores: dict[str, list[float]] = {}
     for context in contexts:
@@ -93,7 +93,8 @@ def sampled(seed: int) -> SamplingParams:
 def test_generated_tokens_are_scored_as_in_a_recomputation(
     checkpoint: Path, reference: Any, budget: int
 ) -> None:
-    """Side by side: short ones, ones that cross, ones that begin beyond, with a prompt in chunks."""
+    """The batch has texts below the limit, texts that cross it and texts that begin beyond it; one prompt is
+    chunked."""
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     lengths = (5, 30, 31, LIMIT - 1, LIMIT, LIMIT + 1, 60)
     contexts = [
@@ -155,7 +156,7 @@ def test_prefixes_are_shared_only_within_a_regime(checkpoint: Path, reference: A
 
 
 def test_drafts_do_not_cross_the_limit(checkpoint: Path, reference: Any) -> None:
-    """Tests n-gram drafts and a draft model, which has a separate limit."""
+    """Both n-gram drafts and a draft model are tested; the draft model has a separate limit."""
     prompt = [*PROMPT[:8]] * 4
     expected = greedy(reference, prompt, NEW)
     for options in ({"speculative_method": "ngram"}, {"draft_model_path": str(checkpoint)}):
@@ -200,7 +201,8 @@ def test_beams_cross_the_limit(checkpoint: Path, reference: Any, monkeypatch: py
 
 
 def test_several_scored_answers_cross_the_limit(checkpoint: Path, reference: Any) -> None:
-    """Log probabilities of the prompt are given once, though the first answer computes it twice."""
+    """Log probabilities of the prompt are returned once, although the first answer computes the prompt
+    twice."""
     params = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=5, ignore_eos=True)
     with LLM(str(checkpoint), quantization_encoding="float32", kv_cache_block_size=16) as llm:
         outputs = llm.generate(PROMPT, params, logprobs=1, prompt_logprobs=1, n=3, use_tqdm=False)

@@ -37,7 +37,7 @@ LONGROPE = {
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    """Return the tiny configuration of a family with changes; a change to ... leaves a key out."""
+    """Return the tiny configuration of a family with changes; the value ``...`` removes a key."""
     values = TINY[family]() | changes
     return {key: value for key, value in values.items() if value is not ...}
 
@@ -141,7 +141,8 @@ def altered(network: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def of_experts(**parts: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a change of the experts of a layer; the layer itself if nothing changes."""
+    """Return a function that changes the experts of a layer; it returns the same object if nothing
+    changes."""
 
     def change(layer: Any) -> Any:
         experts = layer.experts if isinstance(layer, SharedExperts) else layer
@@ -155,7 +156,7 @@ def of_experts(**parts: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def of_routing(**fields: Any) -> Callable[[Any], Any]:
-    """Return a change of `ScoreRouting`."""
+    """Return a function that changes the `ScoreRouting` of a layer."""
 
     def change(routing: Any) -> Any:
         known = {name: value for name, value in fields.items() if hasattr(routing, name)}
@@ -203,7 +204,7 @@ APPLICABLE = {
 }
 
 
-def test_mistakes_show(checkpoint: Path) -> None:
+def test_mistakes_are_detected(checkpoint: Path) -> None:
     expected = oracle_logits(oracle(checkpoint), TOKENS)
     pipeline = open_pipeline(checkpoint, kernels="reference", kv_cache_block_size=16)
     model: Any = pipeline.model
@@ -312,7 +313,7 @@ def with_experts(network: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def without_scale(experts: Any) -> Any:
-    """Return experts whose outputs are weighed in place of their inputs."""
+    """Return experts whose outputs are scaled instead of their inputs."""
     return Experts(experts.router, experts.packed, experts.top, "all", experts.activation)
 
 
@@ -326,7 +327,7 @@ LLAMA4_MISTAKES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_mistakes_in_llama4_show(tmp_path: Path) -> None:
+def test_mistakes_in_llama4_are_detected(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config_of("llama4_text"))
     expected = oracle_logits(oracle(tmp_path), TOKENS)
     pipeline = open_pipeline(tmp_path, kernels="reference", kv_cache_block_size=16)
@@ -338,7 +339,7 @@ def test_mistakes_in_llama4_show(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk", [23, 25, 256])
-def test_a_chunk_of_another_size_shows(chunk: int, tmp_path: Path) -> None:
+def test_a_chunk_of_another_size_is_detected(chunk: int, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config_of("llama4_text"))
     expected = oracle_logits(oracle(tmp_path), TOKENS)
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama4_text", attention_chunk_size=chunk)))

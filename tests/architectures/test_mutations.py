@@ -123,7 +123,7 @@ def test_window_off_by_one(
 
 
 def attention_without(**parts: Any) -> Callable[[Any], Any]:
-    """A network whose attention has other parts, or None if its attention has none of these parts."""
+    """Return the network with parts of its attention replaced, or None if its attention lacks these parts."""
 
     def alter(network: Any) -> Any:
         blocks = [replace(one, attention=replace(one.attention, **parts)) for one in network.blocks]
@@ -172,7 +172,7 @@ def with_branches_of_scale_one(network: Any) -> Any:
 
 
 def with_blocks(alter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A network with altered blocks, or None if the alteration changes no block."""
+    """Return the network with altered blocks, or None if no block changes."""
 
     def altered(network: Any) -> Any:
         blocks = tuple(alter(block) for block in network.blocks)
@@ -183,7 +183,7 @@ def with_blocks(alter: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def with_other_pairs(block: Any) -> Any:
-    """Rotary pairs are halves apart in place of side by side, or the other way round."""
+    """Swap the layout of the rotary pairs: adjacent dimensions instead of halves, or the reverse."""
     if block.attention.rotary is None:
         return block
     return replace(
@@ -192,7 +192,7 @@ def with_other_pairs(block: Any) -> Any:
 
 
 def with_plain_attention(block: Any) -> Any:
-    """A family's own attention becomes the common one."""
+    """Replace a family's own attention class by the base class."""
     attention = block.attention
     if type(attention) is Attention:
         return block
@@ -214,7 +214,8 @@ def with_one_norm(block: Any) -> Any:
 
 
 def one_after_the_other(block: Any) -> Any:
-    """The feed-forward layer of a parallel block also sees the output of its attention."""
+    """Run the layers of a parallel block one after the other: the feed-forward layer reads the attention's
+    output."""
     if not isinstance(block, ParallelBlock):
         return block
     norms = Branch(block.norm, None), Branch(block.mlp_norm or block.norm, None)

@@ -1,4 +1,4 @@
-"""Architectures: found by folder, loaded when asked for."""
+"""The registry of architectures: they are found by folder and loaded on request."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_folders_are_architectures(registry: PipelineRegistry) -> None:
     assert len(names) == len(PIPELINE_REGISTRY.architectures) + 2
 
 
-def test_a_model_is_loaded_only_when_asked_for(registry: PipelineRegistry) -> None:
+def test_a_model_is_loaded_only_on_request(registry: PipelineRegistry) -> None:
     architecture = registry.retrieve_architecture(config("toy"), "checkpoint")
     assert f"{architecture.package}.model" not in sys.modules
     model = architecture.load_pipeline_model()
@@ -90,7 +90,7 @@ def test_an_unknown_architecture_names_the_nearest(registry: PipelineRegistry) -
 
 
 @pytest.mark.parametrize("model_type", ["", "..", "toy/..", None, 3])
-def test_a_type_that_can_be_no_folder(registry: PipelineRegistry, model_type: Any) -> None:
+def test_a_model_type_that_is_no_folder_name(registry: PipelineRegistry, model_type: Any) -> None:
     with pytest.raises(UnknownArchitectureError):
         registry.retrieve_architecture(config(model_type), "checkpoint")
 
@@ -100,7 +100,7 @@ def test_a_checkpoint_without_a_type(registry: PipelineRegistry) -> None:
         registry.retrieve_architecture(HuggingFaceConfig({}), "checkpoint")
 
 
-def test_an_encoding_that_it_cannot_run(registry: PipelineRegistry) -> None:
+def test_an_unsupported_encoding(registry: PipelineRegistry) -> None:
     assert registry.retrieve_architecture(config("toy"), "x", encoding="float32").name == "toy"
     with pytest.raises(ConfigError, match=r"toy does not run in 'bfloat16': use one of float32, or a model"):
         registry.retrieve_architecture(config("toy"), "x", encoding="bfloat16")
@@ -188,7 +188,7 @@ def test_a_name_is_taken_once_unless_overridden(registry: PipelineRegistry, name
 
 
 PARTS_OF_OTHERS = ("llama4_text", "embedding_gemma2_text")
-"""Types that are published only as parts of checkpoints of other types."""
+"""Model types that occur only as parts of checkpoints of other types."""
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_bfloat16(checkpoint: Path, reference: Any) -> None:
     assert errors[0] <= 1.2 * errors[1]
 
 
-def test_a_window_one_too_large_shows(checkpoint: Path, reference: Any) -> None:
+def test_a_window_one_too_large_is_detected(checkpoint: Path, reference: Any) -> None:
     pipeline = opened(checkpoint)
     model: Any = pipeline.model
     windows = [group.window for group in model.kv_cache_spec.groups]

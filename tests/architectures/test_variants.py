@@ -1,8 +1,7 @@
-"""Other configurations of each family, as model cards spell them: parity with transformers for all of them.
+"""Further configurations of each family: logits equal those of transformers.
 
-A checkpoint's ``config.json`` stands here as its authors wrote it; transformers saves it in the spelling of
-its own version. Both must give the same logits.
-"""
+Each ``config.json`` is spelled as the authors of the checkpoint wrote it. transformers saves it in the
+spelling of its own version. Both spellings must give the same logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph of a vision encoder gives the bits of its operations one by one, and keeps little memory."""
+"""A captured step of a vision encoder gives the bits of the eager operations and keeps little memory."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ TO_THE_END = b"HTTP/1.0 200 OK\r\n\r\nhello"
 async def answering(
     answer: Callable[[bytes, asyncio.StreamWriter], Awaitable[None]],
 ) -> AsyncIterator[tuple[HttpClient, list[bytes]]]:
-    """A client, and the requests that its server has read: one list for each connection."""
+    """Yield a client, and the requests that its server has read, as one list for each connection."""
     seen: list[bytes] = []
 
     serving: set[asyncio.Task[None] | None] = set()

@@ -47,7 +47,7 @@ def test_tensors_are_those_that_transformers_writes(name: str, tmp_path: Path) -
     ours = tensor_shapes(TINY[name])
     same = {key: tuple(one.shape) for key, one in written.items() if key in ours}
     assert same == {key: shape for key, shape in ours.items() if key in written}
-    # Some families store all experts of a layer in one tensor, which ours are read from.
+    # Some families store all experts of a layer in one tensor; Penstock reads each expert from it.
     stacked = {key for key, one in written.items() if one.dim() == 3 and key not in ours}
     if name != "gpt2":  # whose names have a prefix there
         assert len(same) >= len(written) - 1 - len(stacked)

@@ -32,7 +32,7 @@ def shown(content: Any) -> str:
 
 
 class Scripted:
-    """A backend that repeats the conversation; it is interrupted by a question that says so."""
+    """A back end that repeats the conversation. The question "stop here" raises KeyboardInterrupt."""
 
     name = "scripted"
 

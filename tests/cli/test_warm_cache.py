@@ -29,7 +29,8 @@ def warm(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["warm-cache", *map(str, arguments)])
 
 
-def told(*arguments: object) -> dict[str, Any]:
+def report_of(*arguments: object) -> dict[str, Any]:
+    """Return the JSON that the command prints."""
     result = warm(*arguments, "--json")
     assert result.exit_code == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
@@ -61,7 +62,7 @@ def test_the_embedded_model() -> None:
 
 def test_json(tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path / "tiny", chat=False)
-    (model,) = told("--model", folder)["models"]
+    (model,) = report_of("--model", folder)["models"]
     assert model["architecture"] == "llama"
     assert model["encoding"] == "float32"
     assert not model["has_chat_template"]
@@ -73,10 +74,10 @@ def test_json(tmp_path: Path) -> None:
 def test_weights_are_packed_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = write_tiny_llm(tmp_path / "tiny")
-    assert "packed" not in told("--model", folder)["models"][0]
+    assert "packed" not in report_of("--model", folder)["models"][0]
     result = warm("--model", folder, "--quantization-encoding", "int8", "--pack")
     assert re.search(r"packed +0\.\d MiB in .*/cache/penstock/packed/tiny-int8-", result.stdout)
-    (model,) = told("--model", folder, "--pack")["models"]
+    (model,) = report_of("--model", folder, "--pack")["models"]
     assert Path(model["packed"]).stat().st_size == model["num_packed_bytes"]
     assert len(list((tmp_path / "cache" / "penstock" / "packed").iterdir())) == 2, "one an encoding"
 
@@ -86,7 +87,7 @@ def test_every_architecture_can_be_checked(name: str, tmp_path: Path) -> None:
     (architecture,) = (one for one in DECODERS if one.name == name)
     assert architecture.tiny_config is not None
     folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), architecture.tiny_config())
-    (model,) = told("--model", folder)["models"]
+    (model,) = report_of("--model", folder)["models"]
     assert model["architecture"] == name
 
 
@@ -94,7 +95,7 @@ def test_an_embeddings_model_is_checked_and_packed(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = write_tiny_embedder(tmp_path / "tiny", labels=2)
     flags = ("--quantization-encoding", "int8") + (("--pack",) if available_isas() else ())
-    (model,) = told("--model", folder, *flags)["models"]
+    (model,) = report_of("--model", folder, *flags)["models"]
     assert model["architecture"] == "bert"
     tensors = load_file(folder / "model.safetensors")
     with LLM(str(folder), quantization_encoding="int8") as llm:
@@ -112,7 +113,7 @@ def test_all_wrong_tensors_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("damage", "words"),
     [
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
@@ -123,9 +124,9 @@ def test_all_wrong_tensors_are_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_loaded(spoil: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded(damage: Callable[[Path], object], words: str, tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
-    spoil(folder)
+    damage(folder)
     refused(words, "--model", folder)
 
 
@@ -137,7 +138,7 @@ def test_the_draft_model_and_the_adapters_too(tmp_path: Path) -> None:
     draft = write_tiny_llm(tmp_path / "draft", num_hidden_layers=1)
     target = write_tiny_llm(tmp_path / "tiny")
     flags = ("--model", target, "--draft-model-path", draft)
-    assert [one["model"] for one in told(*flags)["models"]] == [str(target), str(draft)]
+    assert [one["model"] for one in report_of(*flags)["models"]] == [str(target), str(draft)]
     (draft / "tokenizer.json").unlink()
     refused("draft", *flags)
     refused("no such folder", "--model", target, "--lora", f"tone={tmp_path / 'nowhere'}")
@@ -154,7 +155,7 @@ def test_checksums_of_a_snapshot(tmp_path: Path) -> None:
     small = tmp_path / "blobs" / ("0" * 40)
     (folder / "config.json").rename(small)
     (folder / "config.json").symlink_to(small)
-    assert told("--model", folder, "--checksums")["models"][0]["num_checksums"] == 1
+    assert report_of("--model", folder, "--checksums")["models"][0]["num_checksums"] == 1
     assert "1 files match the hub" in warm("--model", folder, "--checksums").stdout
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
@@ -175,7 +176,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     checkpoint = write_tiny_llm(tmp_path / "tiny")
     tokens = tokenizer_metadata(json.loads((checkpoint / "tokenizer.json").read_text()), "gpt-2")
     file = write_gguf(checkpoint, tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0, tokens)
-    (model,) = told("--model", file)["models"]
+    (model,) = report_of("--model", file)["models"]
     assert model["checkpoint"] == str(file)
     assert model["num_tensors"] == len(load_file(checkpoint / "model.safetensors"))
     config = json.loads((checkpoint / "config.json").read_text()) | {"intermediate_size": 32}
@@ -202,7 +203,7 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(config))
-    assert told("--model", folder)["models"][0]["num_tensors"] == len(tensors) + num_matrices
+    assert report_of("--model", folder)["models"][0]["num_tensors"] == len(tensors) + num_matrices
     save_file(tensors | {name: one[:, 1:] for name, one in packed.items()}, file)
     refused("misshapen", "--model", folder)
 
@@ -210,6 +211,6 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
 def test_no_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
     monkeypatch.setattr(loading, "safe_open", lambda *_, **__: pytest.fail("a tensor was read"))
-    told("--model", folder)
+    report_of("--model", folder)
     norm = loading.Weights.open(folder, shapes_only=True).tensor("model.norm.weight", (32,))
     assert norm.is_meta

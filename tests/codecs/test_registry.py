@@ -1,4 +1,5 @@
-"""Audio codecs: found by folder, chosen by ``config.json``, loaded when asked for; the checks of codes."""
+"""Audio codecs are found by folder, chosen by ``config.json`` and loaded on request; frames of codes are
+checked."""
 
 from __future__ import annotations
 

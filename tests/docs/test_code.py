@@ -1,4 +1,4 @@
-"""Every block of code on the pages runs unchanged, or is marked as not to be run."""
+"""Every block of code on the pages runs unchanged, or its language marks it as not runnable."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ def test_clients(block: Block, request: pytest.FixtureRequest) -> None:
     url: str = request.getfixturevalue("embedder_url" if '="minilm"' in code else "url")
     code = code.replace(URL, url)
     if packages:  # in another process, because these packages leave connections open
-        environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it downloads prices
+        environment = os.environ | {
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True"
+        }  # otherwise LiteLLM downloads a list of prices
         child = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environment
         )
@@ -166,7 +168,7 @@ def test_files_that_are_named_are_there(page: Path) -> None:
     files = [f"/{file.relative_to(ROOT)}" for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
     for name in re.findall(r"`([\w/]+\.py)\b", page.read_text()):
         if page.name == "CHANGELOG.md":
-            continue  # speaks of what was
+            continue  # it names files of earlier versions
         assert any(file.endswith(f"/{name}") for file in files), name
 
 

@@ -21,14 +21,14 @@ PAGE = (ROOT / "docs" / "features.md").read_text()
 PROMPT = "Once upon a time there was a little dog named Max. " * 6
 BANNED = 13
 NOT_OFFERED = {frozenset(("n", "stream")), frozenset(("beams", "stream"))}
-"""Ways to call that exclude each other by being different calls."""
+"""Pairs of features that different methods offer, so that no call can combine them."""
 
 Check = Callable[[LLM, list[GenerationOutput]], None]
 
 
 @dataclass(frozen=True)
 class Feature:
-    """How to ask for a feature, and how to see that it was there."""
+    """The arguments that request a feature, and a check that it was applied."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ FEATURES = {
     "beams": Feature(),
 }
 OF_BEAMS = {"n": {"num_return_sequences": 2}, "logprobs": {}}
-"""What a beam search calls otherwise, or does anyhow."""
+"""Feature -> the arguments of `LLM.beam_search` that request it; empty if beam search always has it."""
 CELLS = [*combinations(FEATURES, 2)]
 
 

@@ -26,7 +26,7 @@ def test_a_page_is_current(name: str) -> None:
     assert (ROOT / "docs" / name).read_text() == TOOL["page"](name), "run: python tools/write_tables.py"
 
 
-def test_every_table_is_somewhere() -> None:
+def test_every_table_is_on_a_page() -> None:
     text = "".join((ROOT / "docs" / name).read_text() for name in TOOL["PAGES"])
     assert sorted(re.findall(r"<!-- table: (\w+) -->", text)) == sorted(TOOL["TABLES"])
 
@@ -74,7 +74,7 @@ def _codes() -> Iterator[str]:
     yield from re.findall(r'\{"missing": "(\w+)"\}', problems)
 
 
-def test_ours_are_those_that_openai_has_not() -> None:
+def test_marked_fields_are_those_that_openai_lacks() -> None:
     from openai.types import completion_create_params as of_completions
     from openai.types.chat import completion_create_params as of_chats
 

@@ -75,7 +75,7 @@ def test_structured_output(url: str) -> None:
 
 
 def test_lora(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its adapters are where docs/features.md expects them."""
+    """The example writes its adapters to the folder that docs/features.md names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lora.py"])
     *lines, last = run_here("lora", capsys).splitlines()
@@ -146,6 +146,6 @@ def run(name: str, *arguments: str) -> str:
 
 
 def run_here(name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """In this process, where torch is imported but once."""
+    """Run an example in this process, so that torch is imported only once."""
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     return capsys.readouterr().out

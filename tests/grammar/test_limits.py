@@ -73,7 +73,7 @@ def test_a_limit_ends_one_request_and_names_its_grammar() -> None:
 
 
 def test_a_grammar_that_met_a_limit_is_compiled_again() -> None:
-    """The states of its lexer are counted for all requests together: the next one begins with none."""
+    """Lexer states are counted for all requests of a compiled grammar; a new compilation resets the count."""
     grammars = new_compiler(max_states=400)
     pattern, choose = "[ab]*a[ab]{30}", random.Random(0)
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_a_setting_selects_the_library(backend: str) -> None:
     follow(context, "ab")
 
 
-def test_a_process_with_a_grammar_ends_without_a_word() -> None:
+def test_a_process_with_a_grammar_prints_nothing_at_exit() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
         "from support.grammars import *\n"
@@ -137,7 +137,7 @@ def test_a_process_with_a_grammar_ends_without_a_word() -> None:
 
 
 def test_a_check_of_a_checkpoint_prints_nothing_after_success() -> None:
-    """Where triton is installed, importing torch._dynamo would make it report leaks at exit."""
+    """If triton is installed, importing torch._dynamo would make it report leaks at exit."""
     command = [sys.executable, "-m", "penstock", "warm-cache", "--model-path", "demo"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert run.stderr == ""

@@ -29,11 +29,11 @@ def test_no_grammar_no_mask() -> None:
     assert grammar_bitmask([plain()], np.array([0]), VOCABULARY) is None
 
 
-def test_rows_of_drafts_stand_behind_them() -> None:
+def test_mask_rows_of_drafts() -> None:
     contexts = [ready("regex", "ab*c"), plain(), ready("regex", "x")]
     sequences = np.array([0, 0, 0, 1, 1, 2, 2, 2])
     drafts = [list(b"ab"), [5], [ord("x"), EOS]]
-    for _ in range(2):  # nothing has moved
+    for _ in range(2):  # the matcher has not advanced
         mask = grammar_bitmask(contexts, sequences, VOCABULARY, drafts)
         assert mask is not None
         everything = list(range(VOCABULARY))
@@ -49,7 +49,7 @@ def test_rows_of_drafts_stand_behind_them() -> None:
         ]
 
 
-def test_behind_a_draft_that_is_refused_everything_is_allowed() -> None:
+def test_after_a_refused_draft_every_token_is_allowed() -> None:
     mask = grammar_bitmask([ready("regex", "ab")], np.array([0, 0]), VOCABULARY, [[ord("z")]])
     assert mask is not None
     assert [len(allowed(row)) for row in mask] == [1, VOCABULARY]

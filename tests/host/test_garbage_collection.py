@@ -48,7 +48,7 @@ with gc_disabled():
     made = [Node() for _ in range(5000)]
     cycle()
 assert gc.get_freeze_count() == 0
-assert sum(isinstance(one, Node) for one in gc.get_objects(generation=0)) < 100, "all would be looked at next"
+assert sum(isinstance(one, Node) for one in gc.get_objects(generation=0)) < 100, "they are in generation 0"
 gc.collect()
 assert sum(isinstance(one, Node) for one in gc.get_objects()) == 5000, "a cycle is still found"
 gc.freeze()

@@ -17,7 +17,7 @@ GIB = 2**30
 
 @pytest.fixture
 def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder in place of the control groups' mount; `member` says where the process is."""
+    """An empty folder in place of the mount of control groups; `member` sets the group of the process."""
     monkeypatch.setattr(limits, "_MOUNT", tmp_path / "mount")
     monkeypatch.setattr(limits, "_MEMBERSHIP", tmp_path / "member")
     return tmp_path / "mount"
@@ -84,7 +84,7 @@ def test_a_group_outside_of_what_is_seen(mount: Path) -> None:
     assert limits.cores() == 3
 
 
-def test_the_hosts_memory_is_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_the_host_respects_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     total, _ = driver._host_memory()
     monkeypatch.setattr(limits, "memory", lambda: (GIB, 1000))
     assert driver.CPU().stats == {"total_memory": GIB, "free_memory": 1000}

@@ -12,7 +12,7 @@ import torch
 
 from penstock.host import private_memory
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit exists on Linux only")
 
 SCRIPT = """
 import sys

@@ -121,7 +121,7 @@ def test_layer_norm_of_heads(ops: Ops, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
-def test_number_by_number(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_elementwise_operations(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
     x, y = (5 * torch.randn(2, rows, 2 * width)).to(dtype)[:, :, :width]
     same(lambda o: o.add(x, y), ops)
     same(lambda o: o.multiply(x, y), ops)
@@ -342,7 +342,8 @@ def test_linear(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None
 def adapted(
     ops: Ops, rows: Tensor, rank: int, inputs: int, dtype: torch.dtype, *, ragged: bool = False
 ) -> tuple[PackedLinear, LoRAInputs]:
-    """A fused linear layer with adapters on all slices but the middle one; values beyond a rank are NaN."""
+    """Return a fused linear layer with adapters on all slices but the middle one; values beyond a rank are
+    NaN."""
     sizes = {"q": 37, "k": 8, "v": 24}
     stops = [37, 45, 69]
     parts = [LinearSlice(n, end - size, end) for (n, size), end in zip(sizes.items(), stops, strict=True)]
@@ -449,14 +450,15 @@ def test_rows_are_grouped_by_adapter(rows: list[int], random: Random) -> None:
 
 
 def fused_qkv(rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Views of one ``[T, (H + 2K) D]``: their rows are strided."""
+    """Return queries, keys and values as views of one tensor ``[T, (H + 2K) D]``, so that their rows are
+    strided."""
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
     return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A ragged batch over a cache in which everything that no query may see is NaN."""
+    """A ragged batch over a cache whose slots are NaN unless a query may read them."""
 
     kv: LayerKV
     row_offsets: Tensor
@@ -579,7 +581,7 @@ def test_attention_over_a_cache_of_another_type(
 
 
 def in_bytes(batch: Batch) -> Batch:
-    """The same keys and values in an int8 cache. Scales of unused slots are NaN."""
+    """Return the batch with its keys and values in an int8 cache. Scales of unused slots are NaN."""
     pairs = batch.kv.cache.float()
     scales = pairs.abs().amax(-1).clamp_min(1e-12) / 127
     cache = (pairs / scales[..., None]).nan_to_num(127).round().to(torch.int8)
@@ -801,11 +803,11 @@ def test_non_finite_rows(ops: Ops, rule: dict[str, float], vocabulary: int, dtyp
     logits[1, vocabulary - 1] = torch.nan
     logits[2, 3] = torch.inf
     logits[3] = -torch.inf
-    logits[4, 1:] = -torch.inf  # sound: one token is left
+    logits[4, 1:] = -torch.inf  # valid: one token is left
     logits[5, :5] = -torch.inf
     inputs = sampling_inputs(7, **rule)
     mask = torch.full((7, -(-vocabulary // 32)), -1, dtype=torch.int32)
-    mask[1:3, 0] = 1  # the token at fault may not be sampled, and is at fault all the same
+    mask[1:3, 0] = 1  # a non-finite logit counts even if the mask excludes its token
     mask[1, (vocabulary - 1) // 32] &= 1
     mask[6] = 0
     for allowed, unsound in ((None, [1, 2, 3]), (mask, [1, 2, 3, 6])):

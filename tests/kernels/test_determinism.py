@@ -33,13 +33,13 @@ from penstock.kernels.reference import ReferenceOps
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = 150
-"""More than any kernel takes at once."""
+"""More rows than any kernel computes at once."""
 
 QUICKLY = settings(max_examples=examples(4), phases=[Phase.explicit, Phase.reuse, Phase.generate])
-"""No shrinking: failing examples are readable as drawn, and the tests of mistakes below are faster."""
+"""Without shrinking, because drawn examples are small and the tests of mistakes below are faster."""
 
 Run = Callable[[Ops, Tensor], tuple[Tensor, ...]]
-"""An operation on some rows of a batch, ``[R]`` of them: its results, row by row."""
+"""Computes an operation for the rows of a batch with the indices ``[R]``; each result has R rows."""
 
 
 @pytest.fixture(params=back_end_params(all_back_ends()))
@@ -61,7 +61,7 @@ def _threads() -> Iterator[None]:
 
 
 def are_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Unlike `torch.equal` it distinguishes -0 from 0, and a NaN is equal to itself."""
+    """Return whether two tensors have the same bits: -0 differs from 0, and equal NaNs are equal."""
     return one.dtype == other.dtype and torch.equal(
         one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
     )
@@ -73,7 +73,7 @@ def are_same_bits(one: Tensor, other: Tensor) -> bool:
 def packed_linear(
     outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False
 ) -> Callable[[Ops], PackedLinear]:
-    """A layer, as a back end packs it."""
+    """Return a function that packs one layer with a back end, once per back end."""
     weight = torch.randn(outputs, inputs) / inputs**0.5
     half = LinearSlice("a", 0, outputs // 2), LinearSlice("b", outputs // 2, outputs)
     name = str(dtype).removeprefix("torch.")
@@ -103,7 +103,7 @@ def adapted_linear(dtype: torch.dtype) -> Run:
 def of_rows(
     operation: Callable[..., Tensor | tuple[Tensor, ...]], *shapes: tuple[int, ...]
 ) -> Callable[[torch.dtype], Run]:
-    """A case of an operation that takes tensors of these shapes, and as many rows of each."""
+    """Return a case of an operation on tensors ``[R, *shape]``, one for each shape."""
 
     def case(dtype: torch.dtype) -> Run:
         given = [3 * torch.randn(ROWS, *shape).to(dtype) for shape in shapes]
@@ -224,7 +224,7 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
     "rope_rows": {"": rope_rows},
     "rotary": {"": rotary},
     "store_kv": {"": store_kv},
-    "attention": {},  # below
+    "attention": {},  # compared below
     "encoder_attention": {},  # test_encoder_attention.py: whole sequences
     "gated_activation": {
         name: of_rows(lambda ops, x, name=name: ops.gated_activation(x, name), (2 * 101,))
@@ -341,7 +341,7 @@ def attend(
 
 
 LENGTH = 1150
-"""More than two of the chunks that the C++ kernel cuts keys into."""
+"""More keys than two chunks of the C++ kernel."""
 
 
 def check_attention_rows_are_independent(
@@ -349,7 +349,7 @@ def check_attention_rows_are_independent(
 ) -> None:
     """Compare the attention of a sequence in random chunks and batches with the whole sequence, by bits."""
     torch.manual_seed(0)
-    # The reference is slow, and sums keys by the block: its bits are those of the block size.
+    # The reference is slow, and its sums depend on the block size: only one block size is compared.
     is_reference = ops.implementations()["attention"] == "reference"
     length, sizes = (100, [32]) if is_reference else (LENGTH, [16, 32, 128])
     text, other = text_of(length, *shape, dtype), text_of(length, *shape, dtype)
@@ -367,10 +367,10 @@ def check_attention_rows_are_independent(
         cuts: set[int], beside: list[tuple[int, int]], place: int, block_size: int, threads: int
     ) -> None:
         torch.set_num_threads(threads)
-        neighbours = [(other, begin, min(begin + rows, length)) for begin, rows in beside]
+        others = [(other, begin, min(begin + rows, length)) for begin, rows in beside]
         for begin, end in pairwise([0, *sorted(cuts), length]):
-            batch = [*neighbours[:place], (text, begin, end), *neighbours[place:]]
-            got = attend(ops, batch, block_size, **options)[min(place, len(neighbours))]
+            batch = [*others[:place], (text, begin, end), *others[place:]]
+            got = attend(ops, batch, block_size, **options)[min(place, len(others))]
             assert are_same_bits(got, whole[begin:end])
 
     check()
@@ -401,11 +401,11 @@ def test_attention_of_other_shapes(ops: Ops, dtype: torch.dtype, shape: tuple[in
     check_attention_rows_are_independent(ops, dtype, shape)
 
 
-# ---- the comparison sees what is wrong ----
+# ---- the comparison detects mistakes ----
 
 
 class HalvesOfFewRows(ReferenceOps):
-    """Sums the products of few rows in another order: half and half."""
+    """Adds the products of up to 20 rows in another order: as the sum of two halves."""
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         if len(x) > 20:
@@ -416,7 +416,7 @@ class HalvesOfFewRows(ReferenceOps):
 
 
 class KeysByCount(ReferenceOps):
-    """Cuts the keys where the batch ends, not where they lie: softmaxes over two halves, merged."""
+    """Splits the keys by their number instead of by position, and merges two softmaxes."""
 
     def attention(
         self, q: Tensor, kv: LayerKV, row_offsets: Tensor, lengths: Tensor, **options: object
@@ -424,13 +424,13 @@ class KeysByCount(ReferenceOps):
         whole = super().attention(q, kv, row_offsets, lengths, **options)
         out = torch.empty_like(whole)
         for b, (begin, end) in enumerate(pairwise(row_offsets.tolist())):
-            share = 1 / (1 + float(lengths[b] // 2))  # a rounding that hangs on the length
+            share = 1 / (1 + float(lengths[b] // 2))  # the rounding depends on the length
             out[begin:end] = whole[begin:end] * share + whole[begin:end] * (1 - share)
         return out
 
 
 class Misplaced(ReferenceOps):
-    """A row's result takes something of the row before it."""
+    """Adds a part of the previous row to each result."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return super().rms_norm(x, weight, eps) + 1e-3 * x.roll(1, 0)

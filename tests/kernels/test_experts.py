@@ -46,7 +46,7 @@ def _seed() -> None:
 
 
 def weights(*, bias: bool) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]]:
-    """Gates and ups, their bias, downs, theirs; of each expert."""
+    """Return for each expert: gate and up weights, their bias, down weights, their bias."""
     return [
         (
             torch.randn(2 * INNER, HIDDEN) / 4,
@@ -80,7 +80,7 @@ def packed(
 
 
 def routed(rows: int, top: int) -> tuple[Tensor, Tensor]:
-    """Shares and experts of some rows."""
+    """Return topk_weights and topk_ids of random rows."""
     return ReferenceOps().route(torch.randn(rows, EXPERTS) * 2, top, "all")
 
 
@@ -131,7 +131,7 @@ def test_experts_are_the_sum_of_each_rows_own(rows: int, top: int, bias: bool, g
 
 
 @given(st.lists(st.permutations(range(5)), max_size=30), st.integers(1, 5), st.integers(1, 9))
-def test_places_are_grouped_by_expert(rows: list[list[int]], top: int, at_most: int) -> None:
+def test_assignments_are_grouped_by_expert(rows: list[list[int]], top: int, at_most: int) -> None:
     topk_ids = torch.tensor([row[:top] for row in rows], dtype=torch.int64).view(len(rows), top)
     seen: list[tuple[int, int]] = []
     for places, sizes in grouped_by_expert(topk_ids, 5, at_most):
@@ -164,8 +164,8 @@ FAULTS: dict[str, Callable[[PackedExperts, Tensor, Tensor], tuple[PackedExperts,
         s,
         c,
     ),
-    "shares of other experts": lambda p, s, c: (p, s.roll(1, 1), c),
-    "shares of other rows": lambda p, s, c: (p, s.roll(1, 0), c),
+    "weights of other experts": lambda p, s, c: (p, s.roll(1, 1), c),
+    "weights of other rows": lambda p, s, c: (p, s.roll(1, 0), c),
     "experts of other rows": lambda p, s, c: (p, s, c.roll(1, 0)),
     "the last expert left out": lambda p, s, c: (p, s[:, :-1], c[:, :-1]),
 }
@@ -182,7 +182,7 @@ def test_the_comparison_detects_a_fault(ops: Ops, dtype: torch.dtype, fault: str
 
 
 def off(got: Tensor, expected: Tensor) -> float:
-    """The largest difference, in tolerances."""
+    """Return the largest difference in multiples of the tolerance."""
     return float((got.float() - expected.float()).abs().max()) / (
         TOLERANCE[expected.dtype] * max(1.0, float(expected.abs().max()))
     )
@@ -230,8 +230,8 @@ def test_the_route_of_a_row_does_not_depend_on_other_rows(ops: Ops, routing: Rou
         assert torch.equal(own_weights, topk_weights[some])
 
 
-def test_an_expert_that_all_rows_visit(ops: Ops) -> None:
-    """More rows than it is given at once."""
+def test_an_expert_that_all_rows_use(ops: Ops) -> None:
+    """The rows exceed those that an expert computes at once."""
     rows = 2 * ROWS_OF_EXPERTS + 5
     x, experts = torch.randn(rows, HIDDEN), packed(ops, weights(bias=False), torch.float32)
     topk_weights, topk_ids = torch.ones(rows, 1), torch.full((rows, 1), 4)

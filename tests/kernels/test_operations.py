@@ -36,12 +36,12 @@ class MoreOps(ReferenceOps):
         functions={"blend": CFunction("3P q d", can_be_long=True)},
     )
     def blend(self, x: Tensor, weight: Tensor, *, factor: float = 2.0) -> Tensor:
-        """``x * factor + weight``."""
+        """Return ``x * factor + weight``."""
         return x * factor + weight
 
     @operation(is_recordable=False)
     def shuffle(self, x: Tensor) -> Tensor:
-        """Permute rows by chance."""
+        """Return the rows in random order."""
         return x[torch.randperm(len(x))]
 
 

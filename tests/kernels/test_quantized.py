@@ -1,4 +1,4 @@
-"""Weights in 8, 5 and 4 bits: the definition, held against arithmetic done the long way."""
+"""Weights in 8, 5 and 4 bits: the definition, compared with arithmetic number by number."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_largest_float() -> None:
 
 def test_a_few_activations_may_be_large() -> None:
     x = torch.full((4, 64), 1.0)
-    x[0, 3] = -8.0  # there is room for two bytes more, which makes three times 127 the most
+    x[0, 3] = -8.0  # two additional bytes are available, so the largest value can be 3 x 127
     x[1, 3] = -3.0
     x[2, :2], x[3, :3] = 2.0, 2.0
     integers, scales = quantize_activations(x)
@@ -68,9 +68,11 @@ def test_activations_need_few_extra_bytes(drawn: tuple[list[float], int, int]) -
 
     assert num_extras(integers) <= room
     farthest = float((x - integers * scales[:, None]).abs().max())
-    assert farthest <= float(scales) * 0.5001 + 1e-30  # below, a row counts as 0
+    assert farthest <= float(scales) * 0.5001 + 1e-30  # a smaller row is rounded to 0
     assert 1 <= float(plain) / max(float(scales), 1e-38) <= 16.001 or float(plain) == 0
-    if 0 < float(plain) / max(float(scales), 1e-38) < 11:  # the next reach is half as far again at most
+    if (
+        0 < float(plain) / max(float(scales), 1e-38) < 11
+    ):  # the next smaller scale is at least two thirds of this one
         assert num_extras((x / (scales[:, None] * 0.66)).round()) > room
 
 
@@ -121,8 +123,8 @@ def test_packing_what_was_packed_changes_nothing(encoding: str) -> None:
     assert torch.equal(kind.unpack(once), kind.unpack(again))
 
 
-def long_way(weight: np.ndarray, bits: int) -> tuple[list[int], float]:
-    """Integers and scale of one group, number by number."""
+def quantized_by_number(weight: np.ndarray, bits: int) -> tuple[list[int], float]:
+    """Return the integers and the scale of one group, computed number by number."""
     one = np.float32
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     largest = weight[int(np.argmax(np.abs(weight)))]
@@ -158,7 +160,7 @@ FLOATS = (
 @given(st.lists(FLOATS, min_size=32, max_size=32))
 def test_the_scale_of_a_group_is_the_one_that_fits_best(bits: int, values: list[float]) -> None:
     tensors = encoding_named(f"int{bits}").pack(torch.tensor([values]))
-    integers, scale = long_way(np.array(values, np.float32), bits)
+    integers, scale = quantized_by_number(np.array(values, np.float32), bits)
     assert tensors["weight"].tolist() == [integers]
     assert tensors["scales"].tolist() == [[scale]]
 

@@ -30,7 +30,7 @@ def paged(
     order = generator.permutation(np.arange(1, sum(counts) + 1))
     cache = torch.full(
         (2, sum(counts) + 1, kv_heads, BLOCK, dim), torch.nan
-    )  # what is unwritten must not count
+    )  # unwritten slots must not affect results
     scales = torch.zeros(2, sum(counts) + 1, kv_heads, BLOCK) if int8 or fp8 else None
     if int8:
         cache = torch.zeros_like(cache, dtype=torch.int8)

@@ -1,3 +1,5 @@
+"""The pool of KV cache blocks: allocation, reference counts, prefix lookup, eviction."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -82,7 +84,7 @@ def test_a_referenced_block_is_not_evicted() -> None:
     assert pool.lookup(b"kept") == block
 
 
-def test_releasing_a_block_twice_is_a_mistake_of_ours() -> None:
+def test_releasing_a_block_twice_is_an_internal_error() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     pool.release(blocks)
@@ -106,9 +108,9 @@ class Pools(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(self.SIZE + 1)
-        self.held: list[int] = []  # one entry a reference
+        self.held: list[int] = []  # one entry per reference
         self.known: dict[int, bytes] = {}
-        self.unused: list[int] = []  # known and without references, least recently used first
+        self.unused: list[int] = []  # registered and without references, least recently used first
 
     @rule(count=st.integers(0, SIZE + 1))
     def allocate(self, count: int) -> None:

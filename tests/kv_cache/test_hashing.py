@@ -1,3 +1,5 @@
+"""Digests of blocks, which identify cached prefixes."""
+
 from __future__ import annotations
 
 import subprocess

@@ -58,7 +58,7 @@ def test_a_part_of_a_prefix_returns() -> None:
 
 
 def test_the_content_is_that_of_the_block() -> None:
-    """Keys in restored blocks are checked by `compute`; a wrong copy is found."""
+    """`compute` checks the keys in restored blocks, so that a wrong copy is detected."""
     first, second = list(range(17)), list(range(100, 117))
     manager = kv_manager(5, host_memory=8 * BLOCK)
     run(manager, first)
@@ -112,7 +112,7 @@ def test_any_schedule(
     windows: tuple[int | None, ...],
     together: int,
 ) -> None:
-    """Prompts of four families of prefixes give the outputs of single requests; each step checks its keys."""
+    """Prompts with four different prefixes give the outputs of single requests; each step checks its keys."""
     memory = capacity * BLOCK * len(windows)
     kv = kv_manager(*[blocks] * len(windows), windows=windows, host_memory=memory)
     scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(

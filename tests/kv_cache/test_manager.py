@@ -1,3 +1,5 @@
+"""`KVCacheManager`: claims, reservations, shared prefixes, windows, forks, rollbacks, inputs."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -282,8 +284,8 @@ def test_a_prefix_hit_needs_what_the_window_sees() -> None:
     while long.start_idx < 20:
         advance(manager, long, 99, chunk=4)
     manager.release(long)
-    # In the windowed pool five blocks were in use in turn, the last ones are still there.
-    advance(manager, text_context([7, 7, 7, 7, 7]))  # takes two of them: the oldest
+    # The pool with the window has five blocks, which now hold the end of the text.
+    advance(manager, text_context([7, 7, 7, 7, 7]))  # evicts the oldest two
     for length, hit in ((21, 20), (17, 16), (13, 0)):
         again = text_context(list(range(length)))
         manager.claim(again)

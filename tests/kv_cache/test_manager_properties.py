@@ -22,13 +22,13 @@ from penstock.errors import InsufficientBlocksError
 from penstock.pipelines.core import TextContext
 
 BLOCK = 4
-STREAM = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3  # all prompts begin like it, and go their own way somewhere
+STREAM = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3  # all prompts begin with a part of it
 
 Pick = Callable[[list[TextContext]], TextContext]
 picks = st.integers(0, 100).map(lambda n: lambda contexts: contexts[n % len(contexts)])
 
 
-class Lives(RuleBasedStateMachine):
+class Operations(RuleBasedStateMachine):
     """Claim, compute in steps and chunks, roll back, fork, preempt and release, in any order."""
 
     windows: tuple[int | None, ...] = (None,)
@@ -86,7 +86,7 @@ class Lives(RuleBasedStateMachine):
                 batch.append(context)
         if not batch:
             return
-        self.writes_to_its_own(batch)
+        self.check_written_blocks(batch)
         compute(self.manager, batch)
         for context in batch:
             context.update(token)
@@ -137,13 +137,13 @@ class Lives(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting)
     @rule(pick=picks)
-    def ask(self, pick: Pick) -> None:
+    def check_wait(self, pick: Pick) -> None:
         context = pick(self.waiting)
         if self.manager.waits_for(context):
             assert self.claimed
 
     @invariant()
-    def is_whole(self) -> None:
+    def is_consistent(self) -> None:
         self.manager.check_integrity()
         if not self.claimed:
             assert self.manager.num_free_blocks == self.manager.num_blocks
@@ -163,8 +163,8 @@ class Lives(RuleBasedStateMachine):
             assert done == (tables(self.manager, context), self.manager.num_free_blocks)
         return True
 
-    def writes_to_its_own(self, batch: list[TextContext]) -> None:
-        """No row is written into a block of another context or into a registered block."""
+    def check_written_blocks(self, batch: list[TextContext]) -> None:
+        """Check that no row is written into a block of another context or into a registered block."""
         inputs = self.manager.inputs(batch)
         offsets = np.cumsum([0, *(context.active_length for context in batch)])
         assert inputs.lengths.tolist() == [context.active_idx for context in batch]
@@ -184,24 +184,26 @@ class Lives(RuleBasedStateMachine):
                 assert all(self.manager._pools[index]._digests[block] is None for block in written)
 
 
-class LivesBehindAWindow(Lives):
+class OperationsWithAWindow(Operations):
     windows = (None, 6)
     num_blocks = (14, 9)
 
 
-class LivesBehindWindowsOnly(Lives):
+class OperationsWithWindowsOnly(Operations):
     windows = (3, 9)
     num_blocks = (8, 10)
 
 
-class LivesWithoutPrefixes(Lives):
+class OperationsWithoutPrefixes(Operations):
     windows = (None, 6)
     num_blocks = (14, 14)
     caching = False
 
 
-@pytest.mark.parametrize("lives", [Lives, LivesBehindAWindow, LivesBehindWindowsOnly, LivesWithoutPrefixes])
-def test_lives(lives: type[Lives]) -> None:
+@pytest.mark.parametrize(
+    "operations", [Operations, OperationsWithAWindow, OperationsWithWindowsOnly, OperationsWithoutPrefixes]
+)
+def test_random_operations(operations: type[Operations]) -> None:
     run_state_machine_as_test(
-        lives, settings=settings(max_examples=examples(20), stateful_step_count=30, deadline=None)
+        operations, settings=settings(max_examples=examples(20), stateful_step_count=30, deadline=None)
     )

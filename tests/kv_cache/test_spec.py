@@ -1,3 +1,5 @@
+"""The description of a KV cache: groups of layers, sizes, windows."""
+
 from __future__ import annotations
 
 from typing import Any

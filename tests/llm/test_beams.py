@@ -26,7 +26,7 @@ PROMPTS = ["Hello", "A", "What is longer than a block of sixteen tokens, by far?
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Several tokens end a text: often enough for beams of all lengths, and for each end rule to matter."""
+    """A model with several end tokens, so that beams end at all lengths and each end rule has an effect."""
     return write_tiny_llm(
         tmp_path_factory.mktemp("models") / "tiny", seed=3, eos_token_id=[EOS, 60, 61, 62, 63]
     )
@@ -51,7 +51,7 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 
 
 def expected(reference: Any, llm: LLM, prompt: str, ends: set[int], **options: Any) -> list[tuple[Any, ...]]:
-    """(tokens without the end, whether one ended it, score) of each beam that transformers returns."""
+    """Return for each beam of transformers: tokens without the end, whether an end token ended it, score."""
     tokens = torch.from_numpy(llm.tokenizer.encode_text(prompt))[None]
     result = reference.generate(
         tokens,
@@ -154,8 +154,8 @@ def test_the_prompt_is_computed_once_and_a_step_computes_a_token_a_beam(
     assert rows == [len(prompt)] + [4] * 39
 
 
-def test_another_token_in_place_of_the_sampled_one_costs_nothing() -> None:
-    """At the end of a block too: nothing that is computed counts as taken back."""
+def test_replacing_the_sampled_token_keeps_the_computed_blocks() -> None:
+    """Also at the end of a block, the computed and committed tokens stay."""
     context = context_of(range(1, 17))
     context.update(5)
     context.set_token_indices(committed_idx=16)

@@ -195,7 +195,7 @@ def test_log_probabilities_are_reported_where_requested(llm: LLM) -> None:
     assert [list(top) for top in own.log_probabilities.top_log_probabilities] == [[t] for t in own.token_ids]
     prompt = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)[0]
     assert prompt.log_probabilities is None
-    assert prompt.num_cached_tokens == 0, "what is asked about is computed"
+    assert prompt.num_cached_tokens == 0, "tokens with log probabilities are not skipped"
     assert ids([plain]) == ids([own]) == ids([prompt])
 
 

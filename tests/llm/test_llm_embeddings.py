@@ -134,7 +134,7 @@ def test_an_error_names_its_input_and_leaves_no_state(
     assert llm.embed("cat").shape == (HIDDEN,)
 
 
-def test_an_error_frees_the_room_of_adapters(tmp_path: Path) -> None:
+def test_an_error_frees_the_slots_of_adapters(tmp_path: Path) -> None:
     model = write_tiny_embedder(tmp_path / "model")
     adapters = [write_tiny_adapter(tmp_path / name, seed) for seed, name in enumerate("ab")]
     lora = [f"{path.name}={path}" for path in adapters]

@@ -1,3 +1,5 @@
+"""Fixtures: a small checkpoint, and adapters for it."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -70,21 +70,23 @@ class Script:
             self.pipeline.release(context)
 
 
-def everything_changes(pipeline: TextGenerationPipeline, adapters: dict[str, Path]) -> Script:
-    """Two slots for three adapters: batches of one shape with other adapters, mixed with rows without any;
-    slots that change hands between replays, a name that gets another content, and back."""
+def run_changing_batches(pipeline: TextGenerationPipeline, adapters: dict[str, Path]) -> Script:
+    """Run batches of one shape with three adapters in two slots, and return the recorded script.
+
+    The batches also have rows without an adapter. Between replays, slots get other adapters, and a name is
+    loaded with other content and back."""
     script = Script(pipeline)
     first = script.begin("all", None, "some")
     script.run(first, 4)
     script.run([first[1], first[2], first[0]], 3)
     script.release(first)
-    second = script.begin("head", None, "all")  # in place of "some"
+    second = script.begin("head", None, "all")  # takes the slot of "some"
     script.run(second, 5)
     script.run(second[:2], 3)
     script.release(second)
     third = script.begin("some", "some", "some")
     script.run(third, 3)
-    script.manager.load("some", str(adapters["all"]))  # third goes on with what it was
+    script.manager.load("some", str(adapters["all"]))  # third keeps the earlier content
     script.run(third, 2)
     script.release(third)
     fourth = script.begin("some", None, "head")
@@ -106,7 +108,7 @@ def test_the_bits_of_an_eager_step(
     checkpoint: Path, adapters: dict[str, Path], isa: str, encoding: str
 ) -> None:
     planned, eager = (
-        everything_changes(opened(checkpoint, adapters, isa, encoding, planned=each, max_loras=2), adapters)
+        run_changing_batches(opened(checkpoint, adapters, isa, encoding, planned=each, max_loras=2), adapters)
         for each in (True, False)
     )
     for number, (one, other) in enumerate(zip(planned.logits, eager.logits, strict=True)):
@@ -126,7 +128,8 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 def test_adapters_that_all_threads_share(tmp_path: Path) -> None:
-    """Wide enough that ranks and outputs of one row are shared, of many rows, and of some in between."""
+    """The layers are so wide that threads divide the ranks and outputs of one row, of a few rows and of
+    many."""
     sizes = {"hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 1}
     checkpoint = write_checkpoint(tmp_path / "base", tiny_config() | sizes)
     adapters = {
@@ -140,7 +143,7 @@ def test_adapters_that_all_threads_share(tmp_path: Path) -> None:
         for names in (["large"], ["small"], ["large", "small", None, "large", "large", None, "large"]):
             contexts = script.begin(*names)
             script.run(contexts, 4)
-            for context in contexts:  # its text again, eight rows at a time
+            for context in contexts:  # compute its text again, eight rows at a time
                 script.pipeline.kv.release(context)
                 context.reset()
             script.run(contexts, 2, rows=8)
@@ -180,7 +183,7 @@ def test_a_batch_without_adapters_has_the_plan_that_it_had(
             script.release(contexts)
     assert len(set(statuses[:3] + statuses[4:])) == 1
     kernels = [int(status.split()[1]) for status in (statuses[0], statuses[3])]
-    assert kernels[1] > kernels[0], "a batch with adapters has some for them"
+    assert kernels[1] > kernels[0], "a batch with adapters has kernels for them"
 
 
 def test_an_adapter_for_more_layers_makes_other_plans(checkpoint: Path, adapters: dict[str, Path]) -> None:

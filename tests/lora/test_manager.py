@@ -64,7 +64,9 @@ def request(name: str | None, **fields: Any) -> TextContext:
     return context_of([1, 2, 3], adapter=name, **fields)
 
 
-def laid_out(manager: LoRAManager, contexts: Sequence[TextContext], counts: Sequence[int]) -> list[float]:
+def terms_of_rows(
+    manager: LoRAManager, contexts: Sequence[TextContext], counts: Sequence[int]
+) -> list[float]:
     """Return the term that each row's adapter adds to the first output of a row of ones, or 0."""
     inputs = manager.inputs(contexts, np.array(counts))
     if inputs is None:
@@ -87,7 +89,7 @@ def sum_of(value: float) -> float:
 def test_each_row_gets_its_own_adapter(make: Callable[..., LoRAManager]) -> None:
     contexts = [request(name) for name in ("b", None, "a", "b")]
     expected = [sum_of(2)] * 3 + [0.0] + [sum_of(1)] * 2 + [sum_of(2)]
-    assert laid_out(make(), contexts, [3, 1, 2, 1]) == expected
+    assert terms_of_rows(make(), contexts, [3, 1, 2, 1]) == expected
 
 
 def test_a_batch_without_adapters_costs_nothing(make: Callable[..., LoRAManager]) -> None:
@@ -104,7 +106,7 @@ def test_inputs_hold_only_layers_with_adapters(make: Callable[..., LoRAManager],
         found.append(inputs)
     layers = [set(inputs.matrices) for inputs in found]
     assert layers == [set(inputs.ranks) for inputs in found]
-    assert layers == [{"m.q_proj"}, *[{"m.q_proj", "m.k_proj"}] * 3], "those of the first stay what they were"
+    assert layers == [{"m.q_proj"}, *[{"m.q_proj", "m.k_proj"}] * 3], "earlier inputs do not change"
     for layer in ("m.q_proj", "m.k_proj"):
         assert inputs.ranks[layer].tolist().count(2) == 1
         assert inputs.ranks[layer].tolist().count(0) == 3
@@ -151,7 +153,7 @@ def test_slots_hold_the_requested_adapters_and_evict_the_oldest(steps: list[list
             recent = [*(one for one in recent if one != i), i]
         held = {digest[0] for digest in slots.held if digest}
         evicted = before - held
-        assert set(recent[-len(held) :]) == held, "the least recently used have gone"
+        assert set(recent[-len(held) :]) == held, "the least recently used adapters were evicted"
         assert len(evicted) <= len(step)
 
 
@@ -159,8 +161,8 @@ def test_a_slot_is_cleared_before_reuse(make: Callable[..., LoRAManager], tmp_pa
     manager = make(2, max_loras=2)
     manager.load("k", str(write(tmp_path / "k", 3.0, "m.k_proj", 4)))
     a, b, k = request("a"), request("b"), request("k")
-    assert laid_out(manager, [a, b], [1, 1]) == [sum_of(1), sum_of(2)]
-    assert laid_out(manager, [b, k], [1, 1]) == [sum_of(2), 0.0]
+    assert terms_of_rows(manager, [a, b], [1, 1]) == [sum_of(1), sum_of(2)]
+    assert terms_of_rows(manager, [b, k], [1, 1]) == [sum_of(2), 0.0]
 
 
 # -- Names and contents ----------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ def test_names_and_their_limits(make: Callable[..., LoRAManager], tmp_path: Path
     path = str(tmp_path / "a")
     with pytest.raises(InputError, match="2 adapters are loaded, and the maximum is 2"):
         manager.load("c", path)
-    manager.load("b", path)  # in place of another: no more than before
+    manager.load("b", path)  # replaces an adapter: the number stays the same
     manager.unload("a")
     manager.load("c", path)
     assert manager.names() == [("b", path), ("c", path)]
@@ -214,9 +216,9 @@ def test_a_request_keeps_its_adapter_content(make: Callable[..., LoRAManager], t
     began = manager.digest(old)
     manager.load("a", str(write(tmp_path / "new", 7.0)))
     assert manager.digest(old) == began != manager.digest(later)
-    assert laid_out(manager, [old, later], [1, 1]) == [sum_of(1), sum_of(7)]
+    assert terms_of_rows(manager, [old, later], [1, 1]) == [sum_of(1), sum_of(7)]
     manager.unload("a")
-    assert laid_out(manager, [later, old], [1, 1]) == [sum_of(7), sum_of(1)]
+    assert terms_of_rows(manager, [later, old], [1, 1]) == [sum_of(7), sum_of(1)]
     manager.release(old)
     manager.release(old)
     with pytest.raises(UnknownModelError):
@@ -243,10 +245,10 @@ def test_no_more_adapters_run_than_there_are_slots(make: Callable[..., LoRAManag
     a, a2, b, c = request("a"), request("a"), request("b"), request("c")
     assert [manager.ready(one) for one in (a, b, c, a2, request(None))] == [True, True, False, True, True]
     manager.release(a)
-    assert not manager.ready(c), "the other one that uses it still runs"
+    assert not manager.ready(c), "another request with adapter a still runs"
     manager.release(a2)
     assert manager.ready(c)
-    assert manager.ready(b), "asked again it is still let in"
+    assert manager.ready(b), "a repeated check has the same result"
     assert not manager.ready(a)
 
 
@@ -270,10 +272,10 @@ def test_a_stream_for_one_adapter_does_not_starve_another(make: Callable[..., Lo
         if manager.ready(fresh):
             manager.release(running)
             running = fresh
-    assert not manager.ready(request("a")), "no caller passes it any more"
+    assert not manager.ready(request("a")), "the starved request blocks new requests"
     assert manager.ready(running)
     manager.release(running)
-    assert not manager.ready(rival), "nor takes the room that has become free"
+    assert not manager.ready(rival), "the free slot is reserved for the starved request"
     assert manager.ready(starved)
     manager.release(starved)
     assert manager.ready(rival)
@@ -304,8 +306,8 @@ def test_batches_take_turns_without_a_scheduler(make: Callable[..., LoRAManager]
     manager = make(3, max_loras=2)
     a, b, c = (request(name) for name in "abc")
     for _ in range(2):
-        assert laid_out(manager, [a, b], [1, 1]) == [sum_of(1), sum_of(2)]
-        assert laid_out(manager, [c, b], [1, 1]) == [sum_of(3), sum_of(2)]
+        assert terms_of_rows(manager, [a, b], [1, 1]) == [sum_of(1), sum_of(2)]
+        assert terms_of_rows(manager, [c, b], [1, 1]) == [sum_of(3), sum_of(2)]
 
 
 # -- Configuration ---------------------------------------------------------------------------------------

@@ -382,7 +382,7 @@ def test_the_table_shows_reduced_values() -> None:
     assert "9 requests" in text
 
 
-def test_bytes_for_people() -> None:
+def test_readable_sizes() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1024, 1536, 5 * 2**20, 2**30, 2**41)] == [
         "0 bytes",
         "1023 bytes",

@@ -191,7 +191,7 @@ def test_a_router_keeps_its_digits() -> None:
 
 
 class Store:
-    """Layers that were packed before, in order."""
+    """A store of packed layers, in load order."""
 
     def __init__(self, layers: list[PackedLinear]) -> None:
         self.layers = layers
@@ -201,7 +201,7 @@ class Store:
 
 
 def test_weights_that_are_already_packed_are_not_read() -> None:
-    """Reading may dequantize, which would take longer than the rest of the start."""
+    """Reading a weight may dequantize it, which would take longer than the rest of the load."""
 
     def build(loader: Loader) -> list[PackedLinear]:
         loader.linear("x", 70, 96, transposed=True)
@@ -221,7 +221,7 @@ def test_weights_that_are_already_packed_are_not_read() -> None:
     assert list(loader.linears) == ["x", "y.a", "y.b", "z"]
 
 
-def load_later(source: Source, encoding: str) -> Loader:
+def load_lazily(source: Source, encoding: str) -> Loader:
     return Loader(source, encoding, torch.device("cpu"), BACK_ENDS["best"], lazy="all")
 
 
@@ -231,11 +231,11 @@ def is_deferred(packed: PackedLinear) -> bool:
 
 @needs_kernels
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
-def test_mapped_floats_are_packed_when_they_are_looked_at(encoding: str) -> None:
+def test_mapped_floats_are_packed_when_they_are_read(encoding: str) -> None:
     parts = {"a": 128, "b": 64, "c": 70}
     source = Source({f"x.{name}.weight": random(size, 80, seed=size) for name, size in parts.items()})
     source.mapped = set(source.tensors)
-    packed = load_later(source, encoding).fused("x", parts, 80).packed
+    packed = load_lazily(source, encoding).fused("x", parts, 80).packed
     assert is_deferred(packed) == ENCODINGS[encoding].packs_lazily
     assert source.released == ([] if is_deferred(packed) else list(source.tensors))
     kind = ENCODINGS[packed.encoding]
@@ -257,7 +257,7 @@ def test_weights_that_cannot_be_packed_lazily_are_packed_at_once() -> None:
         }
     )
     source.mapped = set(source.tensors) - {"widened.weight"}
-    loader = load_later(source, "bfloat16")
+    loader = load_lazily(source, "bfloat16")
     assert not is_deferred(loader.linear("widened", 64, 80).packed)
     assert is_deferred(loader.linear("plain", 64, 80).packed)
     at_once = load(source, "bfloat16", BACK_ENDS["best"])
@@ -265,9 +265,9 @@ def test_weights_that_cannot_be_packed_lazily_are_packed_at_once() -> None:
 
 
 @needs_kernels
-def test_a_head_that_is_tied_waits_with_its_table() -> None:
+def test_a_tied_head_is_packed_lazily_with_its_table() -> None:
     table = random(130, 80).bfloat16()
-    packed = load_later(Source({}), "bfloat16").head("lm_head", 130, 80, tied_to=table).packed
+    packed = load_lazily(Source({}), "bfloat16").head("lm_head", 130, 80, tied_to=table).packed
     assert is_deferred(packed)
     assert torch.equal(unpack_linear(packed), table)
 

@@ -24,7 +24,7 @@ from penstock.serve.observability.metrics import ENGINE_METRICS
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "packaging" / "kubernetes"
 MANIFESTS = {path.stem: yaml.safe_load(path.read_text()) for path in FOLDER.glob("*.yaml")}
-APART = {"kustomization", "rayservice"}  # the latter replaces the others
+APART = {"kustomization", "rayservice"}  # a RayService replaces the other manifests
 
 
 def container() -> dict[str, Any]:

@@ -39,7 +39,7 @@ def names_of(requirements: list[str]) -> set[str]:
     return {re.split(r"[\[<>=!~ ]", one)[0].lower().replace("_", "-") for one in requirements}
 
 
-def test_the_version_is_said_once() -> None:
+def test_the_version_is_defined_once() -> None:
     assert PROJECT["dynamic"] == ["version"]
     newest = re.search(r"^## (\S+?),? (\S+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert newest is not None
@@ -51,7 +51,7 @@ def test_every_extra_is_explained() -> None:
     page = (ROOT / "docs" / "getting-started.md").read_text()
     assert not [extra for extra in EXTRAS if f"`{extra}`" not in page and f"'.[{extra}]'" not in page]
     (everything,) = EXTRAS["all"]
-    # xgrammar is an alternative to what `grammar` installs, and asks for triton, 1 GB. So does cuda. Only
+    # xgrammar is an alternative to the packages of `grammar`. xgrammar and cuda install triton (1 GB). Only
     # clusters need ray.
     apart = {"all", "dev", "docs", "browser", "xgrammar", "cuda", "ray"}
     assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == {*EXTRAS} - apart
@@ -133,10 +133,10 @@ def test_files_the_image_copies_exist_and_are_not_ignored() -> None:
     assert {"penstock", "pyproject.toml", "CMakeLists.txt"} <= {*sources}
     for source in sources:
         assert (ROOT / source).exists()
-        assert f"!{source}" in ignored, f"{source} is not let through"
+        assert f"!{source}" in ignored, f"{source} is excluded by .dockerignore"
 
 
-def test_the_image_starts_a_server_and_asks_for_its_health() -> None:
+def test_the_image_starts_a_server_and_checks_its_health() -> None:
     command = re.findall(r'"([^"]*)"', DOCKERFILE[DOCKERFILE.index("ENTRYPOINT") :])
     result = CliRunner().invoke(cli, [*command[1:], "--print-config"])
     assert result.exit_code == 0, result.stderr
@@ -155,8 +155,8 @@ def test_both_stages_start_from_the_same_image() -> None:
     assert "ARG BASE=python:" in DOCKERFILE[: DOCKERFILE.index("FROM $BASE")]
 
 
-def test_the_image_is_built_by_engines_that_are_not_the_newest() -> None:
-    """`--start-interval`, heredocs and `RUN --mount` stop or confuse those that came before them."""
+def test_older_versions_of_docker_build_the_image() -> None:
+    """Older versions of Docker do not support `--start-interval`, heredocs and `RUN --mount`."""
     (flags,) = re.findall(r"^HEALTHCHECK((?: --\S+)+)", DOCKERFILE, flags=re.MULTILINE)
     names = set(re.findall(r"--([\w-]+)=", flags))
     assert names <= {"interval", "timeout", "start-period", "retries"}
@@ -185,8 +185,8 @@ def test_a_source_change_installs_no_package_anew() -> None:
     assert "--no-deps" in last
 
 
-def test_the_image_has_the_cpp_kernels_or_is_none() -> None:
-    """The project's own build goes on without them: a setting of the command line is stronger than that."""
+def test_the_image_build_fails_without_cpp_kernels() -> None:
+    """By default a build continues without the kernels; the setting on the command line overrides this."""
     (override,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["overrides"]
     assert override == {"if": {"failed": True}, "wheel": {"cmake": False}}
     assert "-C wheel.cmake=true" in DOCKERFILE
@@ -205,7 +205,7 @@ def test_the_unit_starts_a_server_and_waits_for_its_end() -> None:
 
 
 def test_an_installed_torch_is_shared(tmp_path: Path) -> None:
-    """Of an environment as of a system: the new environment sees it, and pip is not told to replace it."""
+    """The new environment can import the torch of the given Python, and the constraints do not replace it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], check=True)
     child = in_scripts(f"share_torch {sys.executable} {tmp_path}/new; constraints_of {tmp_path}/new")
     constraints = Path(child.stdout.strip())

@@ -1,3 +1,5 @@
+"""The command `python -m benchmarks.peers`: checkpoints, encodings, errors."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Alternating runs of two engines: workloads, figures, ratios, tables."""
+
 from __future__ import annotations
 
 import json
@@ -126,7 +128,11 @@ def test_ratio_is_the_median_of_the_ratios_of_pairs() -> None:
     row = row_of(WORKLOADS["decode"], "", found, [{"gb_s": speed, "tflop_s": 1} for speed in (30, 10, 20)])
     assert row["ours"] == [10, 30, 16]
     assert (row["median_ours"], row["median_theirs"]) == (16, 10)
-    assert (row["ratio"], row["lowest"], row["highest"]) == (2, 1, 3)  # 16 by 10 is not what is meant
+    assert (row["ratio"], row["lowest"], row["highest"]) == (
+        2,
+        1,
+        3,
+    )  # not the ratio of the medians, 16 to 10
     assert (row["gb_s"], row["same_first_token"], row["unit"]) == (20, 2, "tokens/s")
 
 

@@ -1,3 +1,5 @@
+"""Engines in child processes: requests, signals, errors, memory."""
+
 from __future__ import annotations
 
 import os

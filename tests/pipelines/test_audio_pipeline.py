@@ -177,7 +177,7 @@ def test_audio_after_the_last_token_takes_no_tokens_and_no_blocks(folder: Path) 
 
 
 def test_a_context_that_only_has_audio_left_is_never_preempted(folder: Path) -> None:
-    """Not for blocks, though the last request is the first to be preempted."""
+    """It is not preempted for blocks, although the scheduler preempts the last request first."""
     model = Model(folder, audio_chunk_frames=1, kv_cache_memory=22 << 12, kv_cache_block_size=16)
     model.pipeline._max_frames = 1
     scheduler = model.scheduler = load_scheduler(model.config, model.pipeline)
@@ -354,7 +354,7 @@ def test_generation_of_speech_tokens_is_a_task(folder: Path) -> None:
     assert context.speech_token_status is TextGenerationStatus.END_OF_SEQUENCE
 
 
-def test_a_context_survives_the_way_to_the_worker(folder: Path) -> None:
+def test_a_context_can_be_serialized(folder: Path) -> None:
     model = Model(folder)
     context = model.context("a")
     sent = msgpack_numpy_decoder(TTSContext)(msgpack_numpy_encoder()(context))

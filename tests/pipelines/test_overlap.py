@@ -134,9 +134,9 @@ def served(
     Args:
         pipeline: the pipeline.
         contexts: the contexts.
-        every: one context arrives after so many steps; 0: all at the start.
+        every: number of steps between two arrivals; 0: all contexts arrive at the start.
         cancels: request id -> number of tokens after which it is cancelled.
-        limits: of the scheduler.
+        limits: arguments of the scheduler.
     """
     steps = pipeline.overlapped_steps
     make = Scheduler if steps is None else partial(OverlappedScheduler, steps=steps)

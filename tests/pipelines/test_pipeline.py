@@ -295,7 +295,7 @@ def test_one_row_of_logits_for_any_request(pipeline: TextGenerationPipeline) -> 
     assert run_once(**asked).logit_offsets.tolist() == [0, 1, 2]
 
 
-def test_inputs_of_a_models_own() -> None:
+def test_inputs_that_a_model_defines() -> None:
     @dataclass(kw_only=True)
     class Bytes(ModelInputs):
         data: torch.Tensor

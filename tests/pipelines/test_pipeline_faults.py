@@ -39,7 +39,7 @@ def with_logits(outputs: Any, logits: torch.Tensor) -> Any:
 
 
 class Turncoat:
-    """A matcher that allows everything and then refuses the third token."""
+    """A matcher whose mask allows every token, but which rejects the third one."""
 
     def __init__(self) -> None:
         self.num_accepted = 0
@@ -75,7 +75,7 @@ def test_a_context_that_cannot_take_its_token(
     failure = pipeline.failures.pop("bad")
     assert isinstance(failure, RequestFailedError)
     assert "request bad ended because of an internal error" in str(failure)
-    assert "the grammar does not accept" in caplog.text, "the log has what the caller is not told"
+    assert "the grammar does not accept" in caplog.text, "the log has the details"
     assert "the grammar does not accept" not in str(failure)
     with pytest.raises(InputError, match="request bad has ended"):
         pipeline.execute(batch)
@@ -171,7 +171,7 @@ def test_minus_infinity_is_a_number(pipeline: TextGenerationPipeline) -> None:
 
 
 class Grammars:
-    """A compiler that takes three looks."""
+    """A compiler whose grammar is ready at the third check."""
 
     def __init__(self) -> None:
         self.looks = 0

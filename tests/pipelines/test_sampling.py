@@ -1,4 +1,4 @@
-"""Sampling against a rule written down once more, in numpy, row by row."""
+"""Sampling compared with the same rule in numpy, row by row."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_bitmask(ops: Ops) -> None:
 
 
 def test_splitmix64_golden_vectors() -> None:
-    """The generator's published outputs, and the draws made of them."""
+    """The published outputs of the generator, and the draws computed from them."""
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert [splitmix64(1234567, position) for position in range(4)] == known
     assert splitmix64(0, 0) == 0xE220A8397B1DCDAF

@@ -30,7 +30,7 @@ def adjusted(
     contexts: list[TextContext],
     drafts: list[list[int]] | None = None,
 ) -> torch.Tensor:
-    """A row a context, and one more for each of its drafts."""
+    """Return the adjusted logits ``[R, V]``: one row for each context and one for each of its drafts."""
     counts = [1 + len(draft) for draft in drafts or [[]] * len(contexts)]
     sequences = np.arange(len(contexts)).repeat(counts)
     positions = [c.active_idx + j for c, count in zip(contexts, counts, strict=True) for j in range(count)]
@@ -48,7 +48,7 @@ def advanced(context: TextContext, tokens: list[int]) -> TextContext:
 
 
 def expected_row(row: np.ndarray, context: TextContext, drafts: list[int]) -> tuple[np.ndarray, set[int]]:
-    """The rule spelled out: (scores, tokens that cannot come)."""
+    """Return the adjusted logits ``[V]`` and the set of forbidden tokens, by definition."""
     params, scores = context.sampling_params, row.astype(np.float64).copy()
     generated = context.generated_tokens.tolist() + drafts
     for token, bias in (params.logit_bias or {}).items():
@@ -218,7 +218,7 @@ def test_no_penalty_makes_a_logit_non_finite(penalty: float) -> None:
     assert (result.abs() <= 1e15).all()
 
 
-# Counts are kept up, whatever happens to the tokens.
+# Counts follow every change of the tokens.
 
 
 def counts_of(context: TextContext) -> dict[int, float]:
@@ -275,7 +275,7 @@ def test_many_tokens_are_counted_one_by_one() -> None:
     assert counts_of(context) == recounted(context)
 
 
-def test_a_context_crosses_with_its_rules() -> None:
+def test_a_context_is_serialized_with_its_rules() -> None:
     params = SamplingParams(logit_bias={3: 5, 4: -0.5}, allowed_token_ids=[3, 4], banned_token_ids=[4])
     context = advanced(context_of([1, 2], sampling_params=params), [3])
     assert context.logit_rules is not None
@@ -331,9 +331,13 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 @pytest.mark.parametrize(
     ("params", "allowed_by_grammar", "expected"),
     [
-        ({"banned_token_ids": [4, 5]}, [4], 4),  # the grammar comes first
+        ({"banned_token_ids": [4, 5]}, [4], 4),  # the grammar has precedence
         ({"min_new_tokens": 5}, [3], 3),  # a grammar at its end may end the output
-        ({"min_new_tokens": 5, "banned_token_ids": [4]}, [4, 3], 3),  # held off comes before forbidden
+        (
+            {"min_new_tokens": 5, "banned_token_ids": [4]},
+            [4, 3],
+            3,
+        ),  # a delayed end is preferred to a banned token
         ({"min_new_tokens": 5, "banned_token_ids": [4, 3]}, [4, 3, 6], 6),
         ({"allowed_token_ids": [4, 6]}, [4, 5], 4),
         ({"min_new_tokens": 5, "banned_token_ids": [t for t in range(V) if t != 3]}, None, 3),

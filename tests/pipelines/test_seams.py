@@ -1,5 +1,5 @@
-"""Where later features enter a forward, each exercised by a fake: encodings, adapters, given embeddings,
-drafts, grammars."""
+"""Extension points of a forward, each driven by a fake: encodings, adapters, given embeddings, drafts,
+grammars."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class FakeLoRAManager:
 
 
 def merge(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Path:
-    """The checkpoint with the adapter's products added to its weights."""
+    """Write the checkpoint with the adapter's products added to its weights."""
     tensors = load_file(checkpoint / "model.safetensors")
     for name, (down, up) in manager.matrices.items():
         delta = (up[0] @ down[0]).cpu()
@@ -151,7 +151,7 @@ def test_an_adapter_over_several_steps_and_through_the_cache(checkpoint: Path) -
     for adapter, text in zip((None, "tone"), together, strict=True):
         context = context_of(PROMPT, 20, adapter=adapter)
         assert generate(pipeline, [context]) == [text]
-        assert context.num_cached_tokens == 16, "each finds its own blocks, never the other's"
+        assert context.num_cached_tokens == 16, "each finds only the blocks with its own adapter"
 
 
 def test_an_adapter_on_an_int8_model_leaves_other_rows_as_they_were(checkpoint: Path) -> None:

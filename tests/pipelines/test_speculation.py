@@ -195,7 +195,7 @@ def test_min_new_tokens_holds_off_drafted_ends(pipeline: TextGenerationPipeline)
 
 
 class Careless(Oracle):
-    """Drafts ids that are no tokens, in the middle of right ones."""
+    """Drafts invalid token ids between valid ones."""
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         return [[*draft[:2], bad, *draft[2:]] for draft, bad in zip(

@@ -1,4 +1,4 @@
-"""`AdaptiveDraftLength` on simulated machines: long drafts where they pay, none where they do not."""
+"""`AdaptiveDraftLength` on simulated machines: long drafts if they are faster, otherwise no drafts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Machine:
         self.num_steps = 0
 
     def step(self) -> tuple[list[int], int, float]:
-        """Widths, tokens and seconds of a step."""
+        """Run a step and return the draft lengths, the number of tokens and the seconds."""
         widths = self.policy.lengths(self.contexts, [self.room] * len(self.contexts))
         drafts = [[0] * width for width in widths]
         accepted = [self._accepted(rate, width) for rate, width in zip(self.rates, widths, strict=True)]
@@ -42,7 +42,7 @@ class Machine:
         return widths, len(widths) + sum(accepted), forward + proposal
 
     def run(self, steps: int) -> tuple[list[float], float]:
-        """Mean width of each context, and tokens a second."""
+        """Run steps and return the mean draft length of each context, and tokens per second."""
         total, tokens, seconds = [0] * len(self.rates), 0, 0.0
         for _ in range(steps):
             widths, gained, took = self.step()
@@ -58,16 +58,16 @@ class Machine:
 
 
 def memory_bound(rows: int) -> float:
-    """A processor that waits for weights: rows are nearly free."""
+    """Seconds of a step that is bound by reading weights: more rows cost little."""
     return 0.010 + 0.0002 * rows
 
 
 def compute_bound(rows: int) -> float:
-    """Each row costs as much as the first."""
+    """Seconds of a step in which each row costs as much as the first."""
     return 0.010 * rows
 
 
-def test_drafts_that_are_right_make_it_wide() -> None:
+def test_accepted_drafts_get_longer() -> None:
     machine = Machine([1.0], memory_bound)
     machine.run(30)
     (width,), speed = machine.run(100)
@@ -77,7 +77,7 @@ def test_drafts_that_are_right_make_it_wide() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize(("rate", "cost"), [(0.0, memory_bound), (0.9, compute_bound), (0.3, compute_bound)])
-def test_off_where_it_does_not_pay(rate: float, cost: Cost, noise: float) -> None:
+def test_no_drafts_if_they_are_not_faster(rate: float, cost: Cost, noise: float) -> None:
     machine = Machine([rate], cost, noise=noise)
     machine.run(150)
     (width,), speed = machine.run(600)
@@ -103,7 +103,7 @@ def test_each_context_by_its_own_acceptance() -> None:
     assert never < half < sure
 
 
-def test_a_large_batch_is_narrower_than_a_small_one() -> None:
+def test_a_large_batch_has_shorter_drafts_than_a_small_one() -> None:
     def cost(rows: int) -> float:
         return 0.010 if rows <= 16 else 0.010 + 0.001 * (rows - 16)
 
@@ -115,7 +115,7 @@ def test_a_large_batch_is_narrower_than_a_small_one() -> None:
     assert means[0] > means[1] > means[2]
 
 
-def test_a_few_slow_steps_do_not_make_it_timid() -> None:
+def test_a_few_slow_steps_do_not_shorten_drafts() -> None:
     slow_until = 6
 
     def cost(rows: int) -> float:
@@ -135,7 +135,7 @@ def test_drafting_resumes_when_the_text_repeats() -> None:
     steps = 0
     while machine.step()[0] != [8]:
         steps += 1
-        assert steps < 600, "it is asked every 256 steps at least"
+        assert steps < 600, "a draft is tried at least every 256 steps"
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.4, 0.7, 0.95])
@@ -181,8 +181,8 @@ def test_costs_between_and_beyond_what_was_seen() -> None:
     assert seconds(2, 0) == 1
     assert seconds(4, 0) == 1.5
     assert seconds(6, 3) == pytest.approx(2.6)
-    assert 2 < seconds(12, 0) < 2.2, "as good as nothing, until it is tried"
-    assert seconds(1, 0) == 0.5, "proportionally less, until it is tried"
+    assert 2 < seconds(12, 0) < 2.2, "additional rows cost little, until measured"
+    assert seconds(1, 0) == 0.5, "proportional to the rows, until measured"
     for _ in range(3):
         costs.add(4, 0, 50.0, 0.0)  # three slow steps: those of 6 rows were faster
     assert seconds(4, 0) == 2

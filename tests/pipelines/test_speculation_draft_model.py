@@ -35,7 +35,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def noisy(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with a little noise in its weights: right about half of the time."""
+    """The target with noise in its weights: about half of its drafts are accepted."""
     folder = tmp_path_factory.mktemp("noisy")
     generator = torch.Generator().manual_seed(1)
     tensors = load_file(target / "model.safetensors")
@@ -48,7 +48,7 @@ def noisy(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of another shape, shorter, and never right."""
+    """A draft model of another shape with a smaller maximum length, whose drafts are rarely accepted."""
     config = tiny_config() | {"num_hidden_layers": 1, "max_position_embeddings": 48}
     return with_tokenizer(write_checkpoint(tmp_path_factory.mktemp("stranger"), config, seed=5))
 
@@ -94,7 +94,7 @@ def test_a_mixed_batch(request: pytest.FixtureRequest, target: Path, draft: str)
     assert {"target": rate == 1, "noisy": 0.2 < rate < 0.99, "stranger": rate < 0.2}[draft], rate
     assert stats.num_proposed > 50
     proposer.kv.check_integrity()
-    assert proposer.kv.num_free_blocks == proposer.kv.num_blocks, "all texts are let go"
+    assert proposer.kv.num_free_blocks == proposer.kv.num_blocks, "all texts are released"
 
 
 def test_the_draft_samples_with_the_targets_numbers(target: Path) -> None:
@@ -193,7 +193,7 @@ def test_the_draft_cache_evicts_idle_texts(target: Path, noisy: Path) -> None:
     contexts = [context_of([token] * 30, 40) for token in range(6)]
     drafts = [proposer.propose([context], [4])[0] for context in contexts]
     assert [len(draft) for draft in drafts] == [4] * 6, "8 blocks hold two or three of the six"
-    assert proposer.propose(contexts[:1], [4]) == drafts[:1], "the first was let go, and read again"
+    assert proposer.propose(contexts[:1], [4]) == drafts[:1], "the first text was evicted and computed again"
     assert any(not draft for draft in proposer.propose(contexts, [4] * 6)), "together they do not fit"
     for context in contexts:
         proposer.release(context)
@@ -210,7 +210,7 @@ def test_a_prefix_that_only_the_target_has(target: Path) -> None:
     assert pipeline.speculation_stats.acceptance_rate == 1
 
 
-def test_widths_of_none_leave_it_behind_until_it_catches_up(target: Path) -> None:
+def test_the_draft_model_catches_up_after_steps_without_drafts(target: Path) -> None:
     pipeline, _ = opened(target, target)
     widths = pipeline.draft_lengths
     assert widths is not None
@@ -283,7 +283,8 @@ def test_a_real_pair(shared_data: Path, top_k: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama2xs", "stories260K"])
 def test_drafts_keep_to_the_grammar(shared_data: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same text, with and without drafts; and more of them are right than of a draft model's own."""
+    """The text is the same with and without drafts. With grammar masks, more drafts are accepted than
+    without."""
     pytest.importorskip("xgrammar")
     models = shared_data / "models"
     params = [
@@ -305,11 +306,11 @@ def test_drafts_keep_to_the_grammar(shared_data: Path, name: str, monkeypatch: p
             return [(output.token_ids, output.text) for output in outputs], llm.pipeline.speculation_stats
 
     texts, _ = run()
-    assert re.fullmatch(grammars[0].text, texts[0][1]), "its first space too"  # type: ignore[union-attr]
+    assert re.fullmatch(grammars[0].text, texts[0][1]), "the first space is part of the text"  # type: ignore[union-attr]
     within, stats = run(draft_model_path=str(models / name))
     with monkeypatch.context() as patch:
         patch.setattr("penstock.pipelines.speculative.draft_model.grammar_bitmask", lambda *_: None)
         without, stats_without = run(draft_model_path=str(models / name))
     assert texts == within == without
     assert stats.num_accepted > 1.1 * stats_without.num_accepted
-    assert stats.acceptance_rate == 1 or name != "stories260K", "the model itself is right each time"
+    assert stats.acceptance_rate == 1 or name != "stories260K", "drafts of the same model are always accepted"

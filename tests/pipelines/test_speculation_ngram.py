@@ -1,4 +1,4 @@
-"""`NGramProposer` against a search through the whole text, and how little it does a token."""
+"""`NGramProposer` compared with a search through the whole text, and its work per token."""
 
 from __future__ import annotations
 

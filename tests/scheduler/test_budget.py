@@ -1,3 +1,5 @@
+"""The number of rows that contexts get in a step."""
+
 from __future__ import annotations
 
 import pytest

@@ -110,7 +110,7 @@ def test_a_waiting_client_gets_exactly_its_share() -> None:
     assert run.scheduler.num_preemptions == 4
     for _ in range(50):
         run.step()
-    assert run.scheduler.num_preemptions == 4, "no place changes hands again"
+    assert run.scheduler.num_preemptions == 4, "no further slot moves to another client"
     run.finish()
 
 
@@ -150,7 +150,7 @@ def test_consecutive_requests_cause_one_preemption() -> None:
     assert run.scheduler.num_preemptions == 1
     for _ in range(64):
         run.step()
-    assert run.running() == {"a": 4}, "at last the place is taken again"
+    assert run.running() == {"a": 4}, "the reserved slot is used again"
     run.finish()
 
 

@@ -17,7 +17,7 @@ from penstock.scheduler.isolation import Isolation
 DONE = TextGenerationStatus.END_OF_SEQUENCE
 
 
-class ModelRunner:
+class FailingPipeline:
     """A pipeline that records its batches and fails if a batch contains one of the given requests."""
 
     kv = NullKVCache()
@@ -47,8 +47,8 @@ def batch(names: str) -> dict[str, TextContext]:
     return {name: text_context([1], request_id=name) for name in names}
 
 
-def run(names: str, faults: str) -> tuple[ModelRunner, dict[str, PenstockError]]:
-    forwards = ModelRunner()
+def run(names: str, faults: str) -> tuple[FailingPipeline, dict[str, PenstockError]]:
+    forwards = FailingPipeline()
     forwards.culprits = {name: ZeroDivisionError(name) for name in faults}
     outputs, failures = Isolation(forwards).execute(batch(names), 1)
     assert list(outputs) == forwards.outputs == [name for name in names if name not in faults]
@@ -82,14 +82,14 @@ def test_only_failing_requests_end_after_few_runs(size: int, data: st.DataObject
 
 
 def test_a_request_error_is_not_changed() -> None:
-    forwards, refusal = ModelRunner(), InputError("no such adapter")
+    forwards, refusal = FailingPipeline(), InputError("no such adapter")
     forwards.culprits = {"b": refusal}
     _, failures = Isolation(forwards).execute(batch("ab"), 1)
     assert failures == {"b": refusal}
 
 
 def test_the_last_error_is_raised_if_no_part_runs() -> None:
-    forwards = ModelRunner()
+    forwards = FailingPipeline()
     forwards.culprits = {name: ZeroDivisionError(name) for name in "ab"}
     with pytest.raises(ZeroDivisionError, match="b"):
         Isolation(forwards).execute(batch("ab"), 1)
@@ -98,7 +98,7 @@ def test_the_last_error_is_raised_if_no_part_runs() -> None:
 
 
 def test_bisection_stops_after_several_failures_in_a_row() -> None:
-    forwards, names = ModelRunner(), [str(number) for number in range(100)]
+    forwards, names = FailingPipeline(), [str(number) for number in range(100)]
     forwards.culprits = {name: ZeroDivisionError(name) for name in names}
     with pytest.raises(ZeroDivisionError, match="7"):
         Isolation(forwards).execute({name: text_context([1]) for name in names}, 1)
@@ -110,7 +110,7 @@ def test_many_failing_requests_end_if_another_one_runs() -> None:
 
 
 def test_two_failures_of_a_single_request_in_a_row_raise() -> None:
-    forwards = ModelRunner()
+    forwards = FailingPipeline()
     forwards.culprits = {name: ZeroDivisionError(name) for name in "abd"}
     isolation = Isolation(forwards)
     assert list(isolation.execute(batch("a"), 1)[1]) == ["a"]
@@ -121,7 +121,7 @@ def test_two_failures_of_a_single_request_in_a_row_raise() -> None:
 
 
 def test_errors_of_requests_do_not_count() -> None:
-    forwards = ModelRunner()
+    forwards = FailingPipeline()
     forwards.culprits = dict.fromkeys("abc", InputError("refused"))
     isolation = Isolation(forwards)
     for names in ("a", "b", "abc"):
@@ -129,7 +129,7 @@ def test_errors_of_requests_do_not_count() -> None:
 
 
 def test_an_interrupt_is_not_a_fault() -> None:
-    forwards = ModelRunner()
+    forwards = FailingPipeline()
     forwards.culprits = {"a": KeyboardInterrupt()}  # type: ignore[dict-item]
     with pytest.raises(KeyboardInterrupt):
         Isolation(forwards).execute(batch("ab"), 1)

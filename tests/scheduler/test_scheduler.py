@@ -51,7 +51,7 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
 
     def submit(self, name: str, prompt: int | list[int], new: int, **fields: Any) -> TextContext:
-        """Submits a prompt, a given one or one of a given length like no other."""
+        """Submit a request. An int as prompt stands for that many tokens that no other request has."""
         if isinstance(prompt, int):
             prompt = [ord(name)] * prompt
         context = text_context(prompt, max_length=len(prompt) + new, request_id=name, **fields)
@@ -649,7 +649,7 @@ def test_a_step_checks_few_contexts_of_a_long_queue() -> None:
 def test_an_error_in_ready_ends_its_request_only() -> None:
     def ready(context: TextContext) -> bool:
         if context.request_id == "a":
-            raise KeyError("a mistake of ours")
+            raise KeyError("an internal error")
         return True
 
     run = Run(ready=ready)

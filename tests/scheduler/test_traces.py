@@ -1,9 +1,10 @@
 """Whole workloads as tables: the number of rows of each request in each step.
 
-Above the line the machine, then the requests: name, step before which it comes, prompt tokens, new tokens,
-and perhaps its priority. Below it one column a request and one line a step; ``.`` is a step without it,
-``-`` marks it preempted, ``x`` cancelled before this step.
-"""
+Above the line are the sizes of the machine and one line for each request: name, number of the step before
+which it arrives, prompt tokens, new tokens, and optionally priority or cancellation. Below the line is a
+table with one column for each request and one line for each step. A number is the rows of the request in the
+step, ``.`` means no rows, ``-`` that the request was preempted, and ``x`` that it was cancelled before the
+step."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ TABLES = {
         1  1  2
         .  1  .
         """,
-    "two long prompts beside one that generates": """
+    "two long prompts beside a request that generates": """
         blocks=100 batch=4 tokens=10 chunk=4
         a 0  3 8
         b 1 14 2
@@ -45,7 +46,7 @@ TABLES = {
         1  .  .
         1  .  .
         """,
-    "what is urgent passes, and what runs is finished before what waits": """
+    "a high priority runs first, then running requests before waiting ones": """
         blocks=100 batch=2 tokens=8 chunk=4
         a 0 20 1
         b 0  6 2
@@ -59,7 +60,7 @@ TABLES = {
         .  2  .
         .  1  .
         """,
-    "the youngest is preempted, and comes back with all it had": """
+    "the youngest is preempted and computes all its tokens again": """
         blocks=6 batch=4 tokens=16 chunk=4 caching=0
         a 0 4 14
         b 0 4 10
@@ -83,7 +84,7 @@ TABLES = {
         .  13 .
         .  .  9
         """,
-    "the least urgent is preempted, though it is the oldest": """
+    "the lowest priority is preempted, although it is the oldest": """
         blocks=5 batch=2 tokens=16 chunk=4 caching=0
         a 0 4 6 -1
         b 0 4 6
@@ -97,7 +98,7 @@ TABLES = {
         1  -
         .  9
         """,
-    "who is cancelled makes room in the same step": """
+    "a cancelled request frees its slot in the same step": """
         blocks=100 batch=1 tokens=16 chunk=4
         a 0 3 9 cancel=2
         b 0 3 2 cancel=1

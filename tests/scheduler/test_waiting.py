@@ -1,3 +1,5 @@
+"""The queue of waiting contexts: order, readiness, removal, clients."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -60,7 +62,7 @@ def test_an_entry_that_is_not_ready_is_overtaken_and_keeps_its_position() -> Non
 def test_removed_entries_are_skipped_at_any_position() -> None:
     queue = queue_of("abcd")
     assert served(queue, "c") == "c"
-    removed = queue.remove("a")  # it stands aside
+    removed = queue.remove("a")  # it was not ready and is kept apart
     assert removed is not None
     assert queue.remove("a") is None
     assert served(queue, "abd") == "bd"

@@ -25,8 +25,8 @@ from penstock.serve.http.gate import Gate
 from penstock.serve.observability.request_record import RequestRecord
 
 
-def strange(go_on: asyncio.Event | None = None) -> APIRouter:
-    """Routes with various errors. "/slow" waits for `go_on`, without one until it is cancelled."""
+def failing_routes(go_on: asyncio.Event | None = None) -> APIRouter:
+    """Return routes with various errors. "/slow" waits for `go_on`, or until it is cancelled."""
     router = APIRouter()
 
     @router.get("/bug")
@@ -83,7 +83,7 @@ def strange(go_on: asyncio.Event | None = None) -> APIRouter:
 
 @pytest.mark.parametrize("given", ["abc", "a" * 128, "A-z_0.9:/+=@"])
 async def test_the_request_id_is_returned(given: str) -> None:
-    async with client_of(make_services(), strange()) as client:
+    async with client_of(make_services(), failing_routes()) as client:
         for path in ("/items/a", "/bug", "/nowhere", "/health"):
             response = await client.get(path, headers={"x-request-id": given})
             assert response.headers.get_list("x-request-id") == [given]
@@ -91,20 +91,20 @@ async def test_the_request_id_is_returned(given: str) -> None:
 
 @pytest.mark.parametrize("given", ["", "a" * 129, "a b", "a\tb", "ä", "a;b", '"'])
 async def test_a_strange_request_id_is_replaced(given: str) -> None:
-    async with client_of(make_services(), strange()) as client:
+    async with client_of(make_services(), failing_routes()) as client:
         response = await client.get("/items/a", headers=[(b"x-request-id", given.encode("latin-1"))])
     assert response.headers["x-request-id"] != given
     assert len(response.headers["x-request-id"]) == 32
 
 
 async def test_every_request_has_a_unique_id() -> None:
-    async with client_of(make_services(), strange()) as client:
+    async with client_of(make_services(), failing_routes()) as client:
         ids = {(await client.get("/items/a")).headers["x-request-id"] for _ in range(10)}
     assert len(ids) == 10
 
 
 async def test_an_unexpected_error(caplog: pytest.LogCaptureFixture) -> None:
-    async with client_of(make_services(), strange()) as client:
+    async with client_of(make_services(), failing_routes()) as client:
         response = await client.get("/bug", headers={"x-request-id": "abc"})
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
@@ -117,7 +117,7 @@ async def test_an_unexpected_error(caplog: pytest.LogCaptureFixture) -> None:
 async def test_a_stream_that_breaks_ends_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
-    async with client_of(services, strange()) as client:
+    async with client_of(services, failing_routes()) as client:
         bug = await client.get("/stream/bug")
         gone = await client.get("/stream/gone")
     assert bug.status_code == gone.status_code == 200
@@ -133,14 +133,14 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(caplog: pytest.LogC
 
 
 async def test_half_an_answer_of_another_kind_is_cut_off() -> None:
-    async with client_of(make_services(), strange()) as client:
+    async with client_of(make_services(), failing_routes()) as client:
         with pytest.raises(ZeroDivisionError):  # which the HTTP server turns into a closed connection
             await client.get("/text/bug")
 
 
 async def test_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    async with client_of(make_services(), strange()) as client:
+    async with client_of(make_services(), failing_routes()) as client:
         await client.get("/items/secret-name", headers={"x-request-id": "abc"})
     [line] = lines(caplog)
     times = [line.pop(name) for name in ("queue_s", "first_token_s", "total_s")]
@@ -181,7 +181,7 @@ async def test_the_access_log_can_be_off(caplog: pytest.LogCaptureFixture) -> No
 async def test_a_client_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
-    sent = await call(create_app(services, strange()), "/left")
+    sent = await call(create_app(services, failing_routes()), "/left")
     [line] = lines(caplog)
     assert (line["outcome"], line["status"]) == ("abort:client_disconnect", 499)
     assert sent == []
@@ -194,7 +194,7 @@ async def test_a_client_that_leaves_with_its_answer_has_not_left_early(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    await call(create_app(make_services(), strange()), "/watching")
+    await call(create_app(make_services(), failing_routes()), "/watching")
     [line] = lines(caplog)
     assert (line["outcome"], line["status"]) == ("-", 200)
 
@@ -202,7 +202,7 @@ async def test_a_client_that_leaves_with_its_answer_has_not_left_early(
 async def test_a_forced_shutdown_logs_the_requests_it_cuts(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
-    async with client_of(services, strange()) as client:
+    async with client_of(services, failing_routes()) as client:
         task = asyncio.create_task(client.get("/slow"))
         await eventually(lambda: services.gate.num_active == 1)
         task.cancel()
@@ -230,7 +230,7 @@ async def test_probes() -> None:
 
 async def test_requests_are_refused_before_the_gate_opens_and_after_it_closes() -> None:
     services, go_on = make_services(gate=Gate(is_open=False)), asyncio.Event()
-    async with client_of(services, strange(go_on)) as client:
+    async with client_of(services, failing_routes(go_on)) as client:
         early = await client.get("/items/a")
         assert early.status_code == 503
         assert early.headers["retry-after"] == "1"
@@ -286,7 +286,7 @@ JSON = {"content-type": "application/json"}
 
 
 async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
-    """Each is a `JsonRoute`: only these have a limit, a time-out and strict JSON."""
+    """Each is a `JsonRoute`: only this class has the size limit, the time-out and strict JSON."""
     num_checked = 0
     tasks = (PipelineTask.TEXT_GENERATION, PipelineTask.EMBEDDINGS_GENERATION, PipelineTask.AUDIO_GENERATION)
     for task in tasks:

@@ -35,7 +35,7 @@ def test_no_list_and_no_message_shows_a_key() -> None:
         assert "hidden" not in str(caught.value)
 
 
-def test_a_list_of_a_file_is_taken_as_it_is() -> None:
+def test_items_of_a_list_are_not_split() -> None:
     assert ServeConfig.from_flat({"api_key": ["a,b", "c"]}).api_key == ("a,b", "c")
 
 
@@ -45,7 +45,7 @@ def test_unknown_names(name: str) -> None:
         ServeConfig.from_flat({name: 1})
 
 
-def test_both_are_made_of_what_was_given_for_both() -> None:
+def test_each_configuration_takes_its_own_settings() -> None:
     given = {"port": (1, "flag"), "max_length": (2, "file x")}
     assert ServeConfig.from_given(given).sources == {"port": "flag"}
     assert PipelineConfig.from_given(given).sources == {"max_length": "file x"}

@@ -43,7 +43,7 @@ class Unwritten:
 
 FACTORY = Unwritten("<factory>")
 OPTIONAL = Unwritten("<any>")
-"""Required on the page, with a default here: page 25.1's two-argument constructor works too."""
+"""A parameter that page 26.3 requires; here it has a default, so that the constructor of page 25.1 works."""
 
 
 def parse(signature: str) -> list[inspect.Parameter]:

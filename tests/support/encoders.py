@@ -41,7 +41,7 @@ def save_encoder(architecture: SupportedArchitecture, folder: Path, head: str, *
         for parameter in model.parameters():  # biases and norms of a new model are 0 and 1
             parameter.add_(torch.randn_like(parameter) * 0.05)
         stored = model.state_dict()
-        for name, buffer in model.named_buffers():  # factors that are no parameters
+        for name, buffer in model.named_buffers():  # scale factors that are not parameters of the module
             if name in stored and buffer.is_floating_point():
                 buffer.add_(torch.randn_like(buffer) * 0.05)
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The marker `families`: tests that are alike for several families run on one family of each kind."""
+"""The marker `families`: tests that do not differ between similar families run on one family of each kind."""
 
 from __future__ import annotations
 

@@ -97,13 +97,13 @@ _EXPERTS = {
     "w3": "ffn_up_exps",
     "w2": "ffn_down_exps",
 }
-_AROUND = {
+_SANDWICH_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _PARTS_OF = {
-    **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4"), _AROUND),
+    **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4"), _SANDWICH_NORMS),
     "glm4": {
         "post_self_attn_layernorm": "post_attention_norm",
         "post_mlp_layernorm": "post_ffw_norm",
@@ -111,8 +111,9 @@ _PARTS_OF = {
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
 }
 _EPS = ("layer_norm_eps", "norm_epsilon", "norm_eps")
-_PAIRED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "olmo", "ministral3")
-_WHOLE = {
+_INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "olmo", "ministral3")
+"""Families whose files interleave the halves of each head of queries and keys."""
+_MODEL_TENSORS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -293,8 +294,8 @@ def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue  # some checkpoints contain it nevertheless
         stem, _, kind = name.rpartition(".")
-        if stem in _WHOLE:
-            result[f"{_WHOLE[stem]}.{kind}"] = _shifted(stem, tensor, family, kind)
+        if stem in _MODEL_TENSORS:
+            result[f"{_MODEL_TENSORS[stem]}.{kind}"] = _shifted(stem, tensor, family, kind)
             continue
         match = re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.*)", stem)
         assert match, name
@@ -312,7 +313,7 @@ def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[
         if part == "attention.query_key_value":  # from the parts of each head to all heads of a part
             heads = config["num_attention_heads"]
             tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).contiguous()
-        if family in _PAIRED:
+        if family in _INTERLEAVED:
             heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
             if part in heads:
                 tensor = _paired(tensor, config[heads[part]])

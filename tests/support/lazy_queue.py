@@ -46,7 +46,7 @@ class LazyWork(Submitted[T], Generic[T]):
 
 
 class LazyFetch(Fetched):
-    """A copy that is made when the queue comes to it."""
+    """A copy to the host that is made when the queue runs it."""
 
     def __init__(self, work: LazyWork[Tensor]) -> None:
         self._work = work

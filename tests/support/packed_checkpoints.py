@@ -49,8 +49,8 @@ def in_words(codes: Tensor, bits: int) -> Tensor:
 
 
 Order = Literal["none", "inputs", "layer"]
-"""How inputs are sorted before they are grouped: not; as other layers of these inputs, which have the same
-activations; or in the order of the layer alone."""
+"""The order of inputs before they are grouped: ``none`` keeps it, ``inputs`` is the same for all layers with
+this number of inputs, and ``layer`` is random for each layer."""
 
 
 def permutation_of(inputs: int, order: Order) -> Tensor:

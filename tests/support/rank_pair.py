@@ -22,7 +22,7 @@ TIMEOUT = 300.0
 
 
 class _Closed(Exception):
-    """Rank 0 has closed the current model."""
+    """Raised on the other ranks when rank 0 closes the current model."""
 
 
 class _Follower(Follower):

@@ -25,9 +25,9 @@ NUM_TOKENS = 900
 
 
 class RayProgram:
-    """A program that starts a Ray on this machine.
+    """A program that starts Ray on this machine.
 
-    Its processes inherit a variable of their environment, by which they are found.
+    Its processes inherit an environment variable, which identifies them.
 
     Args:
         arguments: the arguments of Python.
@@ -56,7 +56,7 @@ class RayProgram:
         return self._log.read_text(errors="replace")
 
     def pids(self, *words: str) -> list[int]:
-        """Return the processes whose command line has all words."""
+        """Return the ids of the processes whose command line has all words."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:

@@ -17,7 +17,7 @@ REPEATING = [*PROMPT[:9], *PROMPT[:9], *PROMPT[:4]]
 
 
 class Oracle:
-    """Drafts known texts. Draft number j is wrong if ``wrong(j)``."""
+    """A proposer that drafts the known text of each context. Draft number j is wrong if ``wrong(j)``."""
 
     def __init__(self, texts: Mapping[str, list[int]], wrong: Callable[[int], bool], length: int) -> None:
         self.texts, self.wrong, self.length = texts, wrong, length

@@ -162,7 +162,7 @@ def never_ending() -> WorkerRuntime:
 
 
 def exiting_in_a_forward() -> WorkerRuntime:
-    """The process dies after the first token."""
+    """A worker whose process exits after the first token."""
 
     def choose(context: TextContext) -> int:
         if len(context.generated_tokens):
@@ -188,7 +188,7 @@ def exiting_at_the_start() -> WorkerRuntime:
 
 
 def hanging_in_a_forward() -> WorkerRuntime:
-    """After the first token a step never ends and makes no progress."""
+    """A worker whose step after the first token never ends and makes no progress."""
 
     def choose(context: TextContext) -> int:
         if len(context.generated_tokens) and context.request_id == "hang":
@@ -199,7 +199,7 @@ def hanging_in_a_forward() -> WorkerRuntime:
 
 
 def holding_the_interpreter() -> WorkerRuntime:
-    """Like `hanging_in_a_forward`, but in native code that holds the GIL."""
+    """A worker like `hanging_in_a_forward` that hangs in native code and holds the GIL."""
     import ctypes
 
     def choose(context: TextContext) -> int:
@@ -211,7 +211,7 @@ def holding_the_interpreter() -> WorkerRuntime:
 
 
 def slow_in_a_forward() -> WorkerRuntime:
-    """A step takes 3 s and makes steady progress."""
+    """A worker with a step of 3 s that makes steady progress."""
 
     def choose(context: TextContext) -> int:
         if context.request_id == "slow":
@@ -224,7 +224,7 @@ def slow_in_a_forward() -> WorkerRuntime:
 
 
 def slow_to_load(begun: Path) -> WorkerRuntime:
-    """A load that creates a file, then takes 3 s and makes progress all the time."""
+    """A worker whose load creates a file, then takes 3 s and makes steady progress."""
     begun.touch()
     for _ in range(30):
         time.sleep(0.1)
@@ -233,14 +233,14 @@ def slow_to_load(begun: Path) -> WorkerRuntime:
 
 
 def hanging_at_the_start() -> WorkerRuntime:
-    """A load that never ends, and makes no progress."""
+    """A worker whose load never ends and makes no progress."""
     threading.Event().wait()
     raise AssertionError
 
 
 def hogging() -> WorkerRuntime:
-    """A request called ``hog`` allocates more and more in its first step; one called ``torch`` in torch, one
-    called ``grammar`` before its first step."""
+    """A worker whose requests allocate without end: ``hog`` in Python in its first step, ``torch`` in torch
+    in its first step, ``grammar`` before its first step."""
     from support.paged import kv_manager  # here because it imports torch: other workers start without
 
     def hog() -> int:
@@ -262,6 +262,6 @@ def hogging() -> WorkerRuntime:
 
 
 def too_large() -> WorkerRuntime:
-    """A load that needs more memory than it may have."""
+    """A worker whose load exceeds its memory limit."""
     kept = [bytearray(64 << 20) for _ in range(1000)]
     return fake_work(FakePipeline.saying(str(len(kept))))

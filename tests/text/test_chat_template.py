@@ -303,7 +303,7 @@ class TestRequests:
 
 
 def our_text(template: ChatTemplate, messages: Any, tools: Any, options: dict[str, Any]) -> str | None:
-    """None where it raises."""
+    """Return the rendered text, or None if the template raises."""
     try:
         return template.render(messages, tools, options)
     except InputError:
@@ -311,7 +311,7 @@ def our_text(template: ChatTemplate, messages: Any, tools: Any, options: dict[st
 
 
 def transformers_text(source: str, messages: Any, tools: Any, options: dict[str, Any]) -> str | None:
-    """None where it raises."""
+    """Return the rendered text, or None if the template raises."""
     generation = not options.get("continue_final_message", False)
     try:
         return reference().apply_chat_template(  # type: ignore[no-any-return]

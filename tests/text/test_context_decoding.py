@@ -107,7 +107,9 @@ async def test_pieces_of_other_tokens(
 @pytest.mark.parametrize("name", ["tinyllama", "qwen3"])
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_however_it_is_cut(name: str, data: st.DataObject, opened: Callable[[str], TextTokenizer]) -> None:
+def test_pieces_of_random_sizes(
+    name: str, data: st.DataObject, opened: Callable[[str], TextTokenizer]
+) -> None:
     tokenizer = opened(name)
     ids = ids_of(tokenizer, data.draw(st.text("ab é🎉中\n▁\ufffd", max_size=12)))
     prompt = ids_of(tokenizer, data.draw(st.text("ab é🎉中 ", min_size=1, max_size=4)))

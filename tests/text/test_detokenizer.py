@@ -150,8 +150,8 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
         (["bc", "abc"], "xabc", "abc", "x"),  # complete at the same character: the longest
         (["ab", "abc"], "xabc", "ab", "x"),
         (["aab"], "aaab", "aab", "a"),
-        ("stop", "a stop", "stop", "a "),  # one string is one stop
-        (["", "b"], "ab", "b", "a"),  # an empty one is none
+        ("stop", "a stop", "stop", "a "),  # a string is one stop string, not a list of characters
+        (["", "b"], "ab", "b", "a"),  # an empty stop string is ignored
     ],
 )
 def test_which_stop_string_wins(stop: str | list[str], text: str, match: str, shown: str) -> None:
@@ -188,7 +188,7 @@ def test_ids_without_a_token_have_no_text() -> None:
 
 @pytest.mark.parametrize("count", range(40))
 @pytest.mark.parametrize("noise", [0xFF, 0xF0, 0x80])
-def test_a_character_after_much_noise(count: int, noise: int) -> None:
+def test_a_character_after_invalid_bytes(count: int, noise: int) -> None:
     ids = [noise] * count + list("🎉é".encode())
     detokenizer = Detokenizer(FAKE)
     pieces = [detokenizer.append(token_id) for token_id in ids]
@@ -205,7 +205,7 @@ def test_the_window_does_not_grow(ids: list[int]) -> None:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path) -> None:
-    """Against decoding prompt and answer together, with pieces of all lengths."""
+    """The result equals the decoding of prompt and output together, for pieces of all lengths."""
     tokenizer = real_tokenizer(shared_data / name)
     special = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]
     text = st.text(" ab\n\u00e9\u6f22\U0001f389", max_size=30)
@@ -227,7 +227,7 @@ def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path)
         prompt = [*start, special[0], *near] if special and start else near
         assert prompt_text(tokenizer, near) == before
         whole = tokenizer.decode_ids([*near, *answer])
-        assume(whole.startswith(before))  # wrong bytes behind right ones can make all of them wrong
+        assume(whole.startswith(before))  # invalid bytes after valid ones can make all of them invalid
         expected = whole[len(before) :]
         assert text_after_prompt(tokenizer, prompt, answer) == expected
         detokenizer = Detokenizer(tokenizer, prompt=np.array(prompt, dtype=np.int64))
@@ -280,7 +280,7 @@ def test_a_character_begun_by_the_prompt_is_the_answers(shared_data: Path) -> No
         assert (detokenizer.stop_match, detokenizer.num_tokens) == ("漢", 1)
         detokenizer = Detokenizer(decoder, ["\n漢"], prompt=first)
         assert detokenizer.append(rest) + detokenizer.finish() == "漢"
-        assert detokenizer.stop_match is None  # a part of it is the prompt's
+        assert detokenizer.stop_match is None  # the prompt has a part of the character
 
 
 @pytest.mark.parametrize("count", range(1, 9))
@@ -334,7 +334,7 @@ def test_the_example_in_the_docstring() -> None:
 
 
 def expected(text: str, stop: list[str]) -> tuple[str, str | None, int]:
-    """Text shown, stop string and number of tokens (bytes), by looking at every beginning of the text."""
+    """Return the visible text, the stop string and the number of tokens (bytes), by testing every prefix."""
     for end in range(len(text) + 1):
         matches = [one for one in stop if one and text[:end].endswith(one)]
         if matches:

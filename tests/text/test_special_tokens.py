@@ -49,7 +49,7 @@ def files_of(tokenizer: Tokenizer, template: str = "{{ messages[0].content }}") 
 
 
 def both_of(tokenizer: Tokenizer, template: str) -> Both:
-    """A tokenizer that keeps special tokens out of content, and one that does not."""
+    """Return a tokenizer that encodes special tokens in content as text, and one that does not."""
     serialized = tokenizer.to_str()
     plain, old = (files_of(Tokenizer.from_str(serialized), template) for _ in range(2))
     return TextTokenizer(plain), TextTokenizer(old, special_tokens_in_content=True)
@@ -106,7 +106,7 @@ def test_special_tokens_in_content_are_encoded_as_text(
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_everything_else_is_tokenised_as_before(name: str, opened: Callable[[str], Both]) -> None:
-    """Without the tokens of each spelling, and the special ones there were, the ids are the same."""
+    """If each special token is replaced by the tokens of its spelling, the ids are the same."""
     tokenizer, old = opened(name)
     spelled = PAIRS[name]
     asked = message("user", f"One  {spelled} two{spelled}three é {spelled}")

@@ -34,7 +34,7 @@ from penstock.weights import Weights
 
 pytestmark = pytest.mark.models
 
-# What the format has no key for, and takes for granted.
+# Values that the format implies; it has no keys for them.
 IMPLIED: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4},
     "qwen2": {"use_sliding_window": False},

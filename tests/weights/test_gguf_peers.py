@@ -30,7 +30,7 @@ from tests.weights.test_gguf_tokenizer import TEXTS, write
 pytestmark = pytest.mark.peers
 
 BYTES = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((f"<0x{byte:02X}>", 0.0) for byte in range(127))]
-# What llama.cpp takes for granted besides what the format leaves out, and sizes that it can do.
+# Further values that llama.cpp assumes and files do not contain, and sizes that it supports.
 IMPLIED: dict[str, dict[str, Any]] = {
     "apertus": {"hidden_size": 64, "num_attention_heads": 4},
     "gemma2": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},

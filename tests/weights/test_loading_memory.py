@@ -14,7 +14,7 @@ from penstock.weights import Weights
 from penstock.weights.mapping import drop_pages
 
 STATUS = Path("/proc/self/status")
-pytestmark = pytest.mark.skipif(not STATUS.is_file(), reason="the system does not tell")
+pytestmark = pytest.mark.skipif(not STATUS.is_file(), reason="the system has no RssAnon")
 
 CONFIG = {**SHAPES["l110m"], "num_hidden_layers": 8, "vocab_size": 4096}
 MB = 1 << 20
@@ -36,7 +36,9 @@ def test_no_more_than_the_packed_weights(
     checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"max_length": 64, "max_batch_size": 1, "kv_cache_memory": 8 * MB, "num_threads": 1}
-    generate(open_pipeline("demo", **options), [context_of([1, 2], 2)])  # libraries take theirs once
+    generate(
+        open_pipeline("demo", **options), [context_of([1, 2], 2)]
+    )  # loads libraries, which allocate memory once
     anonymous, files, release = [resident("RssAnon")], [resident("RssFile")], Weights.release
 
     def watched(weights: Weights, name: str) -> None:
@@ -49,9 +51,9 @@ def test_no_more_than_the_packed_weights(
     files.append(resident("RssFile"))
     generate(pipeline, [context_of([1, 2], 3)])
     packed = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
-    assert len(anonymous) > 40, "it was watched"
-    assert files[-1] - files[0] < 24 * MB, "the file's pages are let go of"
-    if encoding == "bfloat16":  # rows at first, and layer by layer panels in their place
+    assert len(anonymous) > 40, "releases were recorded"
+    assert files[-1] - files[0] < 24 * MB, "the pages of the file are released"
+    if encoding == "bfloat16":  # mapped rows first; panels replace them layer by layer
         assert max(files) - files[0] > 0.5 * packed
         assert (
             max(map(sum, zip(anonymous, files, strict=False)))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not available_isas(), reason="the C++ kernels ar
 
 
 @pytest.fixture(autouse=True)
-def _small_models_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_models_are_packed_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy_packing, "MIN_LAZY_BYTES", 0)
 
 
@@ -37,7 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint_of("llama", tmp_path_factory.mktemp("llama"))
 
 
-def num_waiting(pipeline: TextGenerationPipeline) -> int:
+def num_pending(pipeline: TextGenerationPipeline) -> int:
     model: Any = pipeline.model
     return int(model.lazy_packing.num_pending)
 
@@ -58,11 +58,11 @@ def logits(pipeline: TextGenerationPipeline, count: int) -> torch.Tensor:
 def test_the_first_step_equals_later_steps(name: str, encoding: str, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, tmp_path / name)
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, enable_prefix_caching=False)
-    waiting = num_waiting(pipeline)
+    waiting = num_pending(pipeline)
     first = logits(pipeline, 40)
-    assert num_waiting(pipeline) <= waiting
+    assert num_pending(pipeline) <= waiting
     second = logits(pipeline, 40)
-    assert num_waiting(pipeline) == 0
+    assert num_pending(pipeline) == 0
     assert torch.equal(first, second)
     if name == "llama":
         assert waiting > 4
@@ -81,16 +81,16 @@ def test_tokens_are_those_of_a_model_that_was_packed(tiny: Path) -> None:
 
 def test_weights_are_packed_one_by_one(tiny: Path) -> None:
     pipeline = open_pipeline(tiny)
-    reserved, waiting = num_reserved(pipeline), num_waiting(pipeline)
+    reserved, waiting = num_reserved(pipeline), num_pending(pipeline)
     for left in range(waiting - 1, -1, -1):
         assert pipeline.pack_pending() == (left > 0)
-        assert num_waiting(pipeline) == left
+        assert num_pending(pipeline) == left
         assert num_reserved(pipeline) < reserved
         reserved = num_reserved(pipeline)
     assert not pipeline.pack_pending()
 
 
-def test_a_step_that_fails_has_been_the_first(tiny: Path) -> None:
+def test_a_failed_step_counts_as_the_first_step(tiny: Path) -> None:
     pipeline = open_pipeline(tiny)
     context = context_of([1, 2, 3])
     context.tokens[1] = 1 << 40
@@ -98,17 +98,17 @@ def test_a_step_that_fails_has_been_the_first(tiny: Path) -> None:
         step_logits(pipeline, [context])
     pipeline.release(context)
     logits(pipeline, 5)
-    assert num_waiting(pipeline) == 0
+    assert num_pending(pipeline) == 0
 
 
 def test_small_models_are_packed_by_the_load(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert num_waiting(open_pipeline(tiny)) == 0
+    assert num_pending(open_pipeline(tiny)) == 0
 
 
 def test_quantised_weights_are_packed_by_the_load(tiny: Path) -> None:
     for encoding in ("int8", "int4"):
-        assert num_waiting(open_pipeline(tiny, quantization_encoding=encoding)) == 0
+        assert num_pending(open_pipeline(tiny, quantization_encoding=encoding)) == 0
 
 
 def test_planning_counts_lazily_packed_weights(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

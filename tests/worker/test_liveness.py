@@ -32,7 +32,7 @@ def check_repeatedly(watch: Liveness, clock: list[float], count: int) -> str:
     return ""
 
 
-def test_a_worker_that_owes_no_answer_may_be_silent(clock: list[float]) -> None:
+def test_a_worker_without_a_pending_ping_may_be_silent(clock: list[float]) -> None:
     assert check_repeatedly(Liveness(Worker(), 2), clock, 100) == ""
 
 

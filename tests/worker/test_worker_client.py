@@ -232,7 +232,7 @@ async def test_waiting_for_readiness_does_not_spin() -> None:
 
     async with client_of(lambda: fake_work(FakePipeline.saying("x"), ready=ready)) as client:
         assert text(await read(client.submit(request("a")))) == "x"
-        assert time.monotonic() - begin > 50 * 0.004 / 2, "no less; it may take any time longer"
+        assert time.monotonic() - begin > 50 * 0.004 / 2, "at least this long; a busy machine may take longer"
 
 
 # -- Cancelling ------------------------------------------------------------------------------------------
@@ -249,13 +249,13 @@ async def test_cancelling_frees_the_blocks_within_a_step() -> None:
         await kept.admitted()
         dropped.cancel()
         dropped.cancel()
-        assert client.num_outstanding == 2  # until the worker says so
+        assert client.num_outstanding == 2  # until the worker reports the end
         gate.let(2)
         for _ in range(10):
             with suppress(TimeoutError):
                 await until(lambda: client.num_outstanding == 1, seconds=0.5)
                 break
-            gate.let(1)  # the message was not there before the steps were
+            gate.let(1)  # the steps ran before the message arrived
         assert client.stats.num_used_blocks == -(-(5 + client.stats.num_steps - 1) // 4)
         deltas = await read(dropped)
         assert deltas[-1].status is CANCELLED
@@ -353,7 +353,7 @@ class Death(BaseException):
 
 
 class Mortal(GatedPipeline):
-    """Dies of requests called ``kill``."""
+    """A pipeline that raises for requests called ``kill``."""
 
     def execute(self, batch: Any, num_steps: int = 1) -> Any:
         if "kill" in batch:

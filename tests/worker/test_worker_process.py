@@ -75,7 +75,7 @@ async def test_the_embedded_model_killed_under_load_serves_again() -> None:
         generations = [client.submit(story(number, 490)) for number in range(40)]
         first = await anext(generations[0])
         assert first.token_ids
-        os.kill(info.pid, signal.SIGINT)  # both are the parent's business
+        os.kill(info.pid, signal.SIGINT)  # the worker ignores both signals; only its parent handles them
         os.kill(info.pid, signal.SIGTERM)
         await anext(generations[0])
         os.kill(info.pid, signal.SIGKILL)
@@ -286,7 +286,7 @@ GIB = 1 << 30
 async def test_a_worker_at_its_memory_limit_is_restarted(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The request that exceeds the limit fails for good; requests that wait may be sent again."""
+    """The request over the limit fails without a retry; waiting requests may be sent again."""
     client = WorkerClient(workers.hogging, memory_limit=GIB)
     await client.start()
     try:

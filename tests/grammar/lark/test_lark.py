@@ -1,4 +1,4 @@
-"""Translation for llguidance: the same texts match as by the definition of the grammar."""
+"""Translation for llguidance: the translated grammar matches the same texts as the original one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def accepts(matcher: Any, tokens: list[int]) -> bool:
 
 
 def walked(matcher: Any, choose: random.Random) -> str:
-    """A text that the matcher lets through, complete or not."""
+    """Return a text that the matcher accepts, complete or not."""
     matcher, text = matcher.deep_copy(), bytearray()
     while len(text) < 8:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
@@ -69,7 +69,7 @@ def test_any_grammar_matches_its_definition(seed: int, tokenizer: Any) -> None:
         ebnf = "".join(f"{name} ::= {body}\n" for name, body in rules.items())
         try:
             matcher = matcher_of(tokenizer, lark_text(read_ebnf(ebnf)))
-        except InputError:  # nothing finite matches
+        except InputError:  # no finite text matches
             continue
         texts = {"".join(choose.choices("abc", k=choose.randint(0, 7))) for _ in range(30)}
         texts |= {walked(matcher, choose) for _ in range(20)}

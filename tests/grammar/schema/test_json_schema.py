@@ -138,7 +138,7 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "string", "format": "int32", "title": "x", "x-order": 3}, ['"a"'], ["1"]),
     ({"type": "object", "properties": {"a": False, "b": INTEGER}}, ['{"b":1}'], ['{"a":1}']),
     (
-        {"type": "object", "propertyNames": {"minLength": 5, "maxLength": 2}},  # no name can be so
+        {"type": "object", "propertyNames": {"minLength": 5, "maxLength": 2}},  # no name satisfies both
         ["{}"],
         ['{"ab":1}', '{"abcde":1}'],
     ),
@@ -150,7 +150,7 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     ),
     ({"enum": [1e40, 10**30, 7], "multipleOf": 7}, ["7"], ["1e+40", str(10**30)]),
     ({"type": "number", "minimum": -(10**35) - 7, "maximum": -(10**35) - 7}, [str(-(10**35) - 7)], ["-1"]),
-    # Read as a float, a fraction there would be rounded past the bound.
+    # A reader that converts to float would round a fraction above this bound to a value beyond it.
     ({"type": "number", "exclusiveMinimum": 1e21}, [str(10**21 + 1)], ["1000000000000000000000.1"]),
     ({"minimum": -(2**53) + 1, "exclusiveMaximum": 2**53 - 1}, ["0.5", "-7"], ["9007199254740990.9"]),
     ({"type": "string", "maxLength": 10**30}, ['"a"'], ["1"]),
@@ -223,7 +223,7 @@ def test_compact_has_no_white_space() -> None:
         ({"minItems": 10**10}, "minItems", "#"),
         ({"pattern": "\ud800"}, "pattern", "#"),
         (
-            {  # a name that the first branch's pattern writes all the same cannot be left to the second
+            {  # a name that matches the pattern of the first branch cannot be excluded from it
                 "oneOf": [
                     {"properties": {"y": {}}, "required": ["y"], "patternProperties": {"^x": {}}},
                     {"type": "object", "required": ["xa"]},

@@ -1,4 +1,4 @@
-"""Parts of a schema that nothing satisfies: an optional one is left out, the rest is written."""
+"""Parts of a schema that no value satisfies: an optional part is left out of the grammar."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_required_part_refuses_the_whole() -> None:
         schema_ebnf({"type": "object", "properties": {"a": NOTHING[2]}, "required": ["a"]})
 
 
-def test_enough_properties_that_can_be_are_counted() -> None:
+def test_min_properties_counts_only_satisfiable_properties() -> None:
     schema = {
         "type": "object",
         "properties": {"a": False, "b": {"type": "null"}, "c": {"type": "null"}},

@@ -61,7 +61,8 @@ TYPES: dict[str, Any] = {
     "tree": Tree,
 }
 
-# What pydantic reads more narrowly than the format says (leap seconds, lengths, hosts) or writes otherwise.
+# Types whose values pydantic restricts more than their format does (leap seconds, lengths, hosts) or
+# rewrites.
 _LOOSER = {"url", "http url", "optional url", "date and time", "time", "timedelta"}
 _LOOSER |= {"decimal", "bounded decimal"}
 

@@ -62,12 +62,12 @@ def routed(rows: int, experts: int, top: int) -> tuple[Tensor, Tensor]:
 def one_by_one(
     ops: CpuOps, x: Tensor, experts: PackedExperts, topk_weights: Tensor, topk_ids: Tensor, gating: Gating
 ) -> Tensor:
-    """The definition on the kernels of linear layers and gates."""
+    """Compute the experts one after the other with the kernels of linear layers and gates."""
     return ReferenceOps.experts(ops, x, experts, topk_weights, topk_ids, gating)
 
 
 def activations(rows: int, width: int, encoding: str) -> Tensor:
-    """Rows apart in memory."""
+    """Return activations ``[rows, width]`` whose rows have gaps between them in memory."""
     return torch.randn(rows, width + 24).to(encoding_named(encoding).compute_dtype.to_torch())[:, :width]
 
 
@@ -90,7 +90,7 @@ def test_any_number_of_rows(ops: CpuOps, encoding: str, bias: bool, monkeypatch:
                 one_by_one(ops, x, experts, topk_weights, topk_ids, gating),
             )
         )
-    monkeypatch.delattr(ReferenceOps, "experts")  # nothing is left to it
+    monkeypatch.delattr(ReferenceOps, "experts")  # the kernels must not call it
     for *given, expected in cases:
         got = ops.experts(*given)
         assert torch.equal(got, expected)
@@ -114,7 +114,7 @@ def test_every_gate(ops: CpuOps, encoding: str, gating: Gating) -> None:
 def test_layers_in_different_encodings(
     ops: CpuOps, encoding: str, down_encoding: str, dtype: torch.dtype
 ) -> None:
-    """In either type of activations."""
+    """Activations are float32 or bfloat16."""
     experts = packed(ops, 4, 130, 40, encoding, down_encoding, bias=False)
     x = torch.randn(9, 130).to(dtype)
     topk_weights, topk_ids = routed(9, 4, 2)
@@ -125,8 +125,8 @@ def test_layers_in_different_encodings(
 @pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
 @pytest.mark.usefixtures("_threads")
-def test_wide_ones_on_any_number_of_threads(ops: CpuOps, encoding: str) -> None:
-    """More panels than are handed out at once, more inputs than a block has."""
+def test_wide_experts_on_any_number_of_threads(ops: CpuOps, encoding: str) -> None:
+    """The layers have more panels than a task and more inputs than a block of the kernel."""
     experts = packed(ops, 3, 1100, 700, encoding)
     for rows in (1, 2, 30):
         x, (topk_weights, topk_ids) = activations(rows, 1100, encoding), routed(rows, 3, 2)
@@ -144,7 +144,7 @@ def test_more_assignments_than_one_pass_holds(ops: CpuOps, encoding: str) -> Non
     topk_ids[:, 0], topk_ids[:1000, 1:] = (
         5,
         torch.tensor([0, 1, 3]),
-    )  # unsorted; all rows visit expert 5
+    )  # unsorted; all rows use expert 5
     topk_ids[1000:, 1:] = torch.tensor([3, 1, 4])
     expected = one_by_one(ops, x, experts, topk_weights, topk_ids, "silu")
     for threads in (1, 3):
@@ -152,7 +152,7 @@ def test_more_assignments_than_one_pass_holds(ops: CpuOps, encoding: str) -> Non
         assert torch.equal(ops.experts(x, experts, topk_weights, topk_ids, "silu"), expected)
 
 
-def test_all_rows_to_one_and_none_to_others(ops: CpuOps) -> None:
+def test_all_rows_use_one_expert(ops: CpuOps) -> None:
     experts = packed(ops, 128, 64, 32, "bfloat16")
     for rows in (1, 6, 7, 240, 241, 500):
         x, topk_ids = activations(rows, 64, "bfloat16"), torch.full((rows, 1), 77)
@@ -161,7 +161,7 @@ def test_all_rows_to_one_and_none_to_others(ops: CpuOps) -> None:
         assert torch.equal(got, one_by_one(ops, x, experts, topk_weights, topk_ids, "silu"))
 
 
-def test_shares_and_choices_whose_rows_are_apart(ops: CpuOps) -> None:
+def test_strided_topk_weights_and_topk_ids(ops: CpuOps) -> None:
     experts, x = packed(ops, 6, 64, 64, "float32"), activations(20, 64, "float32")
     topk_weights, topk_ids = (tensor[:, 1:3] for tensor in routed(20, 6, 4))
     got = ops.experts(x, experts, topk_weights, topk_ids, "silu")

@@ -1,4 +1,4 @@
-"""The shared library: which kernels are chosen, and whose threads they run on."""
+"""The shared library: the choice of the instruction set, and the threads of the kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_without_the_library_there_is_no_back_end_and_one_warning(caplog: pytest
 
 
 @built
-def test_a_library_of_another_abi_is_none(
+def test_a_library_of_another_abi_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "ABI", library.ABI + 1)
@@ -109,7 +109,7 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 @built
 def test_instruction_sets_have_separate_symbols() -> None:
-    """Of equal inline functions the linker keeps one: it must not be one that needs AVX-512."""
+    """The linker keeps one copy of equal inline functions. It must not be a copy that needs AVX-512."""
     nm = shutil.which("nm")
     if nm is None:
         pytest.skip("needs nm, to list the symbols of the library")

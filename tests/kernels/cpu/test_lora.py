@@ -37,8 +37,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def room(inputs: int, rank: int, dtype: torch.dtype, names: str = "qv") -> LoRAInputs:
-    """Inputs of adapters on some slices, with all ranks 0. Values beyond a rank are NaN."""
+def empty_inputs(inputs: int, rank: int, dtype: torch.dtype, names: str = "qv") -> LoRAInputs:
+    """Return LoRA inputs with memory for adapters on some slices. All ranks are 0; values beyond a rank are
+    NaN."""
     matrices, ranks = {}, {}
     for part in SLICES:
         if part.name in names:
@@ -49,8 +50,8 @@ def room(inputs: int, rank: int, dtype: torch.dtype, names: str = "qv") -> LoRAI
     return LoRAInputs(torch.empty(0, dtype=torch.int64), matrices, ranks)
 
 
-def load(lora: LoRAInputs, adapter: int, ranks: Mapping[str, int]) -> None:
-    """Other random numbers for an adapter, in place."""
+def fill_adapter(lora: LoRAInputs, adapter: int, ranks: Mapping[str, int]) -> None:
+    """Replace the matrices of an adapter by random ones, in place."""
     for name, (down, up) in lora.matrices.items():
         rank = ranks.get(name, 0)
         down[adapter], up[adapter] = torch.nan, torch.nan
@@ -60,13 +61,13 @@ def load(lora: LoRAInputs, adapter: int, ranks: Mapping[str, int]) -> None:
 
 
 def filled(inputs: int, rank: int, dtype: torch.dtype) -> LoRAInputs:
-    lora = room(inputs, rank, dtype)
+    lora = empty_inputs(inputs, rank, dtype)
     for adapter, ranks in enumerate([(rank, rank), (1, rank), (rank // 2, 3), (0, 7), (rank - 1, 0)]):
-        load(lora, adapter, dict(zip("qv", ranks, strict=True)))
+        fill_adapter(lora, adapter, dict(zip("qv", ranks, strict=True)))
     return lora
 
 
-def of(lora: LoRAInputs, rows: Tensor) -> LoRAInputs:
+def with_rows(lora: LoRAInputs, rows: Tensor) -> LoRAInputs:
     return LoRAInputs(rows, lora.matrices, lora.ranks)
 
 
@@ -76,23 +77,26 @@ def of(lora: LoRAInputs, rows: Tensor) -> LoRAInputs:
 def test_rows_of_a_batch_equal_single_rows(
     ops: CpuOps, dtype: torch.dtype, inputs: int, rank: int, threads: int
 ) -> None:
-    """Over a base of zeros, which hides no bit. Of narrow ones a row is one thread's, several wide ones are
-    shared by rank and output, and many row by row."""
+    """The base layer is zero, so that results show every bit of the adapters. The sizes cover the three
+    divisions of work among threads: a narrow row on one thread, wide rows by ranks and outputs, and many rows
+    by row."""
     zeros = ops.pack_linear(torch.zeros(301, inputs), str(dtype).removeprefix("torch."), slices=SLICES)
     lora, x = filled(inputs, rank, dtype), torch.randn(90, 2 * inputs).to(dtype)[:, :inputs]
     for number in (-1, 0, 3):
         which = torch.full((90,), number)
         torch.set_num_threads(1)
-        each = [ops.linear(x[i : i + 1], zeros, lora=of(lora, which[i : i + 1])) for i in range(90)]
+        each = [ops.linear(x[i : i + 1], zeros, lora=with_rows(lora, which[i : i + 1])) for i in range(90)]
         alone = torch.cat(each)
         torch.set_num_threads(threads)
         assert not alone.isnan().any()
         for count in (2, 3, 8, 47, 90):
-            assert torch.equal(ops.linear(x[:count], zeros, lora=of(lora, which[:count])), alone[:count])
+            assert torch.equal(
+                ops.linear(x[:count], zeros, lora=with_rows(lora, which[:count])), alone[:count]
+            )
         mixed = torch.randint(-1, ADAPTERS, (90,))
         mixed[::7] = number
         for count in (1, 8, 20, 90):
-            got = ops.linear(x[:count], zeros, lora=of(lora, mixed[:count]))
+            got = ops.linear(x[:count], zeros, lora=with_rows(lora, mixed[:count]))
             own = mixed[:count] == number
             assert torch.equal(got[own], alone[:count][own])
 
@@ -106,12 +110,12 @@ def compiled(
 
 
 def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, given: Mapping[str, Tensor]) -> list[Tensor]:
-    """A layer over all rows, and over some of them, whose adapters an operation finds."""
+    """Compute a layer over all rows, and over some rows whose adapters are selected by `take_rows`."""
     taken = ops.take_rows(given["rows"][:, None], given["last"])[:, 0]
     some = ops.take_rows(given["x"], given["last"])
     return [
-        ops.linear(given["x"], packed, lora=of(lora, given["rows"])),
-        ops.linear(some, packed, lora=of(lora, taken)),
+        ops.linear(given["x"], packed, lora=with_rows(lora, given["rows"])),
+        ops.linear(some, packed, lora=with_rows(lora, taken)),
     ]
 
 
@@ -121,17 +125,17 @@ def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, given: Mapping[str, T
 def test_a_recorded_layer_reads_the_current_adapters(
     ops: CpuOps, encoding: str, inputs: int, count: int, threads: int
 ) -> None:
-    """Other adapters in the same slots, of other ranks, on other slices."""
+    """Between replays, the slots get adapters with other ranks on other slices."""
     packed = ops.pack_linear(torch.randn(301, inputs) / inputs**0.5, encoding, slices=SLICES)
     dtype = torch.float32 if encoding == "float32" else torch.bfloat16
-    lora, seen = room(inputs, 64, dtype), []
+    lora, seen = empty_inputs(inputs, 64, dtype), []
     first = torch.randn(count, inputs).to(dtype)
     last = torch.arange(count)[: (count + 1) // 2]
     plan = compiled(ops, packed, lora, first, torch.full((count,), -1), last)
     assert len(plan) == 6  # two rows taken, two layers and their adapters
     for change in range(6):
         for adapter in range(change % 2, ADAPTERS, 2):
-            load(lora, adapter, {"q": (16 * change + adapter) % 65, "v": (37 * change + 5) % 65})
+            fill_adapter(lora, adapter, {"q": (16 * change + adapter) % 65, "v": (37 * change + 5) % 65})
         given = {
             "x": torch.randn(count, inputs).to(dtype),
             "rows": torch.randint(-1 if change else ADAPTERS - 1, ADAPTERS, (count,)),
@@ -154,7 +158,7 @@ def test_recorded_on_the_reference() -> None:
     given = {"x": torch.randn(4, 20), "rows": torch.tensor([0, -1, 2, 0]), "last": torch.tensor([2, 3])}
     plan = record(reference, given, lambda recording: step(recording, packed, lora, given))
     other = {"x": torch.randn(4, 20), "rows": torch.tensor([-1, 4, 1, 3]), "last": torch.tensor([1, 0])}
-    load(lora, 1, {"q": 5, "v": 2})
+    fill_adapter(lora, 1, {"q": 5, "v": 2})
     expected = step(reference, packed, lora, other)
     assert all(
         torch.equal(one, two) for one, two in zip(plan.replay(reference, other), expected, strict=True)
@@ -163,13 +167,13 @@ def test_recorded_on_the_reference() -> None:
 
 def test_a_layer_without_adapters_is_recorded_without_them(ops: CpuOps) -> None:
     packed = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
-    other = room(20, 12, torch.float32, names="")
+    other = empty_inputs(20, 12, torch.float32, names="")
     plan = compiled(ops, packed, other, torch.randn(3, 20), torch.tensor([0, 1, -1]), torch.tensor([1]))
     assert len(plan) == 4
 
 
 def test_matrices_with_another_layout_are_not_compiled(ops: CpuOps) -> None:
-    """They are the reference's, which cannot be part of a plan."""
+    """The reference computes such matrices, and a plan cannot call the reference."""
     packed = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
     lora = filled(20, 12, torch.float32)
     matrices = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}

@@ -40,7 +40,7 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 
 def compiled(ops: CpuOps, inputs: Mapping[str, Tensor], step: Step) -> tuple[CompiledPlan, Plan]:
-    """On copies of the inputs, which become the plan's."""
+    """Record and compile a step on copies of the inputs, which the plan owns."""
     own = {name: tensor.clone() for name, tensor in inputs.items()}
     plan = record(ops, own, lambda recording: step(recording, own))
     return CompiledPlan(
@@ -49,7 +49,7 @@ def compiled(ops: CpuOps, inputs: Mapping[str, Tensor], step: Step) -> tuple[Com
 
 
 def everything(ops: CpuOps, encoding: str, width: int) -> Step:
-    """A step of every operation that has a kernel."""
+    """Return a step with every operation that has a kernel."""
     packed = ops.pack_linear(torch.randn(4 * width, width) / width**0.5, encoding)
     back = ops.pack_linear(torch.randn(width, 2 * width) / width**0.5, encoding)
     dtype = encoding_named(encoding).compute_dtype.to_torch()
@@ -85,7 +85,7 @@ def everything(ops: CpuOps, encoding: str, width: int) -> Step:
 
 
 def inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
-    """Of a step of one row a sequence, four blocks for each."""
+    """Return the inputs of a step with one row and four blocks per sequence."""
     at = torch.tensor(lengths) - 1
     tables = 1 + torch.randperm(8)[: 4 * len(lengths)].view(-1, 4)
     return {
@@ -140,7 +140,7 @@ def test_an_operation_without_a_kernel_is_named(ops: CpuOps) -> None:
 
 
 def test_the_reference_is_not_run_while_compiling(ops: CpuOps) -> None:
-    """It would write to the slots of a step that is over."""
+    """The reference would write to the cache slots of a step that has already run."""
     cache = torch.zeros(2, 3, 1, 16, 8)
     k = torch.randn(1, 1, 8).half()  # a type without kernels
     own = {"tables": torch.zeros(1, 2).int(), "slots": torch.tensor([20]), "k": k}
@@ -225,7 +225,8 @@ def test_a_larger_arena_keeps_old_plans_right(ops: CpuOps) -> None:
 
 
 def tiny_language_model(ops: CpuOps) -> Step:
-    """Tokens to logits through attention to stored keys and values: a step depends on all previous ones."""
+    """Return a step from tokens to logits with attention over a KV cache: it depends on all previous
+    steps."""
     table, head = torch.randn(50, 32), ops.pack_linear(torch.randn(50, 32), "float32")
     cache = torch.zeros(2, 10, 2, 16, 16)
 
@@ -241,7 +242,7 @@ def tiny_language_model(ops: CpuOps) -> Step:
 
 
 def later(given: Mapping[str, Tensor], ahead: int) -> dict[str, Tensor]:
-    """The inputs of a later step, except for its tokens."""
+    """Return the inputs, except for the tokens, of the step that is ``ahead`` steps later."""
     lengths = given["lengths"].long() + ahead
     at = lengths - 1
     slots = given["tables"].long()[torch.arange(len(at)), at // 16] * 16 + at % 16
@@ -264,8 +265,10 @@ def no_ends(rows: int) -> Tensor:
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 @pytest.mark.parametrize("lengths", [[7], [3, 20], [15, 30, 40]])
-def test_rounds_are_steps_one_after_the_other(ops: CpuOps, lengths: list[int], temperature: float) -> None:
-    step, num_rounds, rows = tiny_language_model(ops), 7, len(lengths)
+def test_replay_steps_equals_steps_one_after_the_other(
+    ops: CpuOps, lengths: list[int], temperature: float
+) -> None:
+    step, num_steps, rows = tiny_language_model(ops), 7, len(lengths)
     given = {
         "tokens": torch.randint(0, 50, (rows,)),
         "tables": (1 + torch.randperm(9))[: 3 * rows].view(rows, 3).int(),
@@ -274,43 +277,43 @@ def test_rounds_are_steps_one_after_the_other(ops: CpuOps, lengths: list[int], t
     }
     given = later(given, 0)
     plan, _ = compiled(ops, given, step)
-    sampling, uniforms = sampling_of(rows, temperature), torch.rand(num_rounds, rows, dtype=torch.float64)
-    steps = [later(given, ahead) for ahead in range(num_rounds)]
+    sampling, uniforms = sampling_of(rows, temperature), torch.rand(num_steps, rows, dtype=torch.float64)
+    steps = [later(given, ahead) for ahead in range(num_steps)]
     varied = {name: torch.stack([one[name] for one in steps]) for name in ("positions", "lengths", "slots")}
     tokens, expected = given["tokens"], []
     for one, draws in zip(steps, uniforms, strict=True):
         (logits,) = step(ops, {**one, "tokens": tokens})
         tokens = ops.sample(logits, replace(sampling, uniforms=draws.clone()))
         expected.append(tokens)
-    for _ in range(2):  # what a run leaves behind is of no matter to the next
+    for _ in range(2):  # the second run does not depend on what the first one stored
         found = plan.replay_steps(list(given.values()), varied, sampling, uniforms, no_ends(rows))
         assert torch.equal(found, torch.stack(expected))
     if temperature:
         assert len(set(found.flatten().tolist())) > 1
 
 
-def test_rounds_end_where_every_row_has(ops: CpuOps) -> None:
-    step, num_rounds = tiny_language_model(ops), 8
+def test_replay_steps_stops_when_every_row_has_ended(ops: CpuOps) -> None:
+    step, num_steps = tiny_language_model(ops), 8
     given = later(inputs([3, 20]), 0)
     plan, _ = compiled(ops, given, step)
-    steps = [later(given, ahead) for ahead in range(num_rounds)]
+    steps = [later(given, ahead) for ahead in range(num_steps)]
     varied = {name: torch.stack([one[name] for one in steps]) for name in ("positions", "lengths", "slots")}
-    uniforms = torch.rand(num_rounds, 2, dtype=torch.float64)
+    uniforms = torch.rand(num_steps, 2, dtype=torch.float64)
 
     def run(ends: Tensor) -> Tensor:
         return plan.replay_steps(list(given.values()), varied, sampling_of(2, 1.0), uniforms, ends)
 
     whole = run(no_ends(2))
-    assert len(whole) == num_rounds
+    assert len(whole) == num_steps
     first = [whole[:, row].tolist().index(int(whole[at, row])) for row, at in ((0, 1), (1, 4))]
     ends = torch.tensor([[-1, int(whole[1, 0])], [int(whole[4, 1]), -1]])
     assert torch.equal(run(ends), whole[: max(first) + 1])
     ends[0] = -1
-    assert len(run(ends)) == num_rounds, "a row without ends goes on"
+    assert len(run(ends)) == num_steps, "a row without end tokens continues"
 
 
 def test_a_non_finite_row_does_not_stop_the_batch(ops: CpuOps) -> None:
-    """Uses any token of the table; the result is not used."""
+    """The row continues with an arbitrary token, and its results are -1."""
     step = tiny_language_model(ops)
 
     def broken(ops: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
@@ -328,7 +331,7 @@ def test_a_non_finite_row_does_not_stop_the_batch(ops: CpuOps) -> None:
     assert bool((found[:, 1] >= 0).all())
 
 
-def test_rounds_refuse_a_row_outside_its_table(ops: CpuOps) -> None:
+def test_replay_steps_refuses_a_token_outside_its_table(ops: CpuOps) -> None:
     given = later(inputs([3, 20]), 0)
     plan, _ = compiled(ops, given, tiny_language_model(ops))
     bad = {**given, "tokens": torch.tensor([1, 50])}

@@ -86,16 +86,19 @@ def test_products(
 
 
 def rows_with_outliers(inputs: int) -> Tensor:
-    """With no, some and the maximum number of large values, of all sizes and at any position."""
+    """Return rows ``[60, inputs]`` with none, some and the maximum number of large values at random
+    positions."""
     x = torch.randn(60, inputs)
     for row in range(1, len(x)):
         count = min(row % 20, inputs)
         places = torch.randperm(inputs)[:count]
         x[row, places] *= 10 ** torch.empty(count).uniform_(0, 1 + row / 20)
     x[-1] = 1.0
-    x[-1, : min(15, inputs // 32)] = -2.0  # each takes one byte more at the first reach, and at the second
+    x[
+        -1, : min(15, inputs // 32)
+    ] = -2.0  # each needs one additional byte, with the first scale and with the second
     x[-2] = x[-1]
-    x[-2, -1:] = 2.0  # one too many
+    x[-2, -1:] = 2.0  # one large value too many
     return x
 
 
@@ -167,8 +170,8 @@ def test_sums_are_exact_at_the_extremes(ops: CpuOps, sign: int, rows: int) -> No
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("encoding", "low"), [("int4", -8.0), ("int5", -16.0)])
 def test_groups_are_exact_at_the_extremes(ops: CpuOps, encoding: str, low: float, sign: int) -> None:
-    """The least integer, or the largest as the kernels have them, and 127 all over: the largest sums of 16
-    bits on the way."""
+    """All weights are the smallest or the largest integer and all activations are 127: intermediate sums need
+    all 16 bits."""
     packed = packed_as(ops, torch.full((2, 64), low), encoding)
     assert torch.equal(
         ops.linear(torch.full((3, 64), 127.0 * sign), packed), torch.full((3, 2), low * 127 * 64 * sign)

@@ -1,6 +1,6 @@
 """Many sizes of each operation in Triton's interpreter, and equal bits alone and in a batch.
 
-`test_interpreter.py` runs this file in a process of its own, with ``--slow``.
+`test_interpreter.py` runs this file in a separate process, with ``--slow``.
 """
 
 from __future__ import annotations

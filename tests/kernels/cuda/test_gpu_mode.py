@@ -1,4 +1,4 @@
-"""The selection of tests for a GPU by ``-m gpu``, with a GPU that is only claimed."""
+"""The selection of tests for a GPU by ``-m gpu``, with a fake GPU."""
 
 from __future__ import annotations
 

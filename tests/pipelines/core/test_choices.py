@@ -1,4 +1,4 @@
-"""Several contexts of one: names, seeds, and nothing shared but the prompt."""
+"""The contexts of several choices of a request: ids, seeds, and no shared state except the prompt."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_seeds_of_any_sign() -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, True, 1.0, None])
-def test_impossible_numbers(n: Any) -> None:
+def test_invalid_numbers_of_choices(n: Any) -> None:
     with pytest.raises(InputError, match=f"n must be an integer of at least 1, was {n!r}"):
         choice_contexts(text_context([1]), n)
 

@@ -98,7 +98,7 @@ def test_a_prompt_in_chunks() -> None:
     made.set_token_indices(active_idx=4)
     assert made.next_tokens.tolist() == [1, 2, 3, 4]
     assert made.is_ce
-    made.update(77)  # sampled in the middle of the prompt: no token of the answer
+    made.update(77)  # sampled after a chunk of the prompt: not a token of the output
     assert (made.start_idx, made.active_idx, made.end_idx) == (4, 10, 10)
     assert made.is_initial_prompt
     assert made.all_tokens.tolist() == list(range(1, 11))
@@ -287,7 +287,7 @@ def test_a_prompt_as_long_as_the_maximum_is_allowed() -> None:
     assert context_of(5, 5).max_length == 5
 
 
-def test_fewer_log_probabilities_than_none_are_refused() -> None:
+def test_a_negative_number_of_log_probabilities_is_refused() -> None:
     with pytest.raises(InputError, match="log_probabilities must be at least 0, was -1"):
         context_of(1, 5, log_probabilities=-1)
 

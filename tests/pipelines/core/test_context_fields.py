@@ -28,7 +28,7 @@ def context_of(prompt: int = 3, max_length: int = 50, **fields: Any) -> TextCont
 # Slots.
 
 
-def test_a_slot_is_given_once_and_taken_as_often_as_one_likes() -> None:
+def test_a_slot_is_assigned_once_and_can_be_unassigned_repeatedly() -> None:
     made = context_of()
     with pytest.raises(ValueError, match="TextContext is not currently assigned to cache slot"):
         made.cache_seq_id  # noqa: B018
@@ -84,7 +84,7 @@ def test_a_token_that_the_matcher_rejects_changes_nothing(take: Any) -> None:
     assert made.all_tokens.tolist() == [1, 2, 3]
 
 
-def test_the_matcher_neither_counts_nor_crosses() -> None:
+def test_the_matcher_is_neither_compared_nor_serialized() -> None:
     made = context_of()
     plain = copy.deepcopy(made)
     made.set_matcher(Matcher())  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def test_two_grammars_are_refused(grammar: Grammar) -> None:
         context_of(grammar=grammar, json_schema="true")
 
 
-def test_numbers_of_other_types_can_cross_to_the_worker() -> None:
+def test_numbers_of_other_types_can_be_serialized() -> None:
     made = context_of(
         max_length=np.int64(30),
         log_probabilities=np.int32(2),
@@ -123,10 +123,10 @@ def test_numbers_of_other_types_can_cross_to_the_worker() -> None:
     assert (made.max_length, made.priority, made.eos_sequences) == (30, -3, [[2, 3]])
 
 
-# Whose data it is.
+# Ownership of arguments.
 
 
-def test_the_caller_keeps_its_end_tokens_to_itself() -> None:
+def test_end_tokens_are_copied() -> None:
     ids, sequences = {1}, [[2]]
     made = context_of(eos_token_ids=ids, eos_sequences=sequences)
     made.eos_token_ids.add(5)

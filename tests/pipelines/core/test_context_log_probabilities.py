@@ -1,4 +1,4 @@
-"""Log probabilities on their way through a context: none lost, none twice, in chunks or whole."""
+"""A context returns the log probabilities of each position exactly once, for whole and chunked prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EOS = 9
 
 
 def rows_of(*positions: int) -> LogProbabilities:
-    """Rows that say which positions they are of."""
+    """Return rows of log probabilities whose values are the positions."""
     return LogProbabilities(
         [-float(position) for position in positions], [{position: 0.5} for position in positions]
     )
@@ -31,11 +31,11 @@ def context_of(prompt: int, **fields: Any) -> TextContext:
 
 
 def step(context: TextContext, token: int) -> None:
-    """One step of a pipeline: a row for each token of the window, of the position after it."""
+    """Run a step: each active token gives a row for the position after it."""
     context.update(token, rows_of(*range(context.start_idx + 1, context.active_idx + 1)))
 
 
-def test_each_token_brings_its_own() -> None:
+def test_each_token_is_returned_with_its_row() -> None:
     context = context_of(3, log_probabilities=2)
     context.update(5, rows_of(3))
     context.update(6)
@@ -45,7 +45,7 @@ def test_each_token_brings_its_own() -> None:
     assert context.outstanding_completion_tokens() == [(8, rows_of(6))]
 
 
-def test_a_chunks_row_of_no_token_is_dropped() -> None:
+def test_the_row_of_a_chunk_is_dropped() -> None:
     context = context_of(5, log_probabilities=2)
     context.set_token_indices(active_idx=2)
     context.update(77, rows_of(77))
@@ -83,7 +83,7 @@ def test_an_echoed_prompt_outlives_an_answer_that_ends_at_once() -> None:
     assert context.prompt_log_probabilities == rows_of(1, 2, 3, 4)
 
 
-def test_an_end_tokens_own_row_is_dropped() -> None:
+def test_the_row_of_an_end_token_is_dropped() -> None:
     context = context_of(3, log_probabilities=1)
     step_rows = rows_of(3)
     context.update(EOS, step_rows)
@@ -123,7 +123,7 @@ def test_every_position_is_returned_once(
     context = context_of(prompt, log_probabilities=1, log_probabilities_echo=True)
     out: list[tuple[int, LogProbabilities | None]] = []
     for i, size in enumerate(sizes):
-        if context.start_idx + 1 < context.end_idx:  # else one token is computed
+        if context.start_idx + 1 < context.end_idx:  # otherwise only one token is left
             context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + size))
         step(context, 100 + i)
         if i in drained:

@@ -1,4 +1,4 @@
-"""A context against a list of tokens and four numbers, through any order of steps, chunks and evictions."""
+"""A context compared with a list of tokens and four indices, for any order of steps, chunks and resets."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_unknown_names_get_a_hint(name: str, hint: str) -> None:
     assert caught.value.parameter == name
 
 
-def test_other_mistakes_in_a_call_stay_pythons() -> None:
+def test_other_mistakes_in_a_call_raise_pythons_errors() -> None:
     with pytest.raises(TypeError, match="multiple values") as caught:
         SamplingParams(1, top_k=2)  # type: ignore[misc]
     assert not isinstance(caught.value, InputError)

@@ -28,14 +28,14 @@ def test_the_capacity_is_a_multiple_of_the_chunk_size(length: int, capacity: int
     assert TokenBuffer(tokens=np.arange(length)).tokens.size == capacity
 
 
-def test_the_room_for_tokens_to_come_is_zeros() -> None:
+def test_unused_capacity_is_zero() -> None:
     buffer = buffer_of(1, 2, 3)
     assert buffer.tokens[:3].tolist() == [1, 2, 3]
     assert not buffer.tokens[3:].any()
 
 
 @pytest.mark.parametrize("length", [3, 128])
-def test_the_caller_keeps_its_array_to_itself(length: int) -> None:
+def test_the_array_is_copied(length: int) -> None:
     prompt = np.arange(length)
     buffer = TokenBuffer(tokens=prompt)
     prompt[0] = 99

@@ -53,7 +53,7 @@ def user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-async def test_chat_streams_json_lines_unless_told_otherwise(server: Chatting) -> None:
+async def test_chat_streams_json_lines_unless_stream_is_false(server: Chatting) -> None:
     *first, last = await lines(
         server, "/api/chat", messages=user("Hi"), options={"temperature": 0, "num_ctx": 64}
     )

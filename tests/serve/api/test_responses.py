@@ -393,6 +393,8 @@ async def test_parse() -> None:
         FakePipeline.saying('{"city": "Bonn"}'), template=HERMES, grammars_enabled=True
     ) as server:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("penstock.serve.api.conversation._grammar", lambda *_: None)  # the fake has none
+            patch.setattr(
+                "penstock.serve.api.conversation._grammar", lambda *_: None
+            )  # the fake engine has no grammars
             parsed = await server.openai.responses.parse(model="demo", input="Where?", text_format=Answer)
         assert parsed.output_parsed == Answer(city="Bonn")

@@ -289,7 +289,9 @@ async def test_a_forced_call_is_forced_once(tools: ServedTools, named: bool) -> 
     choice: Any = {"type": "mcp", "server_label": "calc", **({"name": "add"} if named else {})}
     async with calling(tools, call("add", a=2, b=3), "It is 5.", grammars_enabled=True) as server:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("penstock.serve.api.conversation._grammar", lambda *_: None)  # the fake has none
+            patch.setattr(
+                "penstock.serve.api.conversation._grammar", lambda *_: None
+            )  # the fake engine has no grammars
             choices: list[Any] = []
             new = server.services.parsers.new
 

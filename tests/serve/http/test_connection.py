@@ -116,14 +116,14 @@ async def test_answers_are_sent_without_delay() -> None:
     """Each write is a separate segment: every connection of every listener has TCP_NODELAY."""
     found: list[int] = []
 
-    class Noting(App):
+    class WriteRecorder(App):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             for connection in server.server_state.connections:
                 accepted = connection.transport.get_extra_info("socket")
                 found.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             await super().__call__(scope, receive, send)
 
-    server = HttpServer(Noting(), ServeConfig())  # type: ignore[arg-type]
+    server = HttpServer(WriteRecorder(), ServeConfig())  # type: ignore[arg-type]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with server.listening(listener):
             await exchange(listener.getsockname()[1], GET % b"close")
@@ -223,7 +223,7 @@ async def test_a_head_that_is_too_long(whole: bool) -> None:
     assert (status, body["error"]["code"], app.paths) == (431, "invalid_http", [])
 
 
-async def test_heads_do_not_add_up() -> None:
+async def test_the_head_limit_applies_to_each_request() -> None:
     async with served(App()) as port:
         one = b"GET /a HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 8000 + b"\r\n\r\n"
         found = answers(await exchange(port, *[one] * 12, GET % b"close"))

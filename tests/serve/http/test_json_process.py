@@ -43,7 +43,7 @@ async def decoder() -> AsyncIterator[JsonDecoder]:
 
 
 def counts(value: Any) -> tuple[int, int]:
-    """Objects, arrays and keys; commas."""
+    """Return the number of objects, arrays and keys, and the number of commas."""
     if isinstance(value, dict | list):
         inside = [counts(one) for one in (value.values() if isinstance(value, dict) else value)]
         keys = len(value) if isinstance(value, dict) else 0

@@ -306,7 +306,7 @@ def test_the_grammar_probe_does_not_delay_readiness(running: Running) -> None:
     assert running.serve(act, lambda: work) == (0, True)
 
 
-def test_idle_connections_do_not_keep_it(running: Running) -> None:
+def test_idle_connections_do_not_delay_the_shutdown(running: Running) -> None:
     def act(http: httpx.Client) -> int:
         http.get("/health")  # its connection is kept
         send(signal.SIGTERM)

@@ -39,8 +39,8 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-def unhurried() -> FakePipeline:
-    """One whose tokens come one by one, so that they are streamed so."""
+def slow_pipeline() -> FakePipeline:
+    """Return a pipeline that generates slowly, so that each token is a separate chunk of a stream."""
     quick = FakePipeline()
 
     def choose(context: TextContext) -> int:
@@ -71,7 +71,7 @@ async def both_completions(server: Chatting, **body: Any) -> tuple[dict[str, Any
 
 @pytest.mark.parametrize("form", [*FORMS, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}])
 async def test_chats(form: dict[str, Any]) -> None:
-    async with chatting(unhurried()) as server:
+    async with chatting(slow_pipeline()) as server:
         for question in ("Hi", "Ho", "äöü🎉"):
             whole, joined = await both_chats(server, messages=[user(question)], **form)
             assert joined == whole
@@ -93,7 +93,7 @@ async def test_chats(form: dict[str, Any]) -> None:
     ],
 )
 async def test_completions(form: dict[str, Any]) -> None:
-    async with chatting(unhurried()) as server:
+    async with chatting(slow_pipeline()) as server:
         for prompt in ("Hi", "Ho", "éöü🎉"):
             whole, joined = await both_completions(server, **{"prompt": prompt, **form})
             assert joined == whole
@@ -158,7 +158,7 @@ async def test_usage_so_far_counts_the_tokens_of_the_chunks_so_far(n: int) -> No
             for chunk in chunks:
                 [choice] = chunk["choices"]
                 seen += len(choice.get("token_ids", ()))
-                ends += choice["finish_reason"] is not None  # by a token that is no part of the text
+                ends += choice["finish_reason"] is not None  # by the end token, which is not part of the text
                 usage = chunk["usage"]
                 assert usage["completion_tokens"] == seen + ends
                 assert usage["total_tokens"] == usage["prompt_tokens"] + seen + ends

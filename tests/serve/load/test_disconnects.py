@@ -1,4 +1,4 @@
-"""Hundreds of streams whose clients leave when they like: nothing is held for those that are gone."""
+"""Hundreds of streams whose clients disconnect at random times: the server keeps no state for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_STREAMS = 200
 LENGTH = 120
 
 
-async def test_two_hundred_streams_of_which_most_are_left(server: ServerProcess) -> None:
+async def test_two_hundred_streams_with_disconnects(server: ServerProcess) -> None:
     alone = server.complete(temperature=0)["choices"]
     before = server.until_idle()
     draw = random.Random(5)
@@ -37,13 +37,13 @@ async def test_two_hundred_streams_of_which_most_are_left(server: ServerProcess)
 
 
 def num_left(metrics: dict[str, float]) -> float:
-    """Requests whose clients the server has seen leave."""
+    """Return the number of requests that ended because the client disconnected."""
     name = 'penstock_requests_total{method="POST",route="/v1/completions",status="499"}'
     return metrics.get(name, 0)
 
 
 async def one_stream(port: int, index: int, way: str, num_events: int) -> int:
-    """One client: the tokens that it was told to have, where it stays to the end."""
+    """Run one client. Return the number of tokens in the usage if it reads to the end, otherwise 0."""
     body = {
         "model": "demo",
         "prompt": f"{index} times",
@@ -78,7 +78,7 @@ async def one_stream(port: int, index: int, way: str, num_events: int) -> int:
 
 
 async def tokens_of(stream: RawExchange) -> int:
-    """As the usage of a whole stream counts them."""
+    """Read a stream to its end and return the number of completion tokens in its usage."""
     blocks = []
     while (block := await stream.event()) is not None:
         blocks.append(block)

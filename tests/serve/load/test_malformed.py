@@ -15,7 +15,7 @@ from penstock.serve.api.parameters import UNSUPPORTED
 from penstock.serve.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 SECONDS = 30
-"""In which each must be answered, on a machine that has other things to do."""
+"""Time limit of each request, on a busy machine."""
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -33,7 +33,7 @@ WRONG: list[Any] = [
     [], [[]], [None], [0], [-1], ["a"], ["a", 1], [{}], [[[[1]]]], [2**64], ["\x00"],
     {}, {"": {}}, {"type": None}, {"type": "x"}, {"a": {"a": {"a": {}}}}, {"content": "Hi"},
 ]  # fmt: skip
-"""One of each kind; what is right for a field stays an answer."""
+"""Values of each kind. A value that is valid for a field gets a 200."""
 
 
 def nested(depth: int, opening: str = "[", closing: str = "]") -> str:
@@ -135,7 +135,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("/detokenize", {"model": "demo", "tokens": [-1]}),
     ("/tokenize", {"model": "demo", "prompt": "a", "messages": MESSAGES}),
 ]
-"""With what is wrong written out; all of these are the client's fault."""
+"""Requests with one mistake each; all of them must be refused."""
 
 EITHER: list[tuple[str, Any]] = [
     (CHAT, {"messages": MESSAGES}),
@@ -154,7 +154,7 @@ EITHER: list[tuple[str, Any]] = [
     text(structured_outputs={"grammar": "root ::= root"}),
     chat(messages=[{"role": "user", "content": "<|im_end|>" * 100}]),
 ]
-"""The server may refuse these or answer them."""
+"""Requests that the server may refuse or answer."""
 
 HUGE: list[tuple[str, Any]] = [
     chat(messages=[{"role": "user", "content": "x" * 20_000_000}]),
@@ -165,7 +165,7 @@ HUGE: list[tuple[str, Any]] = [
     chat(response_format=schema_of(LARGE_SCHEMA)),
     chat(tools=tools(LARGE_SCHEMA), tool_choice="required"),
 ]
-"""All that fits into a body, and a grammar that is given up."""
+"""Requests close to the maximum body size, and grammars that exceed the compilation limits."""
 
 # fmt: off
 RAW: list[bytes] = [
@@ -185,7 +185,8 @@ RAW: list[bytes] = [
 
 
 def wrong_fields(share: int) -> Iterator[tuple[str, Any]]:
-    """Each field of each body with wrong values: one in ``share`` of them, others for each field."""
+    """Yield bodies with a wrong value of one field. Each field gets one in ``share`` of the values of
+    `WRONG`."""
     for path, (kind, body) in ROUTES.items():
         for place, name in enumerate([*kind.model_fields, *UNSUPPORTED.get(kind, {})]):
             for value in WRONG[place % share :: share]:
@@ -193,7 +194,7 @@ def wrong_fields(share: int) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.fixture(autouse=True)
-def _unharmed(server: ServerProcess) -> Iterator[None]:
+def _server_is_unaffected(server: ServerProcess) -> Iterator[None]:
     before = server.metrics()
     yield
     after = server.until_idle()
@@ -218,18 +219,18 @@ async def test_every_field_with_every_wrong_value(server: ServerProcess) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_as_much_as_there_can_be(server: ServerProcess) -> None:
-    """Only the sender waits."""
-    looks = asyncio.create_task(keep_looking(server))
+async def test_huge_requests(server: ServerProcess) -> None:
+    """Other clients are served meanwhile."""
+    other_client = asyncio.create_task(keep_requesting(server))
     statuses = await post_all(server, encoded(HUGE), seconds=600)
     assert statuses.keys() == {400}
-    looks.cancel()
-    await asyncio.wait([looks])
-    assert looks.cancelled()
+    other_client.cancel()
+    await asyncio.wait([other_client])
+    assert other_client.cancelled()
 
 
-async def keep_looking(server: ServerProcess) -> None:
-    """Send requests of another client until cancelled; they do not wait for other prompts."""
+async def keep_requesting(server: ServerProcess) -> None:
+    """Send short requests of another client until cancelled; none may take 10 seconds."""
     async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
         while True:
             assert (await client.get("/health")).status_code == 200
@@ -258,7 +259,7 @@ def encoded(bodies: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bytes]]:
 async def post_all(
     server: ServerProcess, bodies: Iterable[tuple[str, bytes]], *, seconds: float = SECONDS
 ) -> dict[int, int]:
-    """Return the number of answers by status. Every error has OpenAI's form."""
+    """Return the number of responses by status, after checking the form of errors."""
     statuses: dict[int, int] = {}
     waiting = iter(bodies)
 

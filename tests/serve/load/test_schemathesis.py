@@ -48,7 +48,7 @@ def test_many_requests_of_the_document(tmp_path: Path) -> None:
 
 
 def try_all(url: str, how: settings) -> None:
-    """Every operation, with bodies that the document allows and with some that it forbids."""
+    """Call every operation with bodies that the document allows, and with bodies that it forbids."""
     schema = schemathesis.openapi.from_url(f"{url}openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
     assert len(operations) >= 10

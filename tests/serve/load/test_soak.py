@@ -1,4 +1,4 @@
-"""Minutes of everything at once: nothing grows, nothing is lost, and at the end nothing is held."""
+"""Minutes of mixed load: memory does not grow, no request is lost, and no block stays in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.server_process import ServerProcess, raw_exchange, server_process
 from penstock.serve.api.parameters import UNSUPPORTED
 
 SECONDS = 60
-"""Of each of the parts."""
+"""Duration of each part of the test."""
 NUM_CLIENTS = 24
 TOOL = {
     "type": "function",
@@ -31,54 +31,54 @@ async def test_mixed_load_for_minutes(tmp_path: Path) -> None:
     flags = ("--max-length", "512", "--max-queue-size", "20", "--kv-cache-memory", str(32 * 2**20))
     with server_process(tmp_path / "log", *flags) as server:
         expected = server.complete(temperature=0)["choices"]
-        sizes, fates = [memory(server)], Counter[str]()
+        sizes, outcomes = [memory(server)], Counter[str]()
         for _ in range(3):
-            fates += await soak(server, SECONDS / 2)
+            outcomes += await soak(server, SECONDS / 2)
             sizes.append(memory(server))
-        assert fates["whole"] > 50
-        assert fates["streamed"] > 50
-        assert fates["left"] > 20
-        assert fates["refused"] > 10
-        assert fates["broken"] == 0
-        # Libraries keep what they made for each new shape of a batch, up to a bound: that grows ever slower.
+        assert outcomes["whole"] > 50
+        assert outcomes["streamed"] > 50
+        assert outcomes["left"] > 20
+        assert outcomes["refused"] > 10
+        assert outcomes["broken"] == 0
+        # Libraries cache objects for each new batch shape, up to a bound: the growth must slow down.
         for first, _, before, after in zip(*sizes, strict=True):
             assert after - before < (before - first) / 2 + 16 * 2**20, sizes
 
         killer = asyncio.create_task(keep_killing(server))
-        fates = await soak(server, SECONDS)
+        outcomes = await soak(server, SECONDS)
         killer.cancel()
         await asyncio.wait([killer])
         assert killer.cancelled()
-        assert fates["broken"] > 0  # told by a 503 or in the stream
-        assert fates["whole"] > 10
+        assert outcomes["broken"] > 0  # by a 503 or an error event of the stream
+        assert outcomes["whole"] > 10
         await asyncio.to_thread(server.until_status, "/ready", 200)
         metrics = server.until_idle()
         assert metrics["penstock_worker_restarts_total"] >= 2
-        assert memory(server)[0] < sizes[-1][0] + 48 * 2**20, "the server keeps something of dead workers"
+        assert memory(server)[0] < sizes[-1][0] + 48 * 2**20, "the server keeps memory of dead workers"
         assert server.complete(temperature=0)["choices"] == expected
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def memory(server: ServerProcess) -> tuple[int, int]:
-    """Of the server and its worker, with nothing running."""
+    """Return the resident bytes of the server and of its worker when no request runs."""
     server.until_idle()
     assert server.worker is not None
     return server.memory(), server.memory(server.worker)
 
 
 async def soak(server: ServerProcess, seconds: float) -> Counter[str]:
-    """How the requests of many clients ended."""
-    fates: Counter[str] = Counter()
+    """Run many clients and count how their requests ended."""
+    outcomes: Counter[str] = Counter()
     end = time.monotonic() + seconds
 
     async def client(number: int) -> None:
         draw = random.Random(number)
         while time.monotonic() < end:
-            fates[await asyncio.wait_for(one_request(server.port, draw), 60)] += 1
+            outcomes[await asyncio.wait_for(one_request(server.port, draw), 60)] += 1
             await asyncio.sleep(draw.random() * 0.05)
 
     await asyncio.gather(*map(client, range(NUM_CLIENTS)))
-    return fates
+    return outcomes
 
 
 async def keep_killing(server: ServerProcess) -> None:

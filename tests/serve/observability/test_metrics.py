@@ -56,7 +56,7 @@ def test_a_request_from_its_arrival_to_its_end(clock: Clock) -> None:
     assert samples(metrics)["penstock_requests_in_progress"] == 1
     clock.now += 0.3
     record.admitted()
-    record.admitted()  # of another choice
+    record.admitted()  # the token of another choice
     clock.now += 0.4
     record.tokens(1, choice=0)
     clock.now += 0.02
