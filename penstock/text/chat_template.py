@@ -25,11 +25,11 @@ from penstock.errors import CheckpointError, ConfigError, InputError, Unsupporte
 
 Message = Mapping[str, object]
 
-# Arguments of transformers' apply_chat_template that are not template variables.
-_RESERVED_OPTIONS = frozenset(
+RESERVED_OPTIONS = frozenset(
     {"messages", "conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 )
+"""Arguments of transformers' ``apply_chat_template`` that are not variables of the template."""
 
 
 class ChatTemplate:
@@ -88,7 +88,10 @@ class ChatTemplate:
         messages = _with_end_mark(messages) if continues else messages
         template = self._compile(self._choose(tools))
         try:
-            text = template.render(messages=messages, tools=tools, **{**self._special_tokens, **variables})
+            # One mapping: a variable named "self" would clash with a parameter of render.
+            text = template.render(
+                {"messages": messages, "tools": tools, **self._special_tokens, **variables}
+            )
         except Exception as error:  # a template can raise any exception
             raise InputError(f"the chat template cannot render these messages: {error}") from error
         return _cut_at_end_mark(text) if continues else text
@@ -291,7 +294,7 @@ def _variables(options: Mapping[str, object] | None) -> dict[str, object]:
     if options is not None and not isinstance(options, Mapping):
         raise InputError(f"chat_template_options must be names and values, was {options!r}")
     given = dict(options or {})
-    refused = sorted(_RESERVED_OPTIONS & given.keys())
+    refused = sorted(RESERVED_OPTIONS & given.keys())
     if refused:
         raise InputError(f"chat_template_options cannot set {', '.join(refused)}")
     if given.get("continue_final_message"):

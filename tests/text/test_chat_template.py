@@ -142,6 +142,12 @@ def test_options_override_the_defaults() -> None:
     assert template.render([user("x")], None, options) == "False brief !"
 
 
+@pytest.mark.parametrize("name", ["self", "environment", "caller", "loop", "1 a"])
+def test_an_option_may_have_any_name(name: str) -> None:
+    template = ChatTemplate({"default": "{{ messages[0].content }}{{ self }}"}, {}, "test")
+    assert template.render([user("x")], None, {name: "y"}).startswith("x")
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize", "return_tensors"])
 def test_options_that_are_not_template_variables_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"cannot set {name}"):

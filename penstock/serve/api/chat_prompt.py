@@ -15,7 +15,7 @@ from penstock.pipelines.core import (
 from penstock.serve.api.schemas import AllowedTools, ChatBody, NamedTool, TokenizeBody
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.parsers.tools import NamedFunction
-from penstock.text.chat_template import Message
+from penstock.text.chat_template import RESERVED_OPTIONS, Message
 from penstock.text.tokenizer import TextTokenizer
 
 ChatLike = ChatBody | TokenizeBody
@@ -122,9 +122,17 @@ def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bo
     variables to every model.
 
     Raises:
-        RequestProblem: 400; the template does not support the requested ``reasoning_effort``.
+        RequestProblem: 400; a name is not a variable, or the template does not support the requested
+            ``reasoning_effort``.
     """
     options = dict(body.chat_template_kwargs or {})
+    for name in sorted(RESERVED_OPTIONS & options.keys()):
+        raise RequestProblem(
+            400,
+            f"chat_template_kwargs cannot set {name}: it is not a variable of the template",
+            param=f"chat_template_kwargs.{name}",
+            code="unsupported_parameter",
+        )
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message is not None:

@@ -255,6 +255,30 @@ def test_claude_code_request(url: str, caplog: pytest.LogCaptureFixture) -> None
     assert "the hosted tool 'web_search_20250305'" in refused.json()["error"]["message"]
 
 
+def test_deferred_tools_are_in_the_prompt(url: str) -> None:
+    """A tool search of the client returns references to tools."""
+    use = {"type": "tool_use", "id": "t1", "name": "search", "input": {}}
+    found = [{"type": "tool_reference", "tool_name": "deferred_tool"}]
+    body = {
+        "model": "demo",
+        "max_tokens": 500,
+        "messages": [
+            *user("x"),
+            {"role": "assistant", "content": [use]},
+            *user([{"type": "tool_result", "tool_use_id": "t1", "content": found}]),
+        ],
+        "tools": [{**WEATHER, "name": "deferred_tool", "defer_loading": True}],
+    }
+    answer = httpx.post(f"{url}v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    text = answer.json()["content"][0]["text"]
+    assert '"name": "deferred_tool"' in text
+    assert "tool: The tool deferred_tool is available." in text
+    found[0].pop("tool_name")
+    refused = httpx.post(f"{url}v1/messages", json=body)
+    assert "messages[2].content[0].content[0].tool_name is required" in refused.json()["error"]["message"]
+
+
 async def test_keys() -> None:
     async with chatting(FakePipeline.saying("Hello!"), api_key=("k1",)) as server:
         body = {"model": "demo", "max_tokens": 5, "messages": user("x")}

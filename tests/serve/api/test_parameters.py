@@ -251,7 +251,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"max_completion_tokens": 10**30}, "max_completion_tokens"),
     ("completion", {"min_tokens": 2**63, "max_tokens": None}, "min_tokens"),
     ("chat", {"top_k": 2**64}, "top_k"),
-    ("chat", {"chat_template_kwargs": {"messages": []}}, "messages"),
+    ("chat", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ("chat", {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     ("chat", {"messages": []}, "messages"),
     ("chat", {"messages": None}, "messages"),

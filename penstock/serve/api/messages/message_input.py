@@ -160,6 +160,8 @@ def _part(block: ResultBlock, place: str) -> dict[str, object]:
         case "document" if source is not None and source.type == "text":
             data = _needed(source.data, f"{place}.source.data")
             return _text(f"{block.title}\n\n{data}" if block.title else data)
+        case "tool_reference":  # the output of a search in deferred tools, which are all in the prompt
+            return _text(f"The tool {_needed(block.tool_name, f'{place}.tool_name')} is available.")
         case "image" | "document":
             source_type = None if source is None else source.type
             raise RequestProblem(
@@ -168,7 +170,7 @@ def _part(block: ResultBlock, place: str) -> dict[str, object]:
                 param=f"{place}.source",
                 code="unsupported_value",
             )
-    raise _unsupported(block.type, place, "text, image, document or tool_result")
+    raise _unsupported(block.type, place, "text, image, document, tool_reference or tool_result")
 
 
 def _text(text: str) -> dict[str, object]:

@@ -36,6 +36,8 @@ class ResultBlock(RequestBody):
     text: str | None = None
     source: MediaSource | None = None
     title: str | None = None
+    tool_name: str | None = None
+    """The tool that a block of the type ``tool_reference`` names."""
 
 
 class MessageBlock(ResultBlock):
@@ -71,7 +73,7 @@ class MessageTool(RequestBody):
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
         "cache_control": _CACHE,
-        "defer_loading": Refused("all tools are in the prompt", (False,)),
+        "defer_loading": Refused("all tools are in the prompt", accepts_all=True),
         "eager_input_streaming": Refused("the input of a tool is always streamed", accepts_all=True),
         "input_examples": Refused("chat templates do not read them", accepts_all=True),
     }

@@ -55,7 +55,7 @@ class McpTool(RequestBody):
         "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
         "authorization": Refused("the server sends the token of --mcp-token"),
         "connector_id": Refused("the server has no connectors: send server_label"),
-        "defer_loading": Refused("all tools are in the prompt", (False,)),
+        "defer_loading": Refused("all tools are in the prompt", accepts_all=True),
         "headers": Refused("the server sends the token of --mcp-token", ({},)),
         "server_description": Refused("chat templates describe tools only", accepts_all=True),
         "tunnel_id": Refused("the server has no tunnels: send server_label"),

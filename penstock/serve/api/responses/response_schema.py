@@ -101,7 +101,7 @@ class ResponseTool(RequestBody):
     unsupported: ClassVar[Mapping[str, Refused]] = {
         "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
         "async": Refused("the output of a call follows the call", (False,)),
-        "defer_loading": Refused("all tools are in the prompt", (False,)),
+        "defer_loading": Refused("all tools are in the prompt", accepts_all=True),
         "output_schema": Refused("chat templates do not read it", accepts_all=True),
     }
 
