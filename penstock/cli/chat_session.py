@@ -154,13 +154,14 @@ class ChatSession:
 
     def _print(self, messages: ChatMessages) -> str:
         """Print an answer while it arrives, then its speed. Return its text."""
-        begin, first, num_tokens = time.perf_counter(), None, 0
+        begin, first = time.perf_counter(), None
+        num_tokens: int | None = None
         texts: list[str] = []
         stopped = ""
         with closing(self._backend.answer(messages, self.settings)) as pieces:  # type: ignore[type-var]
             try:
                 for piece in pieces:
-                    num_tokens = num_tokens + 1 if piece.num_tokens is None else piece.num_tokens
+                    num_tokens = num_tokens if piece.num_tokens is None else piece.num_tokens
                     if first is None:
                         first = time.perf_counter()
                     if piece.is_reasoning:
@@ -173,10 +174,10 @@ class ChatSession:
         click.echo()
         end = time.perf_counter()
         first = end if first is None else first
-        speed = num_tokens / max(end - begin, 1e-9)
-        line = (
-            f"{num_tokens} tokens, {speed:.1f} tokens/s, first after {(first - begin) * 1000:.0f} ms{stopped}"
-        )
+        line = f"first after {(first - begin) * 1000:.0f} ms{stopped}"
+        if num_tokens is not None:  # a server counts them at the end, which a stopped answer does not reach
+            speed = num_tokens / max(end - begin, 1e-9)
+            line = f"{num_tokens} tokens, {speed:.1f} tokens/s, {line}"
         click.echo(click.style(line, dim=True), err=True)
         return "".join(texts)
 
