@@ -6,7 +6,8 @@ Messages to the worker contain plain Python numbers only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
+from decimal import Decimal
+from math import inf, nan
 from numbers import Integral, Real
 from typing import Protocol, TypeVar, cast
 
@@ -39,11 +40,13 @@ def _plain(value: object) -> object:
         return bool(value)  # detected by name: reading settings must not import numpy
     if isinstance(value, Integral):
         return int(value)
-    if isinstance(value, Real):
+    if isinstance(value, Real | Decimal):  # Python does not register Decimal as Real
         try:
             return float(value)
         except OverflowError:  # a fraction beyond the range of floats
             return inf
+        except ValueError:  # a signalling NaN
+            return nan
     return value
 
 
@@ -75,7 +78,9 @@ def checked_number(name: str, value: object, low: float, high: float) -> float:
         InputError: the value is not a number, is NaN, or is not in ``[low, high]``.
     """
     number = plain_real(value)
-    if number is None or not low <= number <= high:  # false for NaN
+    if number is None:
+        raise InputError(f"{name} must be a number in [{low}, {high}], was {value!r}")
+    if not low <= number <= high:  # false for NaN
         raise InputError(f"{name} must be in [{low}, {high}], was {value!r}")
     return number
 

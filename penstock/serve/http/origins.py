@@ -48,7 +48,7 @@ class OriginMiddleware:
                 problem = problem_of(error)
                 record: RequestRecord = scope["state"]["record"]
                 record.failed(problem.code, problem.status)
-                await problem.response()(scope, receive, send)
+                await problem.response(scope["path"], record.request_id)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -59,7 +59,8 @@ def test_possible_values_are_kept(given_: dict[str, Any]) -> None:
     "value",
     [
         *(math.nan, math.inf, -math.inf, True, np.True_, None, "1", 10**400, Fraction(10**400), 1j),
-        *(np.float32("nan"), np.float64("inf"), np.float16("-inf"), np.array([0.5]), Decimal("0.5")),
+        *(np.float32("nan"), np.float64("inf"), np.float16("-inf"), np.array(0.5), np.array([0.5])),
+        *(Decimal("NaN"), Decimal("sNaN"), Decimal("-Infinity"), Decimal("1e400")),
     ],
     ids=repr,
 )
@@ -68,6 +69,12 @@ def test_values_that_are_not_numbers_are_refused(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
     assert str(caught.value).startswith(f"{name} must be ")
     assert str(caught.value).endswith(f", was {value!r}")
+
+
+@pytest.mark.parametrize("value", ["1", 1j, None, True, np.array(0.5)], ids=repr)
+def test_the_message_says_that_a_number_is_missing(value: Any) -> None:
+    with pytest.raises(InputError, match=r"top_p must be a number in \[0.0, 1.0\], was "):
+        SamplingParams(top_p=value)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +87,7 @@ def test_values_that_are_not_numbers_are_refused(name: str, value: Any) -> None:
         ),
         ({"temperature": np.int8(1), "top_p": np.uint64(1)}, {"temperature": 1, "top_p": 1}),
         ({"temperature": Fraction(1, 2)}, {"temperature": 0.5}),
+        ({"temperature": Decimal("0.5"), "top_p": Decimal(1)}, {"temperature": 0.5, "top_p": 1.0}),
         ({"repetition_penalty": np.longdouble(1.5)}, {"repetition_penalty": 1.5}),
         ({"top_k": np.int64(5), "seed": np.uint64(2**64 - 1)}, {"top_k": 5, "seed": 2**64 - 1}),
         (
@@ -185,7 +193,7 @@ def test_numbers_out_of_range_are_refused(name: str, bounds: tuple[float, float]
         ({"logit_bias": {-1: 2}}, r"logit_bias must be of token ids.*, was -1"),
         ({"logit_bias": {4: 100.5}}, r"logit_bias of token 4 must be in \[-100.0, 100.0\], was 100.5"),
         ({"logit_bias": {4: math.nan}}, r"logit_bias of token 4 must be in .*, was nan"),
-        ({"logit_bias": {4: True}}, r"logit_bias of token 4 must be in .*, was True"),
+        ({"logit_bias": {4: True}}, r"logit_bias of token 4 must be a number in .*, was True"),
     ],
 )
 def test_impossible_values_are_refused_with_the_number(given_: dict[str, Any], message: str) -> None:

@@ -150,6 +150,16 @@ async def test_other_requests_are_accepted(headers: dict[str, str], config: dict
     assert response.status_code == 404
 
 
+async def test_a_refusal_has_the_format_of_the_api() -> None:
+    foreign = {"origin": "https://evil.example"}
+    refused = await ask("/v1/messages", foreign, "POST")
+    assert refused.status_code == 403
+    assert (refused.json()["type"], refused.json()["error"]["type"]) == ("error", "permission_error")
+    assert refused.json()["request_id"] == refused.headers["x-request-id"]
+    assert isinstance((await ask("/api/chat", foreign, "POST")).json()["error"], str)
+    assert isinstance((await ask("/api/tags", {"host": "evil.example"})).json()["error"], str)
+
+
 async def test_reading_routes_accept_any_origin() -> None:
     assert (await ask("/health", {"origin": "http://evil.example"})).status_code == 200
 
