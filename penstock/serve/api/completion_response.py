@@ -136,6 +136,8 @@ class CompletionResponse(OpenAIStream):
     def _members(self, index: int, piece: ChoiceDelta) -> dict[str, Iterable[bytes]]:
         """Return the members with the log probabilities of a whole choice and of its prompt."""
         scores = self._logprobs(index, piece, is_first=True)
+        if scores is None and self._scores is not None:
+            scores = self._scores[index].parts([], [], [])  # requested, but there are no tokens
         members: dict[str, Iterable[bytes]] = {"logprobs": (b"null",) if scores is None else scores}
         if self._prompt_scores is not None:
             ids = self._choices[index].prompt_token_ids

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from penstock.serve.batches.batch_lines import BadLine, BatchRequest, result_line
 from penstock.serve.http.internal_request import internal_request
+from penstock.serve.http.sse import escape_line_ends
 
 CLIENT = "batch"
 """The client of all batches, for fair scheduling."""
@@ -97,7 +98,7 @@ class BatchDispatcher:
 
     async def _one(self, line: BatchRequest | BadLine) -> None:
         if isinstance(line, BadLine):
-            self._on_result(msgspec.json.encode(line.result), False, 0)
+            self._on_result(escape_line_ends(msgspec.json.encode(line.result)), False, 0)
             return
         num_failed = 0
         while True:

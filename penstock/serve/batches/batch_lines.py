@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.errors import InputError
 from penstock.serve.http.json_process import InvalidJsonError, TooManyValuesError, decode
+from penstock.serve.http.sse import escape_line_ends
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """The routes that a batch may use."""
@@ -99,7 +100,8 @@ def parsed(line: bytes, number: int, max_values: int, max_items: int) -> BatchRe
 def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
     """Return the line of a response."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
-    return msgspec.json.encode({"id": new_id(), "custom_id": custom_id, "response": response, "error": None})
+    result = {"id": new_id(), "custom_id": custom_id, "response": response, "error": None}
+    return escape_line_ends(msgspec.json.encode(result))
 
 
 def new_id() -> str:

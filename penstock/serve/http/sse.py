@@ -19,6 +19,20 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
+_LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+
+
+def escape_line_ends(data: bytes) -> bytes:
+    """Return JSON with escapes for characters that ``str.splitlines`` takes for line ends.
+
+    JSON allows them in texts. Clients that split a stream with ``splitlines``, such as Ollama's, would get
+    incomplete lines.
+    """
+    for end, escape in _LINE_ENDS:
+        data = data.replace(end, escape)
+    return data
+
+
 def event(data: object) -> bytes:
     """Return an event with an object as its data."""
     return b"data: " + _encode(data) + b"\n\n"
@@ -70,7 +84,7 @@ class EventStream(Response):
     generator is closed immediately and releases its resources.
 
     Args:
-        pieces: complete events.
+        pieces: complete events, or parts of an event that end between characters.
         on_error: called with the error that ended the stream.
         on_disconnect: called when the client has disconnected.
         error_event: encodes the error that ended the stream.
@@ -122,13 +136,14 @@ class EventStream(Response):
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
             async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                body = escape_line_ends(piece)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         except OSError:
             self._on_disconnect()  # some servers report a disconnected client by an OSError
             return
         except Exception as error:
             self._on_error(error)
-            message = self._error_event(problem_of(error))
+            message = escape_line_ends(self._error_event(problem_of(error)))
             await send({"type": "http.response.body", "body": message, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -30,6 +30,16 @@ async def test_a_response_has_the_openai_format() -> None:
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
 
 
+async def test_an_output_without_tokens_has_empty_log_probabilities() -> None:
+    async with chatting() as server:
+        for prompt, max_tokens in (("Hi", 0), (["a", "b"], 0)):
+            answer = await server.complete(prompt=prompt, logprobs=2, max_tokens=max_tokens)
+            for choice in answer["choices"]:
+                assert choice["logprobs"] == {
+                    name: [] for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs")
+                }
+
+
 async def test_the_default_is_sixteen_tokens() -> None:
     async with chatting(FakePipeline(lambda context: ord("a"))) as server:
         answer = await server.complete()

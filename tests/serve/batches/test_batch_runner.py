@@ -54,6 +54,19 @@ async def run(
     return results, reports
 
 
+async def test_a_result_is_one_line_for_every_reader() -> None:
+    written: list[bytes] = []
+    async with chatting(FakePipeline.saying("a\u2028b\x85")) as server:
+        app = server.http._transport.app  # type: ignore[attr-defined]
+        keep = BatchDispatcher(
+            app, 1, is_stopping=lambda: False, on_result=lambda result, *_: written.append(result)
+        )
+        await keep.run(requests(line("good\u2029"), line("bad\u2029", url="/x")))
+    good, bad = (json.loads(row) for row in b"\n".join(written).decode().splitlines())
+    assert good["response"]["body"]["choices"][0]["message"]["content"] == "a\u2028b\x85"
+    assert (good["custom_id"], bad["custom_id"]) == ("good\u2029", "bad\u2029")
+
+
 async def test_good_and_bad_lines() -> None:
     async with chatting() as server:
         results, reports = await run(

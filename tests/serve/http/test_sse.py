@@ -22,6 +22,20 @@ def test_a_value_in_a_template_is_the_event_with_that_value(text: str) -> None:
     assert b"\n" not in template.with_value(text)[:-2]
 
 
+@given(st.text(st.sampled_from('a\\"\x0b\x0c\x1c\x85\u2028\u2029\u2014é')))
+async def test_clients_that_split_at_any_line_end(text: str) -> None:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield event({"text": text})
+        yield b"data: " + json.dumps([text, text], ensure_ascii=False).encode() + b"\n\n"
+
+    peer = Peer()
+    await peer.run(peer.stream(pieces()))
+    first, empty, second, *_ = peer.body.decode().splitlines()
+    assert json.loads(first.removeprefix("data: ")) == {"text": text}
+    assert empty == ""
+    assert json.loads(second.removeprefix("data: ")) == [text, text]
+
+
 class Peer:
     """An ASGI client that receives a response and can disconnect."""
 
