@@ -64,11 +64,11 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     """The only tokens that may be generated. Include the tokens that end the output."""
     banned_token_ids: list[int] | None = None
-    """Tokens that are never generated, unless a grammar allows no other token."""
+    """Tokens that are never generated. The request ends with an error if a grammar allows no other token."""
 
     banned_sequences: list[list[int]] | None = None
-    """Sequences of tokens that are never generated, unless a grammar allows no other token. The last token of
-    a sequence is banned if the output ends with the tokens before it."""
+    """Sequences of tokens that are never generated. The last token of a sequence is banned if the output ends
+    with the tokens before it. The request ends with an error if a grammar allows no other token."""
 
     def __post_init__(self) -> None:
         for name, value in self._checked().items():
