@@ -3,6 +3,8 @@
 import { ApiError, postStream } from "./api.js";
 import { TokenGroups } from "./tokens.js";
 
+const MIN_SECONDS = 0.05; // shorter than this, the rate would be that of reading a buffer
+
 export class Message {
   constructor(role, text = "", more = {}) {
     this.role = role; // user, assistant, tool
@@ -113,7 +115,7 @@ export class Receiver {
     const later = (usage?.completion_tokens ?? 0) - this._firstCount;
     return {
       firstToken: this._first === null ? null : (this._first - this._sentAt) / 1000,
-      perSecond: seconds > 0 && later > 0 ? later / seconds : null,
+      perSecond: seconds >= MIN_SECONDS && later > 0 ? later / seconds : null,
       prompt: usage?.prompt_tokens ?? null,
       cached: usage?.prompt_tokens_details?.cached_tokens ?? 0,
       completion: usage?.completion_tokens ?? null,
