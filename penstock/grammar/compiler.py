@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Protocol
@@ -22,13 +24,13 @@ from penstock.errors import (
 )
 from penstock.grammar.llguidance_backend import LLGuidanceBackend
 from penstock.grammar.xgrammar_backend import XGrammarBackend
-from penstock.host.priority import lower_thread_priority
 from penstock.pipelines.core import Grammar, GrammarMatcher, TextContext
 from penstock.text.tokenizer import TextTokenizer
 
 _logger = logging.getLogger(__name__)
 
 _EXTRAS = {"llguidance": "grammar", "xgrammar": "xgrammar"}
+_NICENESS = 5  # low priority, but not so low that a model on all cores starves the thread
 _SWITCH_INTERVAL = 0.0005  # seconds
 _EXCLUSIVE_SECONDS = 1.0  # seconds before the next grammar starts in parallel
 _MAX_THREADS = 4  # includes threads of refused grammars, which still use a core and memory
@@ -232,7 +234,7 @@ class _Job:
 
     def run(self) -> None:
         """Compile the grammar and set the result."""
-        lower_thread_priority()
+        _lower_priority()
         with _ShortSwitchInterval():
             self._compile()
         self.is_done.set()
@@ -311,3 +313,10 @@ def _start_thread(run: Callable[[], None]) -> None:
         threading.Thread(target=run, name="penstock-grammar", daemon=True).start()
     finally:
         threading.stack_size(before)
+
+
+def _lower_priority() -> None:
+    """Lower the priority of this thread on Linux, where setpriority accepts a thread id. Else do nothing."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

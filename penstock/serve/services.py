@@ -13,7 +13,6 @@ from fastapi import Request
 
 from penstock.config import PipelineConfig
 from penstock.errors import OverloadedError
-from penstock.host.priority import lower_thread_priority
 from penstock.pipelines.core import PipelineTask
 from penstock.serve.api.images import ImageRequests
 from penstock.serve.api.json_parts import Turns
@@ -112,11 +111,9 @@ class Services:
     pool: ThreadPoolExecutor
     """Runs tokenisation, templates and schemas, which must not run on the event loop."""
     large_body_pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(
-            1, thread_name_prefix="penstock-long", initializer=lower_thread_priority
-        )
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
-    """Runs the same for large bodies, which take seconds. Its low priority leaves the cores to the model."""
+    """Runs the same for large bodies, which take many seconds, so that other requests are not delayed."""
     decoder: JsonDecoder = field(default_factory=JsonDecoder)
     """Decodes bodies that would block the event loop for too long."""
     large_body_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
-import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Annotated, Any
@@ -135,18 +132,6 @@ async def test_the_number_of_concurrent_large_bodies_is_limited() -> None:
         assert (await post(client, long, path="/raw")).status_code == 200
         assert (await post(client, b"[" + long, path="/raw")).status_code == 400
         assert services.large_bodies.num_active == 7, "each request releases its slot, refused ones too"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority on Linux only")
-def test_large_bodies_are_tokenised_with_a_low_priority() -> None:
-    services = make_services()
-
-    def niceness() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    long, short = (services.pool_for(size).submit(niceness).result() for size in (10**6, 10))
-    assert long == max(short, 5)
-    services.large_body_pool.shutdown()
 
 
 async def test_bytes_are_counted_while_they_arrive() -> None:
