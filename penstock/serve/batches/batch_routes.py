@@ -70,11 +70,17 @@ async def upload_file(request: Request) -> Response:
 
 @router.get("/v1/files", response_class=Response, responses=responses(401, 503))
 async def list_files(
-    request: Request, purpose: str | None = None, limit: PageSize = 10_000, after: str | None = None
+    request: Request,
+    purpose: str | None = None,
+    limit: PageSize = 10_000,
+    after: str | None = None,
+    order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """List the stored files, the newest first."""
+    """List the stored files, by default the newest first."""
     files = await asyncio.to_thread(_manager(request).files.all, owner_of(request))
     chosen = [one for one in files if purpose is None or one["purpose"] == purpose]
+    if order == "asc":
+        chosen.reverse()
     return _page(chosen, limit, after)
 
 

@@ -121,6 +121,19 @@ async def test_cancel(tmp_path: Path) -> None:
         assert server.services.worker.num_outstanding == 0
 
 
+async def test_the_order_of_files(tmp_path: Path) -> None:
+    async with chatting(state_dir=str(tmp_path)) as server:
+        client = server.openai
+        for _ in range(3):
+            await client.files.create(file=lines(1), purpose="batch")
+        newest = [one.id async for one in client.files.list()]
+        assert len(newest) == 3
+        assert [one.id async for one in client.files.list(order="desc")] == newest
+        assert [one.id async for one in client.files.list(order="asc", limit=2)] == newest[::-1]
+        refused = await server.http.get("/v1/files", params={"order": "size"})
+        assert refused.json()["error"]["param"] == "order"
+
+
 async def test_refusals(tmp_path: Path) -> None:
     async with chatting(state_dir=str(tmp_path), max_file_size=3000, api_key=("one", "two")) as server:
         one = server.openai.with_options(api_key="one")
