@@ -118,7 +118,7 @@ def _name_of(scope: Scope, body: _Body) -> str | None:
         return query["model"][0]
     try:
         named = msgspec.json.decode(body.data, type=_Named)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     name = named.model
     if name is None and str(scope["path"]).startswith("/api/"):

@@ -160,6 +160,9 @@ async def test_malformed_bodies_get_the_error_of_the_route() -> None:
         post = front.client.post
         answer = await post("/v1/completions", content=b"{")
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+        for body in (b'{"model": "a\xcb", "prompt": "Hi"}', b'{"\xff": 1}', b"[" * 900):
+            answer = await post("/v1/completions", content=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
         assert (await post("/v1/completions", content=b'"' + b"x" * 3000)).status_code == 413
         assert (await front.complete(model=7)).status_code == 400  # type: ignore[arg-type]
         assert (await front.client.get("/nothing")).status_code == 404
