@@ -77,16 +77,17 @@ class CompletionResponse(OpenAIStream):
         `usage` is the usage so far, for streams whose chunks all have a usage.
         """
         is_first = index not in self._begun
-        self._begun.add(index)
         text = piece.content
         is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
         if is_plain and piece.finish_reason is None and not (is_first and self._echoes):
             return (self._template(index).with_value(text),) if text else ()
         choice = self._choice(index, piece, is_first=is_first)
-        scores = self._logprobs(index, piece, is_first=is_first)
+        has_scores = self._scores is not None and (piece.scores or (is_first and self._echoes))
         has_ids = self._prompt_token_ids is not None and (is_first or piece.token_ids)
-        if not (choice["text"] or scores or piece.finish_reason or has_ids):
+        if not (choice["text"] or has_scores or piece.finish_reason or has_ids):
             return ()
+        self._begun.add(index)
+        scores = self._logprobs(index, piece, is_first=is_first)
         more = self._usage_field(usage)
         if scores is None:
             return (event(self._envelope.around(KIND, [{**choice, "logprobs": None}], **more)),)
@@ -136,8 +137,6 @@ class CompletionResponse(OpenAIStream):
     def _members(self, index: int, piece: ChoiceDelta) -> dict[str, Iterable[bytes]]:
         """Return the members with the log probabilities of a whole choice and of its prompt."""
         scores = self._logprobs(index, piece, is_first=True)
-        if scores is None and self._scores is not None:
-            scores = self._scores[index].parts([], [], [])  # requested, but there are no tokens
         members: dict[str, Iterable[bytes]] = {"logprobs": (b"null",) if scores is None else scores}
         if self._prompt_scores is not None:
             ids = self._choices[index].prompt_token_ids
@@ -145,7 +144,10 @@ class CompletionResponse(OpenAIStream):
         return members
 
     def _logprobs(self, index: int, piece: ChoiceDelta, *, is_first: bool) -> Parts | None:
-        """Return the log probabilities of a delta; None without any."""
+        """Return the log probabilities of a delta; None without any.
+
+        If they are requested, the first delta of a choice has empty lists when it has no tokens.
+        """
         if self._scores is None:
             return None
         ids = [score.token_id for score in piece.scores]
@@ -157,7 +159,7 @@ class CompletionResponse(OpenAIStream):
             ids = [*echo.token_ids, *ids]
             logprobs = [None, *(logprob for logprob, _ in rows), *logprobs]
             tops = [None, *(top for _, top in rows), *tops]
-        return self._scores[index].parts(ids, logprobs, tops) if ids else None
+        return self._scores[index].parts(ids, logprobs, tops) if ids or is_first else None
 
     def _scores_of_prompt(self, index: int) -> Sequence[PromptScore]:
         return self._choices[index].prompt_scores or self._choices[index - index % self._n].prompt_scores
