@@ -39,7 +39,7 @@ def decode_rows(num_remaining: int, num_left: int, num_behind: int) -> int:
 
 
 def prompt_rows(num_remaining: int, num_left: int, min_chunk_size: int, *, may_cut: bool) -> int:
-    """Return the number of rows of a prompt in this step: the whole rest, a chunk, or 0."""
+    """Return the number of rows of a prompt in this step: all remaining rows, a chunk, or 0."""
     if num_remaining <= num_left:
         return num_remaining
     return num_left if may_cut and num_left >= min_chunk_size else 0
@@ -55,12 +55,13 @@ def smallest_chunk(min_chunk_size: int, max_batch_input_tokens: int, max_batch_s
 
 
 class PromptBudget:
-    """How many tokens of a prompt a step computes.
+    """Decides how many tokens of a prompt a step computes.
 
     Args:
         max_tokens: maximum number of tokens of a step.
         min_chunk_size: the smallest chunk of a prompt.
-        may_cut: whether prompts are cut into chunks. If not, only contexts that outgrew the budget are cut.
+        may_cut: whether prompts are cut into chunks. Otherwise only contexts that have grown beyond the
+            budget are cut.
         whole_prompts: never cut a prompt. One that exceeds the budget is the only one of its step.
     """
 
@@ -89,13 +90,13 @@ class PromptBudget:
         has_prompts = any(not other.is_decoding for other in batch.entries.values())
         return splittable_rows(context, rows, may_grow=not has_prompts)
 
-    def refuse_what_never_fits(self, context: InputContext, kv: KVCache) -> None:
+    def check_fits_alone(self, context: InputContext, kv: KVCache) -> None:
         """Check that a context can run if it is the only one.
 
         Raises:
             InputError: the context can never run.
         """
-        refuse_what_never_fits(
+        check_fits_alone(
             context,
             kv,
             max_tokens=context.current_length if self._whole_prompts else self.max_tokens,
@@ -103,9 +104,7 @@ class PromptBudget:
         )
 
 
-def refuse_what_never_fits(
-    context: InputContext, kv: KVCache, *, max_tokens: int, chunk_size: int | None
-) -> None:
+def check_fits_alone(context: InputContext, kv: KVCache, *, max_tokens: int, chunk_size: int | None) -> None:
     """Check that a context can run if it is the only one.
 
     Args:

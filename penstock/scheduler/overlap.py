@@ -2,7 +2,7 @@
 
 A step of the scheduler, with batch n running on the device::
 
-    advance(n)      its contexts move past tokens that are not known yet
+    advance(n)      its contexts move past the tokens that n samples, whose ids are not known yet
     batch n + 1     is built: decoding contexts of n, and prompts
     launch(n + 1)   the device runs it after n
     collect(n)      waits for n; contexts take their tokens, finished ones leave
@@ -189,7 +189,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         self._release_held(dropped)
 
     def _runs(self, request_id: str, launched: _Launched[ContextT]) -> bool:
-        """Return whether a context of a step is still running, that is, was not cancelled."""
+        """Return whether a context of a step is still running. It is not if its request was cancelled."""
         entry = self._running.get(request_id)
         return entry is not None and entry.context is launched.batch.get(request_id)
 

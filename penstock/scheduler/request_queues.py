@@ -80,7 +80,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
         Raises:
             InputError: the context can never run, even as the only one, or its ``request_id`` is in use.
         """
-        self._prompts.refuse_what_never_fits(context, self._kv)
+        self._prompts.check_fits_alone(context, self._kv)
         if context.request_id in self._running or context.request_id in self._waiting:
             raise InputError(f"request {context.request_id} is already submitted: use unique ids")
         self._shares.enter(context.client_id)

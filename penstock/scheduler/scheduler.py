@@ -206,7 +206,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         if waiting is not None and not (self._has_slot() and self._has_blocks(waiting)):
             waiting = None
         running = (entry for entry in self._running.values() if not entry.is_decoding)
-        return min((*running, *filter(None, [waiting])), key=self._shares.turn_of, default=None)
+        return min((*running, *filter(None, [waiting])), key=self._shares.prompt_key, default=None)
 
     def _add_prompts(self, batch: Batch[ContextT]) -> None:
         """Add running and waiting prompts in order, while tokens, slots and blocks suffice."""
@@ -214,11 +214,11 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         admits = True
         while batch.num_left > 0:
             prompts = [entry for entry in prompts if entry.request_id in self._running]
-            entry = min(prompts, key=self._shares.turn_of, default=None)
+            entry = min(prompts, key=self._shares.prompt_key, default=None)
             admits = admits and (self._has_slot() or self._shares.is_contended)
             waiting = self._waiting.first_ready(self._is_ready) if admits else None
             if waiting is not None and not (
-                entry is not None and self._shares.turn_of(entry) < self._shares.turn_of(waiting)
+                entry is not None and self._shares.prompt_key(entry) < self._shares.prompt_key(waiting)
             ):
                 admits = self._admit(waiting, batch)
                 if not admits:
@@ -267,7 +267,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             return False
         for has_room in (self._has_slot, lambda: self._has_blocks(entry)):
             if not has_room():
-                last = self._shares.last_in_excess(entry, self._generating)
+                last = self._shares.entry_to_preempt(entry, self._generating)
                 if last is None:
                     return False
                 self._preempt(last, batch)
@@ -311,7 +311,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
                     continue
                 if not may_preempt:
                     return 0
-                last = max(self._generating, key=self._shares.expendability)
+                last = max(self._generating, key=self._shares.preemption_key)
                 if last is not entry:
                     self._preempt(last, batch)
                     continue

@@ -39,17 +39,17 @@ class Shares:
         """Return the sort key of a client with waiting contexts. The smallest is admitted first."""
         return self.num_running(client_id), self._turns[client_id]
 
-    def turn_of(self, entry: Entry[ContextT]) -> tuple[int, int, int]:
+    def prompt_key(self, entry: Entry[ContextT]) -> tuple[int, int, int]:
         """Return the sort key of a prompt. The smallest is computed first."""
         priority, arrival = entry.key
         return priority, self._turns[entry.client_id], arrival
 
-    def expendability(self, entry: Entry[ContextT]) -> tuple[int, int, int]:
+    def preemption_key(self, entry: Entry[ContextT]) -> tuple[int, int, int]:
         """Return the preemption sort key of a running entry. The largest key is preempted first."""
         priority, arrival = entry.key
         return priority, self.num_running(entry.client_id), arrival
 
-    def last_in_excess(
+    def entry_to_preempt(
         self, waiting: Entry[ContextT], running: Iterable[Entry[ContextT]]
     ) -> Entry[ContextT] | None:
         """Return the running entry to preempt in favour of a waiting one; None if there is none.
@@ -62,7 +62,7 @@ class Shares:
             return None
         candidates = (one for one in running if one.key[0] >= waiting.key[0])
         excess = (one for one in candidates if self.num_running(one.client_id) >= min_slots)
-        return max(excess, key=self.expendability, default=None)
+        return max(excess, key=self.preemption_key, default=None)
 
     @property
     def max_running(self) -> int:

@@ -66,8 +66,8 @@ class StepTime:
 class StepLimit:
     """Limits the decode rows of a step and the steps of a call while one client holds many slots.
 
-    A prompt that arrives during a call waits for its end. While other clients send requests, a client with
-    more than `_MIN_ROWS` contexts therefore gets short steps: as many rows as the time of a short step
+    A prompt that arrives during a call waits until the call ends. While other clients send requests, a client
+    with more than `_MIN_ROWS` contexts therefore gets short steps: as many rows as the time of a short step
     allows, but at least `_MIN_ROWS` of each client. Its contexts take turns, so that all of them continue.
 
     Args:

@@ -53,7 +53,7 @@ class WaitingQueue(Generic[EntryT]):
         # Clients by the sort key of their first entry. An outdated key is never larger than the current one.
         self._heap: list[tuple[_Rank, str]] = []
         self._queued: dict[str, _Rank] = {}  # the last key of each client that was added; the heap holds it
-        self._aside: deque[EntryT] = deque()
+        self._not_ready: deque[EntryT] = deque()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -89,14 +89,14 @@ class WaitingQueue(Generic[EntryT]):
     def recheck(self, is_ready: Callable[[EntryT], bool]) -> None:
         """Start a step: check again the entries that were not ready."""
         self._checks_left = self._scan_limit
-        for _ in range(min(self._scan_limit, len(self._aside))):
-            entry = self._aside.popleft()
+        for _ in range(min(self._scan_limit, len(self._not_ready))):
+            entry = self._not_ready.popleft()
             if not self._contains(entry):
                 continue
             if is_ready(entry):
                 self._enqueue(entry)
             else:
-                self._aside.append(entry)
+                self._not_ready.append(entry)
 
     def first_ready(self, is_ready: Callable[[EntryT], bool]) -> EntryT | None:
         """Return the next ready entry without removing it; None if this step has none."""
@@ -117,7 +117,7 @@ class WaitingQueue(Generic[EntryT]):
                 self._checks_left -= 1
                 if self._contains(entry):  # else `is_ready` removed it
                     heapq.heappop(self._lanes[client_id])
-                    self._aside.append(entry)
+                    self._not_ready.append(entry)
         return None
 
     def _drop_first(self) -> None:

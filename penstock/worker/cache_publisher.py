@@ -58,7 +58,7 @@ class CachePublisher:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def publish(self, worker: int, events: Sequence[CacheEvent]) -> None:
-        """Send the events of a worker. Never blocks; a `CacheListener`."""
+        """Send the events of a worker. Never blocks. Has the signature of a `CacheListener`."""
         body = self._encode([time.time(), [_as_array(event) for event in events], worker])
         number = self._number.to_bytes(8, "big")
         self._number += 1

@@ -45,11 +45,11 @@ class WorkerClient:
     Args:
         factory: loads the model in the worker's process; picklable, unless ``in_thread``.
         in_thread: run the worker in a thread of this process, for tests.
-        max_queue_size: requests that may wait for a place in the batch. Default: 4 batches, at least 64.
-            Clients with less than one batch of outstanding requests may exceed the limit, by at most one
-            batch in total.
+        max_queue_size: maximum number of requests that wait for a slot in the batch. Default: 4 batches, at
+            least 64. Clients with less than one batch of outstanding requests may exceed the limit, by at
+            most one batch in total.
         hang_limit, memory_limit: see `WorkerSupervisor`.
-        is_asleep: whether `wake_up` starts the worker, in place of `start`.
+        is_asleep: whether the worker begins asleep. Then `wake_up` starts it, and `start` is not called.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class WorkerClient:
         self._generations: dict[str, Generation] = {}
         self._cancelled: set[str] = set()  # cancelled here, not yet confirmed by the worker
         self._client_ids: dict[str, str] = {}  # request id -> client id, of outstanding requests
-        self._changed_adapters: dict[str, str | None] = {}  # changes since the first start; None: unloaded
+        self._changed_adapters: dict[str, str | None] = {}  # name -> path, since the start; None if unloaded
         self._request_ended: asyncio.Future[None] | None = None
         self._listeners: list[CacheListener] = []
         self._stats = WorkerStats()
@@ -120,7 +120,7 @@ class WorkerClient:
 
     @property
     def max_outstanding(self) -> int:
-        """The number of requests that may run and wait together."""
+        """The maximum number of requests that run or wait."""
         size = self.info.max_batch_size
         return size + (max(64, 4 * size) if self._max_queue_size is None else self._max_queue_size)
 
@@ -268,7 +268,7 @@ class WorkerClient:
         await self.wake_up()
 
     async def _until_idle(self, seconds: float) -> None:
-        """Return when no request is outstanding, or after some seconds."""
+        """Return when no request is outstanding, or after ``seconds``."""
         deadline = time.monotonic() + seconds
         while self.num_outstanding and time.monotonic() < deadline:
             await asyncio.sleep(_STOP_POLL_INTERVAL)

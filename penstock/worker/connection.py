@@ -37,13 +37,13 @@ _BOOT = (
 """Program of the worker process. It replaces ``multiprocessing``, which would rerun the main module."""
 
 _SHORT_SPIN = {"GOMP_SPINCOUNT": "100"}
-"""Environment of the worker: waiting OpenMP threads sleep early. By default they spin for milliseconds. If
-the server needs a core at the same time, the spinning threads take it from the thread that they wait for, and
-a step takes ten times as long.
+"""Environment variables of the worker, with which waiting OpenMP threads sleep early. By default they spin
+for milliseconds. If the server needs a core at the same time, the spinning threads take it from the thread
+that they wait for, and a step takes ten times as long.
 """
 
 
-class _Body(Protocol):
+class _WorkerHost(Protocol):
     """The process or thread in which a worker runs."""
 
     sentinel: int
@@ -159,7 +159,7 @@ class WorkerConnection:
         self._commands.linger = 0
         self._commands.sndhwm = 0  # the engine client bounds the number of requests
         self._encode, self._decode = command_encoder(), report_decoder()
-        self._body: _Body = (_Thread if in_thread else _Process)(factory, endpoint, memory_limit)
+        self._host: _WorkerHost = (_Thread if in_thread else _Process)(factory, endpoint, memory_limit)
         self._reports_fd = int(self._reports.getsockopt(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None
         self.ended = asyncio.Event()
@@ -170,7 +170,7 @@ class WorkerConnection:
         self._loop = asyncio.get_running_loop()
         self._on_report = on_report
         self._loop.add_reader(self._reports_fd, self.drain)
-        self._loop.add_reader(self._body.sentinel, self._on_end)
+        self._loop.add_reader(self._host.sentinel, self._on_end)
         self._loop.call_soon(self.drain)  # earlier reports do not wake the loop
 
     def send(self, command: Command) -> None:
@@ -192,26 +192,26 @@ class WorkerConnection:
     @property
     def is_suspended(self) -> bool:
         """Whether a signal has suspended the worker's process."""
-        return self._body.is_suspended()
+        return self._host.is_suspended()
 
     @property
     def progress(self) -> int:
-        """The value of the worker's progress counter. A worker in a thread counts no progress."""
+        """The value of the worker's progress counter; constant for a worker in a thread."""
         return self._progress.count
 
     def close(self) -> str:
-        """End the worker, by a kill if it still runs, and return how it ended."""
+        """End the worker, if necessary by killing its process, and return how it ended."""
         if self._loop is not None:
             self._loop.remove_reader(self._reports_fd)
-            self._loop.remove_reader(self._body.sentinel)
+            self._loop.remove_reader(self._host.sentinel)
         self._reports.close(linger=0)
         self._commands.close(linger=0)
-        outcome = self._body.end()
-        os.close(self._body.sentinel)
+        outcome = self._host.end()
+        os.close(self._host.sentinel)
         self._progress.close()
         return outcome
 
     def _on_end(self) -> None:
         assert self._loop is not None
-        self._loop.remove_reader(self._body.sentinel)
+        self._loop.remove_reader(self._host.sentinel)
         self.ended.set()

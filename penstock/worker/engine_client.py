@@ -59,7 +59,7 @@ class EngineClient(Protocol):
 
     @property
     def max_outstanding(self) -> int:
-        """The number of requests that may run and wait together."""
+        """The maximum number of requests that run or wait."""
         ...
 
     @property

@@ -10,8 +10,8 @@ MAX_LOAD_PAUSE = 600.0
 of libraries do not count as progress and are slow on a slow disk."""
 
 
-class Watched(Protocol):
-    """The signs of life of a worker."""
+class WatchedWorker(Protocol):
+    """The properties of a worker that `Liveness` observes."""
 
     @property
     def progress(self) -> int:
@@ -27,15 +27,15 @@ class Watched(Protocol):
 class Liveness:
     """Measure how long a worker has been silent: no answer and no progress.
 
-    The time between two checks counts for at most twice the ``interval``. If the server itself was suspended
-    or busy for longer, it cannot tell whether the worker was silent.
+    The time between two checks counts for at most twice the ``interval``. A longer time shows that the server
+    itself was suspended or busy, and says nothing about the worker.
 
     Args:
         worker: the worker.
         interval: seconds between two checks.
     """
 
-    def __init__(self, worker: Watched, interval: float) -> None:
+    def __init__(self, worker: WatchedWorker, interval: float) -> None:
         self._worker = worker
         self._max_gap = 2 * interval
         self._progress = worker.progress

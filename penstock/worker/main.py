@@ -1,4 +1,4 @@
-"""The worker process: reads its launch from the standard input, runs the worker, and ends with its parent."""
+"""The worker process: reads a `WorkerLaunch` from standard input, runs the worker, ends with its parent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main() -> None:
         with gc_disabled():
             work = launch.factory()
         gc.collect()
-        gc.freeze()  # collections skip the loaded objects, which are never freed
+        gc.freeze()  # garbage collections skip the loaded objects, which are never freed
         startup = [("process", begun - launch.launched_at), *work.info.startup]
         return replace(work, info=msgspec.structs.replace(work.info, startup=startup))
 

@@ -51,7 +51,7 @@ class ErrorRecord(msgspec.Struct, frozen=True):
         """Return the record of an error.
 
         Exceptions other than `PenstockError` become a `RequestFailedError` without details, which may be
-        confidential. The log contains them.
+        confidential. The worker logs them.
         """
         if not isinstance(error, PenstockError):
             error = RequestFailedError(FAULT)

@@ -72,7 +72,7 @@ class PrefixMap:
         """Return how many leading blocks each worker has; workers without the first block are left out.
 
         A worker that has a block has those before it, because caches evict the end of a prompt first. The
-        search is binary, and takes a few lookups for each different depth.
+        function therefore uses binary search, with a few lookups for each distinct depth.
 
         Args:
             digests: the digests of a prompt's blocks, in order.

@@ -94,7 +94,7 @@ class Endpoint:
 
     folder: str
     number: int = 0
-    """Each restart has its own sockets, so that late messages of the previous run cannot be confused."""
+    """Number of the run. Each run has its own sockets, so it receives no late messages of earlier runs."""
 
     @property
     def commands(self) -> str:

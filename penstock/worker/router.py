@@ -114,7 +114,7 @@ class WorkerRouter:
 
     @property
     def max_outstanding(self) -> int:
-        """The number of requests that may run and wait together."""
+        """The maximum number of requests that run or wait."""
         return sum(worker.max_outstanding for worker in self._workers)
 
     @property
@@ -138,8 +138,8 @@ class WorkerRouter:
             return self._workers[0].submit(context)
         if context.request_id in self._running:
             raise InputError(f"request {context.request_id} is running already: give each request its own id")
-        everyone = (1 << len(self._workers)) - 1
-        workers = everyone & ~self._draining or everyone
+        all_workers = (1 << len(self._workers)) - 1
+        workers = all_workers & ~self._draining or all_workers
         digests = digests_of(context, self._workers[0].info)
         error: PenstockError | None = None
         while workers:

@@ -103,8 +103,8 @@ def least_loaded(loads: Sequence[int], workers: int) -> int:
 def digests_of(context: RequestContext, info: WorkerInfo) -> list[bytes]:
     """Return the digests of the full blocks that a worker looks up for a prompt, as its KV cache hashes them.
 
-    Empty if the request uses no cached prefix. Also empty for requests with an adapter, because only the
-    workers have the digest of its content. At most `MAX_DIGESTS` blocks are hashed.
+    Empty if the request does not use the prefix cache. Also empty for requests with an adapter, because only
+    the workers have the digest of its content. At most `MAX_DIGESTS` blocks are hashed.
     """
     if info.prefix_limits is None or context.log_probabilities_echo or context.adapter is not None:
         return []

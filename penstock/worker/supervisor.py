@@ -63,8 +63,8 @@ class WorkerSupervisor:
         on_end: called with the reason each time a started worker ends unexpectedly.
         in_thread: run the worker in a thread of this process, for tests.
         hang_limit: seconds without a report and without progress after which the worker is killed and
-            restarted. A long step of a process counts as progress. A worker in a thread counts none: use a
-            large limit for it.
+            restarted. A long step of a process counts as progress. A worker in a thread has no progress
+            counter: use a large limit for it.
         memory_limit: limit of the worker's private memory, in bytes.
     """
 

@@ -203,7 +203,7 @@ async def test_a_suspended_load_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
     client = WorkerClient(workers.hanging_at_the_start)
     starting = asyncio.create_task(client.start())
     await until(lambda: client._supervisor._connection is not None)
-    os.kill(client._supervisor._connection._body._process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    os.kill(client._supervisor._connection._host._process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
     with pytest.raises(UnavailableError, match="ended while it started: suspended by a signal"):
         await starting
 
