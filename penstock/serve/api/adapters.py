@@ -91,7 +91,7 @@ def _check_allowed(services: Services) -> None:
 
 
 def _allowed_path(services: Services, given: str) -> str:
-    """Return the directory of an adapter. With ``--lora-dir`` it must be inside, links resolved."""
+    """Return the directory of an adapter. With ``--lora-dir`` its resolved path must be inside."""
     limit = services.pipeline_config.lora.lora_dir
     if "\0" in given:
         raise RequestProblem(400, "lora_path contains a NUL character", param="lora_path")

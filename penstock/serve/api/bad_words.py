@@ -9,10 +9,10 @@ from penstock.text.token_bytes import BYTE_LEVEL
 from penstock.text.tokenizer import TextTokenizer
 
 MAX_SEQUENCES = 1024
-"""Maximum for all words of a request, in addition to the tokenizer's own encoding of each word."""
+"""Maximum number of banned sequences of a request, besides the tokenizer's own encoding of each word."""
 MAX_SEQUENCES_OF_WORD = 128
 _MAX_WORD = 64
-"""In bytes. For a longer word only the tokenizer's own encoding is banned."""
+"""Maximum length of a word in bytes. For a longer word, only the tokenizer's own encoding is banned."""
 _MAX_PIECE = 16
 _MAX_STATES = 4096
 _SHOWN = {byte: character for character, byte in BYTE_LEVEL.items()}

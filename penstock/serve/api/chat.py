@@ -12,7 +12,7 @@ from penstock.serve.api.conversation import Conversation
 from penstock.serve.api.generation import GenerationJob, GenerationRun, in_pool
 from penstock.serve.api.json_parts import Parts, json_response
 from penstock.serve.api.schemas import ChatBody
-from penstock.serve.api.text_generation import answer_request, envelope_of, note
+from penstock.serve.api.text_generation import answer_request, envelope_of, record_logged_fields
 from penstock.serve.api.token_scores import ChatScores, prompt_parts
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import route_options
@@ -28,7 +28,7 @@ async def create_chat_completion(request: Request) -> Response:
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
     chat = await in_pool(request, lambda: Conversation.of(services, raw, f"chatcmpl-{uuid4().hex}"))
-    note(chat.body, record, chat.context)
+    record_logged_fields(chat.body, record, chat.context)
     body, job = chat.body, chat.job(services)
     response = ChatResponse(
         envelope_of(services, chat.context.request_id, body),
@@ -51,7 +51,7 @@ async def create_chat_completion(request: Request) -> Response:
 async def render_chat_completion(request: Request) -> Response:
     """Return the prompt of a conversation without running the model.
 
-    The same checks apply as for the conversation itself.
+    The request is checked as by `/v1/chat/completions`.
     """
     services = Services.of(request)
     raw = await request.json()

@@ -95,7 +95,7 @@ def check_template_shows(tools: Sequence[Mapping[str, object]], tokenizer: TextT
     if tools and tokenizer.has_chat_template and not tokenizer.template_mentions("tools"):
         raise RequestProblem(
             400,
-            "tools are not supported: the model's chat template has none; --chat-template sets another",
+            "tools are not supported: the model's chat template omits them; --chat-template sets another",
             param="tools",
             code="unsupported_parameter",
         )

@@ -84,7 +84,7 @@ class ChoiceDecoder:
         skip_special_tokens: False if the markup that the parser reads consists of special tokens.
         token_by_token: parse after each token, to count the reasoning tokens exactly and to end the choice at
             the token that completes the only allowed call.
-        keeps_stop: the text includes the stop string that ended it.
+        keeps_stop: whether the text includes the stop string that ended it.
         at_once: whether all tokens may be decoded together at the end, because the response is not streamed.
     """
 

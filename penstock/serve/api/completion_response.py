@@ -34,7 +34,7 @@ class CompletionResponse(OpenAIStream):
         choices: all choices of all prompts.
         prompt_token_ids: the prompt tokens of each choice, if token ids were requested.
         echoes: the prompt of each choice, if the output includes it.
-        n: number of choices per prompt. If not streamed, the first choice has the prompt scores of all.
+        n: number of choices per prompt. If not streamed, the first choice of a prompt has its prompt scores.
         scores: for each choice, encodes log probabilities, if requested.
         prompt_scores: encodes the log probabilities of a prompt, if requested; not for streams.
         include_usage: whether chunks have a ``usage`` member, which is null except in the last chunk.

@@ -18,7 +18,7 @@ from penstock.serve.api.models import adapter_named
 from penstock.serve.api.output_format import check_enabled, output_grammar
 from penstock.serve.api.request_context import contexts_of_choices, request_context
 from penstock.serve.api.schemas import CompletionBody
-from penstock.serve.api.text_generation import answer_request, checked_body, envelope_of, note
+from penstock.serve.api.text_generation import answer_request, checked_body, envelope_of, record_logged_fields
 from penstock.serve.api.token_scores import CompletionScores, prompt_parts
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import route_options
@@ -37,7 +37,7 @@ async def create_completion(request: Request) -> Response:
     raw = await request.json()
     completion = await in_pool(request, lambda: CompletionRequest.of(services, raw))
     body, job = completion.body, completion.job
-    note(body, record, job.contexts[0])
+    record_logged_fields(body, record, job.contexts[0])
     response = CompletionResponse(
         envelope_of(services, completion.id, body),
         job.choices,
@@ -89,9 +89,9 @@ class CompletionRequest:
         body = checked_body(services, CompletionBody, raw)
 
         adapter = adapter_named(services, body.model)
-        asked = output_grammar(services, body)
-        if asked is not None:
-            check_enabled(services, body, asked[1])
+        grammar_and_field = output_grammar(services, body)
+        if grammar_and_field is not None:
+            check_enabled(services, body, grammar_and_field[1])
         prompts, name = _prompts(body.prompt), f"cmpl-{uuid4().hex}"
         if body.suffix:
             body, prompts = _filled_in(services, body, prompts)
@@ -112,8 +112,8 @@ class CompletionRequest:
                 default_limit=services.config.default_max_tokens_completions,
                 prompt=prompt,
             )
-            if asked is not None:
-                context = msgspec.structs.replace(context, grammar=asked[0])
+            if grammar_and_field is not None:
+                context = msgspec.structs.replace(context, grammar=grammar_and_field[0])
             contexts += contexts_of_choices(context, body, scored=body.logprobs is not None)
         check_num_logprobs(
             services,

@@ -154,7 +154,7 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
     """
     parsers = services.parsers
     parallel = body.parallel_tool_calls is not False
-    asked = output_grammar(services, body)
+    grammar_and_field = output_grammar(services, body)
     if use.is_forced:  # the output is a tool call, so a format of the text has no effect
         check_enabled(services, body, "tool_choice")
         check_tools(services, body, use.called)
@@ -163,9 +163,9 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
                 use.tools, use.choice, parallel=parallel, reasoning=True, in_reasoning=opens_reasoning
             )
         return checked_grammar(services, forced, "tools")
-    if asked is None and not use.strict:
+    if grammar_and_field is None and not use.strict:
         return None
-    grammar, param = asked or (None, "tools")
+    grammar, param = grammar_and_field or (None, "tools")
     check_enabled(services, body, param)
     check_tools(services, body, use.strict)
     with map_input_errors(param):

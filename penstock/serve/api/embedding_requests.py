@@ -221,8 +221,8 @@ def _contexts(
                 "adapter": adapter,
                 "priority": body.priority or 0,
             }
-            asked = EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields)
-            contexts.append(tokenizer.build_embeddings_context(asked))
+            request = EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields)
+            contexts.append(tokenizer.build_embeddings_context(request))
     return contexts, [one.name for one in inputs]
 
 

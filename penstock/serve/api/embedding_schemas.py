@@ -27,7 +27,7 @@ class EncodingBody(RequestBody):
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
-    def _keep_some(cls, count: int | None) -> int | None:
+    def _reject_zero(cls, count: int | None) -> int | None:
         if count == 0:
             raise ValueError("0 would leave an empty input: send at least 1, or -1 to keep as many as fit")
         return count
@@ -70,7 +70,7 @@ class EmbeddingsBody(VectorBody):
 
     @property
     def normalizes(self) -> bool | None:
-        """Whether vectors are scaled to length 1: if requested or cut; None follows the checkpoint."""
+        """The value of `normalize`; if absent, True for cut vectors, else None (as the checkpoint does)."""
         is_cut = self.dimensions is not None
         return True if self.normalize is None and is_cut else self.normalize
 
@@ -96,7 +96,7 @@ class ScoreBody(EncodingBody):
     """``POST /v1/score``."""
 
     text_1: str | Texts
-    """A text for all of ``text_2``, or one text for each."""
+    """One text that is paired with each of ``text_2``, or one text for each of them."""
     text_2: str | Texts
     activation: bool | None = None
     """False returns the logits of a cross-encoder."""

@@ -30,7 +30,7 @@ FAMILIES = (
 )
 """The model families. The first whose tokens the tokenizer has is used."""
 ENDS = ("<|endoftext|>", "<|file_sep|>", "<|fim_pad|>", "<|repo_name|>", "<|cursor|>", "<EOT>", "▁<EOT>")
-"""Tokens that end a filled text, besides the end-of-sequence tokens of the model."""
+"""Tokens that end the generated middle, besides the end-of-sequence tokens of the model."""
 
 
 def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: str) -> list[int]:
@@ -69,7 +69,7 @@ def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: st
 
 
 def fill_in_ends(tokenizer: TextTokenizer) -> list[int]:
-    """Return the ids of the tokens that end a filled text."""
+    """Return the ids of the tokens that end the generated middle."""
     found = (tokenizer.backend.token_to_id(text) for text in ENDS)
     return [one for one in found if one is not None]
 

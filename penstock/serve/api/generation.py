@@ -31,7 +31,8 @@ from penstock.worker.results import Generation, RequestDelta
 T = TypeVar("T")
 
 _IMAGE = b'"image'
-"""Text in every body with images, in each API. A false positive only selects another thread pool."""
+"""A text that every body with images contains, in each API. A false positive only selects another thread
+pool."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ def num_best(body: GenerationBody, top: int | None) -> int:
         body: the request, which may ask for ``prompt_logprobs``.
         top: number of top tokens per generated token; None if the response has no log probabilities of these.
     """
-    asked = [max(1, one) for one in (top, body.prompt_logprobs) if one is not None]
-    return max(asked, default=0)
+    counts = [max(1, one) for one in (top, body.prompt_logprobs) if one is not None]
+    return max(counts, default=0)
 
 
 def num_prompt_logprobs(

@@ -20,16 +20,16 @@ def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, s
         RequestProblem: 400; two fields specify a format, a format is invalid, or the schema has a keyword
             that grammars do not support.
     """
-    asked = []
+    formats = []
     if body.response_format is not None and body.response_format.type != "text":
-        asked.append(("response_format", *_of_format(body.response_format)))
+        formats.append(("response_format", *_of_format(body.response_format)))
     if body.structured_outputs is not None:
-        asked.append(("structured_outputs", *_of_outputs(body.structured_outputs)))
-    asked += [(name, *_of_guide(name, value)) for name, value in _guides(body).items() if value is not None]
-    if len(asked) > 1:
-        names = " and ".join(name for name, *_ in asked)
-        raise RequestProblem(400, f"{names} both set a format: send one", param=asked[1][0])
-    for param, grammar, place in asked:
+        formats.append(("structured_outputs", *_of_outputs(body.structured_outputs)))
+    formats += [(name, *_of_guide(name, value)) for name, value in _guides(body).items() if value is not None]
+    if len(formats) > 1:
+        names = " and ".join(name for name, *_ in formats)
+        raise RequestProblem(400, f"{names} both set a format: send one", param=formats[1][0])
+    for param, grammar, place in formats:
         return _checked(services, grammar, place), param
     return None
 

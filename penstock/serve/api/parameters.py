@@ -174,9 +174,9 @@ class UnknownFields:
             elif not body.has_open_fields:
                 self._unknown(body, name, param)
         for name in body.model_fields_set:
-            self._look_into(getattr(body, name, None), f"{place}.{name}" if place else name)
+            self._check_nested(getattr(body, name, None), f"{place}.{name}" if place else name)
 
-    def _look_into(self, value: object, place: str) -> None:
+    def _check_nested(self, value: object, place: str) -> None:
         if isinstance(value, RequestBody):
             self.check(value, place)
         elif isinstance(value, list):

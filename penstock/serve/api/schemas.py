@@ -82,11 +82,11 @@ class ContentPart(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether the type is not known: such a part is refused by its type."""
+        """Whether the type is unknown. Such a part is refused with an error that names its type."""
         return self.type not in ("text", "refusal", "image_url")
 
     @model_validator(mode="after")
-    def _has_its_text(self) -> Self:
+    def _check_content(self) -> Self:
         if self.type == "text" and self.text is None:
             raise ValueError("a part of type text needs text")
         if self.type == "refusal" and self.refusal is None:
@@ -112,7 +112,7 @@ class ChatMessage(RequestBody):
     """An alias of ``reasoning_content``."""
 
     @model_validator(mode="after")
-    def _fits_its_role(self) -> Self:
+    def _check_role(self) -> Self:
         if self.role != "assistant" and (self.tool_calls or self.refusal is not None):
             raise ValueError(f"tool_calls and refusal are for assistant messages, not for role {self.role}")
         if self.role == "tool" and self.tool_call_id is None:
@@ -305,7 +305,8 @@ class GenerationBody(RequestBody):
             raise ValueError(f"there are {len(stops)} stop strings; the maximum is {MAX_STOP_STRINGS}")
         if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
             raise ValueError(
-                f"the stop strings have {sum(map(len, stops))} characters, maximum {MAX_STOP_CHARACTERS}"
+                f"the stop strings have {sum(map(len, stops))} characters; "
+                f"the maximum is {MAX_STOP_CHARACTERS}"
             )
         return stop
 
@@ -323,7 +324,7 @@ class GenerationBody(RequestBody):
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
-    def _keep_some(cls, count: int | None) -> int | None:
+    def _reject_zero(cls, count: int | None) -> int | None:
         if count == 0:
             raise ValueError("0 would leave an empty prompt: send at least 1, or -1 to keep as many as fit")
         return count

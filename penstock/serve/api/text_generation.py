@@ -102,7 +102,7 @@ def checked_body(services: Services, kind: type[Body], raw: object) -> Body:
     return body
 
 
-def note(body: GenerationBody, record: RequestRecord, context: TextContext) -> None:
+def record_logged_fields(body: GenerationBody, record: RequestRecord, context: TextContext) -> None:
     """Write the fields that are only logged into the record."""
     record.model = body.model
     record.stream = bool(body.stream)

@@ -1,4 +1,4 @@
-"""Fields that the server knows but does not support."""
+"""Known fields that the server does not support."""
 
 from __future__ import annotations
 

@@ -132,8 +132,8 @@ def _inlined(node: object, definitions: Mapping[str, object]) -> object:
         return node
     if "$ref" in node:
         return _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
-    return {key: _inlined(value, definitions) for key, value in _without_noise(node)}
+    return {key: _inlined(value, definitions) for key, value in _without_open_properties(node)}
 
 
-def _without_noise(node: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _without_open_properties(node: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     return ((key, value) for key, value in node.items() if key != "additionalProperties" or value is not True)

@@ -77,21 +77,21 @@ def parsed(line: bytes, number: int, max_values: int, max_items: int) -> BatchRe
         return BadLine(f"line-{number}", "invalid_request", f"line {number}: custom_id must be a short text")
     unknown = sorted(given.keys() - {"custom_id", "method", "url", "body"})
     url, body = given.get("url"), given.get("body")
-    wrong = None
+    problem = None
     if unknown:
-        wrong = f"unknown field {unknown[0][:100]!r}"
+        problem = f"unknown field {unknown[0][:100]!r}"
     elif given.get("method", "POST") != "POST":
-        wrong = "method must be POST"
+        problem = "method must be POST"
     elif url not in ENDPOINTS:
-        wrong = f"url is {str(url)[:100]!r}: use one of {', '.join(ENDPOINTS)}"
+        problem = f"url is {str(url)[:100]!r}: use one of {', '.join(ENDPOINTS)}"
     elif not isinstance(body, dict):
-        wrong = "body must be an object"
+        problem = "body must be an object"
     elif body.get("stream") or body.get("background"):
-        wrong = "stream and background are not available in a batch"
+        problem = "stream and background are not available in a batch"
     elif not isinstance(body.get("priority") or 0, int):
-        wrong = "body.priority must be a whole number"
-    if wrong is not None:
-        return BadLine(name, "invalid_request", f"line {number}: {wrong}")
+        problem = "body.priority must be a whole number"
+    if problem is not None:
+        return BadLine(name, "invalid_request", f"line {number}: {problem}")
     assert isinstance(body, dict)
     priority = PRIORITY + (body.get("priority") or 0)
     return BatchRequest(name, str(url), {**body, "priority": priority})

@@ -65,7 +65,7 @@ class BatchManager:
         return current if current is not None and current["id"] == batch["id"] else batch
 
     async def cancel(self, batch: BatchObject) -> BatchObject:
-        """Cancel a batch. Its results so far become its files. Does nothing if it has ended."""
+        """Cancel a batch and store its results so far as files. Does nothing if it has ended."""
         batch = self.state_of(batch)
         if batch["status"] not in ACTIVE:
             return batch

@@ -169,7 +169,7 @@ async def retrieve_batch(request: Request, batch_id: str) -> Response:
 
 @router.post("/v1/batches/{batch_id}/cancel", response_class=Response, responses=responses(401, 404, 503))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Cancel a batch. The results so far become its files."""
+    """Cancel a batch and store its results so far as files."""
     manager = _manager(request)
     return json_response(shown(await manager.cancel(await _found(request, manager.batches, batch_id))))
 

@@ -24,7 +24,7 @@ class ClosingTransport:
 
     If a socket is closed while the client sends, the kernel resets the connection, and the client may lose a
     response that it has not read. This transport therefore closes the sending side first, and discards
-    received bytes for some time.
+    received bytes for up to `LINGER_SECONDS`.
 
     Args:
         transport: the wrapped transport.

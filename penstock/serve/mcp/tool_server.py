@@ -72,7 +72,8 @@ class ToolServers:
         return ToolSession(server, self._timeout)
 
     async def tools_of(self, server: ToolServer) -> ServerTools:
-        """Return the tools of a server. A list is kept for some minutes, an error for some seconds."""
+        """Return the tools of a server. A list is cached for `LIST_SECONDS`, an error for
+        `FAILURE_SECONDS`."""
         async with self._locks.setdefault(server.name, asyncio.Lock()):
             until, found = self._lists.get(server.name, (0.0, ServerTools()))
             if time.monotonic() < until:

@@ -239,5 +239,5 @@ def _texts(blocks: Sequence[Any]) -> Iterator[str]:
 
 
 def _cut(text: str) -> str:
-    over = len(text) - MAX_OUTPUT_CHARACTERS
-    return text if over <= 0 else f"{text[:MAX_OUTPUT_CHARACTERS]}\n[{over} more characters]"
+    num_cut = len(text) - MAX_OUTPUT_CHARACTERS
+    return text if num_cut <= 0 else f"{text[:MAX_OUTPUT_CHARACTERS]}\n[{num_cut} more characters]"

@@ -20,7 +20,8 @@ class RecordObserver(Protocol):
         """Called when the scheduler admits the request."""
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
-        """Called for ``count`` new tokens, ``seconds`` after the previous ones; None for a choice's first."""
+        """Called for new tokens. ``seconds`` is the time since the previous ones; None for a choice's
+        first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,5 +136,5 @@ class RequestRecord:
         return self.error_status or self.status or 500
 
     def seconds_until(self, moment: float | None) -> float | None:
-        """Return the seconds from the request's arrival to ``time``; None if ``time`` is None."""
+        """Return the seconds from the request's arrival to ``moment``; None if ``moment`` is None."""
         return None if moment is None else moment - self.received

@@ -142,7 +142,7 @@ class ReasoningToolParser:
 
     # The interface for call readers.
 
-    def knows(self, name: str) -> bool:
+    def has_tool(self, name: str) -> bool:
         """Return whether the request has this tool."""
         return name in self._tools
 

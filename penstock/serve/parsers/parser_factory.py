@@ -124,8 +124,8 @@ class ParserFactory:
     ) -> OutputParser:
         """Create the parser of one choice.
 
-        Only calls of the request's tools are calls. Without tools, with the choice "none", or for an unknown
-        name, the text of a call is content.
+        Only calls of the request's tools are parsed as calls. Without tools, with the choice "none", or for
+        an unknown name, the text of a call is content.
 
         Args:
             tools: the tools of the request.

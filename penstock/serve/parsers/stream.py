@@ -63,7 +63,7 @@ class IncrementalText:
 
     def __init__(self) -> None:
         self.ended = False
-        self.num_looked_at = 0  # characters examined; tests check that it is linear
+        self.num_examined = 0  # characters examined; tests check that it is linear
         self._text = ""
         self._at = 0
         self._taken: list[str] = []
@@ -106,18 +106,18 @@ class IncrementalText:
     def peek(self) -> Steps[str]:
         """Return the next character; "" at the end of the text."""
         text, at = yield from self.available()
-        self.num_looked_at += 1
+        self.num_examined += 1
         return text[at : at + 1]
 
     def accept(self, *literals: str) -> Steps[str]:
         """Take the first literal that the text continues with; return "" if there is none."""
         for literal in literals:
             while True:
-                there = self._text[self._at : self._at + len(literal)]
-                self.num_looked_at += len(there)
-                if there == literal:
+                following = self._text[self._at : self._at + len(literal)]
+                self.num_examined += len(following)
+                if following == literal:
                     return self.take(len(literal))
-                if self.ended or not literal.startswith(there):
+                if self.ended or not literal.startswith(following):
                     break
                 yield
         return ""
@@ -135,9 +135,9 @@ class IncrementalText:
             text, at = yield from self.available()
             match = _RUN_OF_SPACE.match(text, at)
             if match is None:
-                self.num_looked_at += 1
+                self.num_examined += 1
                 return "".join(pieces)
-            self.num_looked_at += match.end() - at
+            self.num_examined += match.end() - at
             pieces.append(self.take(match.end() - at))
 
     def until(self, end: MarkerSearch, max_length: int) -> Steps[str]:
@@ -170,7 +170,7 @@ class IncrementalText:
             text, at = yield from self.available()
             match = pattern.match(text, at, at + max_length + 1 - size)
             count = 0 if match is None else match.end() - at
-            self.num_looked_at += count + 1
+            self.num_examined += count + 1
             if count:
                 pieces.append(self.take(count))
                 size += count
@@ -190,7 +190,7 @@ class IncrementalText:
         while True:
             text, at = yield from self.available()
             start, end = markers.find(text, at, self.ended, limit)
-            self.num_looked_at += max(end, start + 1) - at
+            self.num_examined += max(end, start + 1) - at
             if start > at:
                 count = start - at
                 return self.take(count if limit is None else min(count, limit)), ""

@@ -179,7 +179,7 @@ def scan_value(stream: IncrementalText, scanner: ValueScanner, write: Callable[[
     while not scanner.done:
         text, at = yield from stream.available()
         end, piece = scanner.feed(text, at)
-        stream.num_looked_at += end - at + 1
+        stream.num_examined += end - at + 1
         stream.take(end - at)
         write(piece)
         if scanner.broken or at == len(text):

@@ -58,7 +58,7 @@ class Side {
     if (names.includes(chosen)) this._model.value = chosen;
   }
 
-  /** Returns the request; a control that is empty has the value of the settings. Throws `WrongSetting`. */
+  /** Returns the request; empty controls take the values of the general settings. Throws `WrongSetting`. */
   request(messages) {
     const body = this._settings.request(messages);
     if (this._model.value) body.model = this._model.value;
@@ -123,7 +123,7 @@ export class CompareView {
     this._sides.forEach((side) => side.shade(shades));
   }
 
-  /** Sends a prompt, without text and images the last one, to both sides. Returns whether it was sent. */
+  /** Sends a prompt to both sides: the last one if text and images are empty. Returns whether it was sent. */
   send(text, images) {
     const prompt = text.trim() || images.length ? new Message("user", text, { images: [...images] }) : this._last;
     if (!prompt || this.isRunning) return false;
@@ -169,7 +169,7 @@ export class CompareView {
     this._onchange();
   }
 
-  /** Says whether the answers are equal. */
+  /** Shows whether the answers are equal. */
   _note() {
     const [a, b] = this._sides.map((side) => side.message);
     if (a.error || b.error) return;

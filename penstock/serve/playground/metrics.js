@@ -37,7 +37,7 @@ function durations(label, name) {
   return { label, recent: (now, before, seconds) => (seconds ? text(now, before) : "–"), total: (now) => text(now, null) };
 }
 
-/** Returns the part of prompt tokens that the prefix cache had. */
+/** Returns the share of prompt tokens that were found in the prefix cache. */
 function hitRate(now, before) {
   const queries = growth(now, before, "penstock_prefix_cache_queries_total");
   return queries ? percent(growth(now, before, "penstock_prefix_cache_hits_total") / queries) : "–";
@@ -58,7 +58,7 @@ const ROWS = [
   counter("Preemptions", "penstock_preemptions_total", "requests"),
 ];
 
-/** Returns the used part of the KV cache, 0 to 1. */
+/** Returns the used share of the KV cache, 0 to 1. */
 const kvUse = (now) => now.sum("penstock_kv_blocks_used") / (now.sum("penstock_kv_blocks") || 1);
 
 export class MetricsPage {
@@ -67,7 +67,7 @@ export class MetricsPage {
     Object.assign(this, { _onerror: onerror, _onannounce: onannounce });
     this._isShown = false;
     this._timer = null;
-    this._round = 0; // rounds of requests; one that is outdated is dropped
+    this._round = 0; // increased by each restart; responses to earlier rounds are dropped
     this._scrapes = [];
     this._num = 0;
     this._cells = ROWS.map(({ label }) => {
@@ -78,7 +78,7 @@ export class MetricsPage {
     document.addEventListener("visibilitychange", () => this._restart());
   }
 
-  /** Begins or ends the requests. After an error it has to be called again. */
+  /** Starts or stops the requests. After an error with status 401 the page must call this again. */
   show(isShown) {
     this._isShown = isShown;
     this._restart();
@@ -87,10 +87,10 @@ export class MetricsPage {
   _restart() {
     clearTimeout(this._timer);
     this._round += 1;
-    if (this._isShown && document.visibilityState === "visible") this._ask(this._round);
+    if (this._isShown && document.visibilityState === "visible") this._poll(this._round);
   }
 
-  async _ask(round) {
+  async _poll(round) {
     try {
       const text = await getText("metrics");
       if (round !== this._round) return;
@@ -101,9 +101,9 @@ export class MetricsPage {
       if (!(error instanceof ApiError)) throw error;
       this._scrapes = []; // a server that has been restarted counts from 0
       if (byId("metrics-error").textContent !== error.message) byId("metrics-error").textContent = error.message;
-      if (error.status === 401) return this._onerror(error); // goes on when there is a key
+      if (error.status === 401) return this._onerror(error); // continues when the user has entered an API key
     }
-    this._timer = setTimeout(() => this._ask(round), PERIOD);
+    this._timer = setTimeout(() => this._poll(round), PERIOD);
   }
 
   _add(now) {
@@ -120,7 +120,7 @@ export class MetricsPage {
     if (this._num++ % ANNOUNCE_EVERY === 0 && byId("metrics-announce").checked) this._announce();
   }
 
-  /** Shows the figures of this moment. */
+  /** Shows the current figures. */
   _showNow(now, last) {
     const tokens = last ? growth(now, last, "penstock_generated_tokens_total") / (now.seconds - last.seconds) : null;
     byId("metrics-tokens").textContent = tokens === null ? "–" : rate(tokens, "tokens");

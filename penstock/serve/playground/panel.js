@@ -33,11 +33,11 @@ export class Panel {
   _onVisibility() {
     clearTimeout(this._timer);
     this._timer = null;
-    if (document.visibilityState === "visible") this._ask();
+    if (document.visibilityState === "visible") this._poll();
     else this._before = null; // no rate over the time that the page was hidden
   }
 
-  async _ask() {
+  async _poll() {
     if (this._isAsking) return;
     this._isAsking = true;
     try {
@@ -48,7 +48,7 @@ export class Panel {
     } finally {
       this._isAsking = false;
     }
-    if (document.visibilityState === "visible") this._timer = setTimeout(() => this._ask(), PERIOD);
+    if (document.visibilityState === "visible") this._timer = setTimeout(() => this._poll(), PERIOD);
   }
 
   _show(now) {

@@ -35,7 +35,7 @@ export class Scrape {
   }
 }
 
-/** Returns how much a counter has grown since `before`, or since the start if that is null or was of another worker. */
+/** Returns the growth of a counter since `before`, or since its start if `before` is null or it has restarted. */
 export function growth(now, before, name) {
   const [end, begin] = [now.sum(name), before?.sum(name) ?? 0];
   return end < begin ? end : end - begin;

@@ -284,4 +284,4 @@ def test_parsing_work_is_linear(name: str, size: int, length: int) -> None:
     for text in texts:
         one = parser(name)
         parse(one, text, (size,))
-        assert one.stream.num_looked_at <= 40 * len(text) + 1000
+        assert one.stream.num_examined <= 40 * len(text) + 1000

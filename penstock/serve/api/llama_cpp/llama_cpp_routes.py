@@ -12,7 +12,7 @@ from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.completions import CompletionRequest
 from penstock.serve.api.generation import GenerationRun, in_pool
 from penstock.serve.api.llama_cpp.llama_cpp_schema import InfillBody, LlamaCppBody, LlamaCppCompletionBody
-from penstock.serve.api.text_generation import answer_request, checked_body, note
+from penstock.serve.api.text_generation import answer_request, checked_body, record_logged_fields
 from penstock.serve.api.translation import Translation
 from penstock.serve.api.usage import Usage
 from penstock.serve.http.bodies import JsonRoute
@@ -135,7 +135,7 @@ async def _answer(request: Request, kind: type[LlamaCppBody]) -> Response:
             return body, CompletionRequest.of(services, translation.chat)
 
     body, completion = await in_pool(request, prepare)
-    note(completion.body, record, completion.job.contexts[0])
+    record_logged_fields(completion.body, record, completion.job.contexts[0])
     builder = LlamaCppBuilder(body, completion, record)
     run = GenerationRun(services, record, completion.job)
     return await answer_request(request, services, run, builder, stream=bool(body.stream))

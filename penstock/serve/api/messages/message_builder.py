@@ -15,7 +15,7 @@ from penstock.serve.http.sse import named_event
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 SIGNATURE = "penstock"
-"""Thinking blocks need a signature. The server does not check it."""
+"""The signature of all thinking blocks, which Anthropic's API requires. The server does not check it."""
 _PING = named_event({"type": "ping"})
 
 
@@ -61,10 +61,10 @@ class MessageBuilder:
 
     def end(self, usage: Usage) -> bytes:
         """Return the events that end the message."""
-        said = self._close()
-        said.append({"type": "message_delta", "delta": self._end(), "usage": _usage(usage)})
-        said.append({"type": "message_stop"})
-        return b"".join(map(named_event, said))
+        emitted = self._close()
+        emitted.append({"type": "message_delta", "delta": self._end(), "usage": _usage(usage)})
+        emitted.append({"type": "message_stop"})
+        return b"".join(map(named_event, emitted))
 
     def ping(self) -> bytes:
         """Return the event that keeps a silent stream open."""
@@ -92,34 +92,36 @@ class MessageBuilder:
 
     def _add(self, events: Sequence[Event]) -> list[dict[str, object]]:
         """Add output to the blocks, and return the corresponding events."""
-        said: list[dict[str, object]] = []
+        emitted: list[dict[str, object]] = []
         for event in events:
             match event:
                 case Content():
-                    self._begin({"type": "text", "text": ""}, said)
+                    self._begin({"type": "text", "text": ""}, emitted)
                     self._pieces.append(event.text)
-                    said.append(self._delta(type="text_delta", text=event.text))
+                    emitted.append(self._delta(type="text_delta", text=event.text))
                 case Reasoning():
-                    self._begin({"type": "thinking", "thinking": "", "signature": ""}, said)
+                    self._begin({"type": "thinking", "thinking": "", "signature": ""}, emitted)
                     if not self._hides_thinking:
                         self._pieces.append(event.text)
-                        said.append(self._delta(type="thinking_delta", thinking=event.text))
+                        emitted.append(self._delta(type="thinking_delta", thinking=event.text))
                 case ToolCallStart():
-                    said += self._close()
-                    self._begin({"type": "tool_use", "id": event.id, "name": event.name, "input": {}}, said)
+                    emitted += self._close()
+                    self._begin(
+                        {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}, emitted
+                    )
                 case ToolCallArguments():
                     self._pieces.append(event.text)
-                    said.append(self._delta(type="input_json_delta", partial_json=event.text))
-        return said
+                    emitted.append(self._delta(type="input_json_delta", partial_json=event.text))
+        return emitted
 
-    def _begin(self, block: dict[str, object], said: list[dict[str, object]]) -> None:
+    def _begin(self, block: dict[str, object], emitted: list[dict[str, object]]) -> None:
         """Begin a block, unless one of this type is in progress."""
         if self._open and self._blocks[-1]["type"] == block["type"]:
             return
-        said += self._close()
+        emitted += self._close()
         self._blocks.append(block)
         self._open = True
-        said.append(
+        emitted.append(
             {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": {**block}}
         )
 
@@ -128,17 +130,17 @@ class MessageBuilder:
         if not self._open:
             return []
         self._open = False
-        block, text, said = self._blocks[-1], "".join(self._pieces), []
+        block, text, emitted = self._blocks[-1], "".join(self._pieces), []
         self._pieces.clear()
         match block["type"]:
             case "text":
                 block["text"] = text
             case "thinking":
                 block |= {"thinking": text, "signature": SIGNATURE}
-                said.append(self._delta(type="signature_delta", signature=SIGNATURE))
+                emitted.append(self._delta(type="signature_delta", signature=SIGNATURE))
             case _:
                 block["input"] = _input(text)
-        return [*said, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
+        return [*emitted, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def _delta(self, **delta: object) -> dict[str, object]:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}

@@ -12,7 +12,7 @@ from penstock.serve.api.json_parts import json_response
 from penstock.serve.api.messages.message_builder import MessageBuilder
 from penstock.serve.api.messages.message_input import chat_request
 from penstock.serve.api.messages.message_schema import CountTokensBody, MessagesBody
-from penstock.serve.api.text_generation import answer_request, checked_body, note
+from penstock.serve.api.text_generation import answer_request, checked_body, record_logged_fields
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import route_options
 from penstock.serve.observability.request_record import RequestRecord
@@ -33,7 +33,7 @@ async def create_message(request: Request) -> Response:
         return body, _conversation(services, body, name)
 
     body, conversation = await in_pool(request, prepare)
-    note(conversation.body, record, conversation.context)
+    record_logged_fields(conversation.body, record, conversation.context)
     job = conversation.job(services)
     builder = MessageBuilder(body, name, job)
     run = GenerationRun(services, record, job)

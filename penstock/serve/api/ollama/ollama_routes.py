@@ -40,7 +40,7 @@ from penstock.serve.api.ollama.ollama_schema import (
     OllamaGenerateBody,
     OllamaShowBody,
 )
-from penstock.serve.api.text_generation import answer_request, checked_body, note
+from penstock.serve.api.text_generation import answer_request, checked_body, record_logged_fields
 from penstock.serve.api.validation import validated
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import responses, route_options
@@ -98,7 +98,7 @@ async def ollama_generate(request: Request) -> Response:
         return _loaded(body, response="")
     if isinstance(found, Conversation):
         return await _answer_chat(request, body, found, is_chat=False)
-    note(found.body, RequestRecord.of(request), found.job.contexts[0])
+    record_logged_fields(found.body, RequestRecord.of(request), found.job.contexts[0])
     return await _answer(request, body, found.job, is_chat=False)
 
 
@@ -113,7 +113,7 @@ async def ollama_embed(request: Request) -> Response:
     body = await in_pool(request, lambda: checked_body(services, OllamaEmbedBody, raw))
     adapter_named(services, model_of(services, body.model))
     check_outputs(services, ["dense"])
-    asked = validated(
+    embeddings_body = validated(
         EmbeddingsBody,
         {
             "model": model_of(services, body.model),
@@ -123,7 +123,9 @@ async def ollama_embed(request: Request) -> Response:
         },
     )
     encoded = await encode_inputs(
-        request, asked, lambda: vector_inputs(services, asked, ("dense",), normalize=asked.normalizes)
+        request,
+        embeddings_body,
+        lambda: vector_inputs(services, embeddings_body, ("dense",), normalize=embeddings_body.normalizes),
     )
 
     def vectors() -> Iterator[Parts]:
@@ -192,7 +194,7 @@ async def ollama_show(request: Request) -> Response:
 async def _answer_chat(
     request: Request, body: OllamaBody, conversation: Conversation, *, is_chat: bool
 ) -> Response:
-    note(conversation.body, RequestRecord.of(request), conversation.context)
+    record_logged_fields(conversation.body, RequestRecord.of(request), conversation.context)
     return await _answer(request, body, conversation.job(Services.of(request)), is_chat=is_chat)
 
 

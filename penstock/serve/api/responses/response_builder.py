@@ -73,13 +73,13 @@ class ResponseBuilder:
 
     def events(self, index: int, piece: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the events of a delta."""
-        said = self._add(piece)
-        return (self._events(said),) if said else ()
+        emitted = self._add(piece)
+        return (self._events(emitted),) if emitted else ()
 
     def end(self, usage: Usage) -> bytes:
         """Return the events after the last delta."""
-        said = self._finish(usage)
-        return self._events([*said, {"type": _FINAL[str(self.result["status"])], "response": self.result}])
+        emitted = self._finish(usage)
+        return self._events([*emitted, {"type": _FINAL[str(self.result["status"])], "response": self.result}])
 
     def ping(self) -> bytes:
         """Return the event that keeps a silent stream open."""
@@ -111,7 +111,7 @@ class ResponseBuilder:
 
     def _finish(self, usage: Usage) -> list[dict[str, object]]:
         is_complete = self._run.finish_reason != "length"
-        said = self._output.finish(is_complete=is_complete)
+        emitted = self._output.finish(is_complete=is_complete)
         details = None if is_complete else {"reason": "max_output_tokens"}
         self.with_status(
             "completed" if is_complete else "incomplete",
@@ -119,11 +119,11 @@ class ResponseBuilder:
             incomplete_details=details,
             completed_at=int(time.time()),
         )
-        return said
+        return emitted
 
-    def _events(self, said: Iterable[dict[str, object]]) -> bytes:
+    def _events(self, emitted: Iterable[dict[str, object]]) -> bytes:
         encoded = []
-        for event in said:
+        for event in emitted:
             encoded.append(named_event({**event, "sequence_number": self._sequence}))
             self._sequence += 1
         return b"".join(encoded)

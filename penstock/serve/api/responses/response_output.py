@@ -51,58 +51,60 @@ class OutputItems:
 
         `logprobs` are those of the tokens of the text in `events`.
         """
-        said: list[dict[str, object]] = []
+        emitted: list[dict[str, object]] = []
         for event in events:
             match event:
                 case Content():
-                    self._begin("message", said)
-                    said.append(self._delta("response.output_text.delta", event.text, logprobs=[*logprobs]))
+                    self._begin("message", emitted)
+                    emitted.append(
+                        self._delta("response.output_text.delta", event.text, logprobs=[*logprobs])
+                    )
                     self._logprobs += logprobs
                     logprobs = ()
                 case Reasoning():
-                    self._begin("reasoning", said)
-                    said.append(self._delta("response.reasoning_text.delta", event.text))
+                    self._begin("reasoning", emitted)
+                    emitted.append(self._delta("response.reasoning_text.delta", event.text))
                 case ToolCallStart():
-                    said += self.close()
-                    self._begin_call(event, said)
+                    emitted += self.close()
+                    self._begin_call(event, emitted)
                 case ToolCallArguments():
                     self._pieces.append(event.text)
                     if self._open in _ARGUMENT_EVENTS:
-                        said.append(self._event(f"{_ARGUMENT_EVENTS[self._open]}.delta", delta=event.text))
-        return said
+                        emitted.append(self._event(f"{_ARGUMENT_EVENTS[self._open]}.delta", delta=event.text))
+        return emitted
 
     def add_mcp(self, events: Sequence[McpEvent]) -> list[dict[str, object]]:
         """Add the events between two turns. Return the corresponding events of the API."""
-        said: list[dict[str, object]] = self.close() if events else []
+        emitted: list[dict[str, object]] = self.close() if events else []
         for event in events:
             match event:
                 case ToolListing():
-                    said += self._list_tools(event)
+                    emitted += self._list_tools(event)
                 case ApprovedCall():
-                    self._begin_mcp_call(event.call_id, event.tool, said, event.approval_request_id)
+                    self._begin_mcp_call(event.call_id, event.tool, emitted, event.approval_request_id)
                     self._pieces.append(event.arguments)
-                    said.append(self._event("response.mcp_call_arguments.delta", delta=event.arguments))
-                    said += self.close()
+                    emitted.append(self._event("response.mcp_call_arguments.delta", delta=event.arguments))
+                    emitted += self.close()
                 case ToolOutcome():
-                    said += self._end_mcp_call(event)
-        return said
+                    emitted += self._end_mcp_call(event)
+        return emitted
 
     def finish(self, *, is_complete: bool) -> list[dict[str, object]]:
         """End the output. A response without output has an empty message."""
-        said: list[dict[str, object]] = []
+        emitted: list[dict[str, object]] = []
         if all(item["type"] == "mcp_list_tools" for item in self.items):
-            self._begin("message", said)
-        said += self.close(is_complete=is_complete)
-        return said + self.end_calls()
+            self._begin("message", emitted)
+        emitted += self.close(is_complete=is_complete)
+        return emitted + self.end_calls()
 
     def end_calls(self) -> list[dict[str, object]]:
         """End the tool-server calls without an outcome, which were not made."""
-        said = []
+        emitted = []
         for index in self._called.values():
             self.items[index]["status"] = "incomplete"
-            said.append(self._item_event("response.output_item.done", index))
+            emitted.append(self._item_event("response.output_item.done", index))
         self._called.clear()
-        return said
+        return emitted
 
     def close(self, *, is_complete: bool = True) -> list[dict[str, object]]:
         """End the item that is in progress, if any. A call of a tool server ends with its outcome."""
@@ -115,7 +117,7 @@ class OutputItems:
             case "message":
                 part = {**_text_part(text), "logprobs": self._logprobs}
                 item["content"] = [part]
-                said = [
+                emitted = [
                     self._event(
                         "response.output_text.done", content_index=0, text=text, logprobs=self._logprobs
                     ),
@@ -126,37 +128,37 @@ class OutputItems:
                 item["content"] = [part]
                 if self._encodes_reasoning:
                     item["encrypted_content"] = encoded_reasoning(text)
-                said = [
+                emitted = [
                     self._event("response.reasoning_text.done", content_index=0, text=text),
                     self._event("response.content_part.done", content_index=0, part=part),
                 ]
             case "function_call":
                 item["arguments"] = text
-                said = [
+                emitted = [
                     self._event("response.function_call_arguments.done", arguments=text, name=item["name"])
                 ]
             case "mcp_approval_request":
                 item["arguments"] = text
-                said = []
+                emitted = []
             case "mcp_call":
                 item["arguments"], item["status"] = text, "calling"
-                said = [self._event("response.mcp_call_arguments.done", arguments=text)]
+                emitted = [self._event("response.mcp_call_arguments.done", arguments=text)]
             case _:
                 item["input"] = _custom_input(text)
-                said = [
+                emitted = [
                     self._event("response.custom_tool_call_input.delta", delta=item["input"]),
                     self._event("response.custom_tool_call_input.done", input=item["input"]),
                 ]
         if kind != "mcp_call":
-            said.append(self._item_event("response.output_item.done"))
+            emitted.append(self._item_event("response.output_item.done"))
         self._open, self._pieces, self._logprobs = "", [], []
-        return said
+        return emitted
 
-    def _begin(self, kind: str, said: list[dict[str, object]]) -> None:
+    def _begin(self, kind: str, emitted: list[dict[str, object]]) -> None:
         """Begin a message or a reasoning item unless one is in progress."""
         if self._open == kind:
             return
-        said += self.close()
+        emitted += self.close()
         self._open = kind
         if kind == "message":
             item: dict[str, object] = {"id": new_id("msg"), "type": "message", "role": "assistant"}
@@ -165,16 +167,16 @@ class OutputItems:
             item = {"id": new_id("rs"), "type": "reasoning", "summary": []}
             part = {"type": "reasoning_text", "text": ""}
         self.items.append({**item, "status": "in_progress", "content": []})
-        said.append(self._item_event("response.output_item.added"))
-        said.append(self._event("response.content_part.added", content_index=0, part=part))
+        emitted.append(self._item_event("response.output_item.added"))
+        emitted.append(self._event("response.content_part.added", content_index=0, part=part))
 
-    def _begin_call(self, call: ToolCallStart, said: list[dict[str, object]]) -> None:
+    def _begin_call(self, call: ToolCallStart, emitted: list[dict[str, object]]) -> None:
         offered = self._offered.functions.get(call.name)
         if offered is not None:
             if offered.needs_approval:
-                self._begin_approval_request(offered, said)
+                self._begin_approval_request(offered, emitted)
             else:
-                self._begin_mcp_call(call.id, offered, said)
+                self._begin_mcp_call(call.id, offered, emitted)
             return
         if call.name in self._custom_tools:
             self._open = "custom_tool_call"
@@ -183,33 +185,33 @@ class OutputItems:
             self._open = "function_call"
             item = {"id": new_id("fc"), "type": self._open, "arguments": ""}
         self.items.append({**item, "status": "in_progress", "call_id": call.id, "name": call.name})
-        said.append(self._item_event("response.output_item.added"))
+        emitted.append(self._item_event("response.output_item.added"))
 
     def _list_tools(self, listing: ToolListing) -> list[dict[str, object]]:
         """Add the tools of a server."""
         item = {"id": new_id("mcpl"), "type": "mcp_list_tools", "server_label": listing.label}
         self.items.append({**item, "tools": [], "error": None})
-        said = [
+        emitted = [
             self._item_event("response.output_item.added"),
             self._event("response.mcp_list_tools.in_progress"),
         ]
         self.items[-1] |= {"tools": [*listing.tools], "error": listing.error}
         end = "completed" if listing.error is None else "failed"
-        said.append(self._event(f"response.mcp_list_tools.{end}"))
-        said.append(self._item_event("response.output_item.done"))
-        return said
+        emitted.append(self._event(f"response.mcp_list_tools.{end}"))
+        emitted.append(self._item_event("response.output_item.done"))
+        return emitted
 
-    def _begin_approval_request(self, tool: OfferedTool, said: list[dict[str, object]]) -> None:
+    def _begin_approval_request(self, tool: OfferedTool, emitted: list[dict[str, object]]) -> None:
         self._open = "mcp_approval_request"
         item = {"id": new_id("mcpr"), "type": self._open, "server_label": tool.label}
         self.items.append({**item, "name": tool.tool.name, "arguments": ""})
-        said.append(self._item_event("response.output_item.added"))
+        emitted.append(self._item_event("response.output_item.added"))
 
     def _begin_mcp_call(
         self,
         call_id: str,
         tool: OfferedTool,
-        said: list[dict[str, object]],
+        emitted: list[dict[str, object]],
         approval_request_id: str | None = None,
     ) -> None:
         self._open = "mcp_call"
@@ -226,8 +228,8 @@ class OutputItems:
         }
         self._called[call_id] = len(self.items)
         self.items.append(item)
-        said.append(self._item_event("response.output_item.added"))
-        said.append(self._event("response.mcp_call.in_progress"))
+        emitted.append(self._item_event("response.output_item.added"))
+        emitted.append(self._event("response.mcp_call.in_progress"))
 
     def _end_mcp_call(self, outcome: ToolOutcome) -> list[dict[str, object]]:
         index = self._called.pop(outcome.call_id)

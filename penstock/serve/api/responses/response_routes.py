@@ -18,7 +18,7 @@ from penstock.serve.api.responses.response_request import PreparedResponse
 from penstock.serve.api.responses.response_run import Pool, ResponseRun
 from penstock.serve.api.responses.response_schema import ResponsesBody
 from penstock.serve.api.responses.response_store import StoredResponse
-from penstock.serve.api.text_generation import answer_request, note, note_error
+from penstock.serve.api.text_generation import answer_request, note_error, record_logged_fields
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import responses, route_options
 from penstock.serve.http.problems import RequestProblem
@@ -37,12 +37,12 @@ async def create_response(request: Request) -> Response:
     prepared = await _prepared(request, state, owner)
     services.warn_once(prepared.warnings)
     body, pool = prepared.body, cast("Pool", partial(in_pool, request))
-    note(prepared.conversation.body, record, prepared.conversation.context)
+    record_logged_fields(prepared.conversation.body, record, prepared.conversation.context)
     if body.background:
         background = RequestRecord(record.request_id, route="/v1/responses (background)")
         background.client_id = record.client_id
         background.session_header = record.session_header
-        note(prepared.conversation.body, background, prepared.conversation.context)
+        record_logged_fields(prepared.conversation.body, background, prepared.conversation.context)
         task = BackgroundRun(services, state, owner, prepared, pool, background)
         state.add(task)
         queued = msgspec.json.encode(task.builder.result)

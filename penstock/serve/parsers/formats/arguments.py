@@ -79,7 +79,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class TaggedArguments:
-    """Each argument between a head with its name and an end marker; strings are written without quotes.
+    """Arguments between a head, which has the name, and an end marker. Strings are written without quotes.
 
     Args:
         head: returns the text before a value, given the argument's name and whether the value is a string.
@@ -139,7 +139,8 @@ class TaggedArguments:
     def _strings(
         self, key: Tag, schema: object, types: frozenset[str], root: Schema, where: str, depth: int = 0
     ) -> list[Tag]:
-        """Return the formats of the strings that a schema allows, as text that is read back unchanged."""
+        """Return formats for the strings that a schema allows. The parser reads such a text back
+        unchanged."""
         assert isinstance(schema, dict)
         schema = {one: value for one, value in schema.items() if one not in ("$defs", "definitions")}
         keywords = [keyword for keyword in schema if keyword not in _STRING_KEYWORDS]

@@ -151,12 +151,12 @@ def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[
         yield from stream.skip_space()
         if key in _NAME_KEYS and not name:
             name = yield from read_string(parser)
-            if not parser.knows(name):
+            if not parser.has_tool(name):
                 _refuse(parser, bare)
             elif held:
                 _call_at_once(parser, name, held)
                 is_called = True
-        elif key in _ARGUMENT_KEYS and name and parser.knows(name) and not is_called:
+        elif key in _ARGUMENT_KEYS and name and parser.has_tool(name) and not is_called:
             yield from stream_arguments(parser, name)
             is_called = True
         elif key in _ARGUMENT_KEYS and not name and not held:
@@ -173,7 +173,7 @@ def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[
     if not is_called:
         if not closed or not name or bare:
             raise NotAToolCallError
-        if parser.knows(name):
+        if parser.has_tool(name):
             _call_at_once(parser, name, "{}")
     parser.commit()
 
@@ -206,7 +206,7 @@ def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") 
 
 def read_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
     """Read the arguments after a name. The call of an unknown tool becomes content."""
-    if parser.knows(name):
+    if parser.has_tool(name):
         yield from stream_arguments(parser, name, call_id)
     else:
         parser.refuse()

@@ -1,6 +1,6 @@
 """Calls of Llama 3.1 to 3.3: ``{"name": "f", "parameters": {"a": 1}}``, or ``<|python_tag|>f.call(a="b")``.
 
-``<|python_tag|>`` before an object is optional. Between two calls is ``;``, white space or nothing.
+``<|python_tag|>`` before an object is optional. Calls are separated by ``;``, white space or nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Llama3Calls(JsonCalls):
     def _built_in(self, parser: ReasoningToolParser) -> Steps[None]:
         name = yield from read_name(parser)
         method = ".call"
-        if not name.endswith(method) or not parser.knows(name.removesuffix(method)):
+        if not name.endswith(method) or not parser.has_tool(name.removesuffix(method)):
             raise NotAToolCallError
         yield from parser.stream.expect("(")
         yield from read_keywords(parser, name.removesuffix(method))

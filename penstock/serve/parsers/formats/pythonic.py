@@ -81,7 +81,7 @@ def read_call(parser: ReasoningToolParser) -> Steps[None]:
     """Read the call ``name(a=1, b="x")`` of a known tool and emit its arguments as JSON."""
     name = yield from parser.stream.run(_NAME, _MAX_NAME)
     yield from parser.stream.expect("(")
-    if not parser.knows(name):
+    if not parser.has_tool(name):
         raise NotAToolCallError
     yield from read_keywords(parser, name)
 
@@ -96,7 +96,7 @@ def read_keywords(parser: ReasoningToolParser, name: str) -> Steps[None]:
         yield from stream.skip_space()
         yield from stream.expect("=")
         yield from stream.skip_space()
-        if before == "{":  # a name and a parenthesis alone also occur in plain text
+        if before == "{":  # plain text may also have a name and a parenthesis
             parser.start_call(name)
         parser.add_arguments(f"{before}{json.dumps(keyword, ensure_ascii=False)}: ")
         before = ", "

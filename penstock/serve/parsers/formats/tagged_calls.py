@@ -25,7 +25,7 @@ class ArgumentWriter:
         self._parser = parser
         self._name = name
         self._before = "{"
-        self._known = parser.knows(name)
+        self._known = parser.has_tool(name)
         if not self._known:
             parser.refuse()
 
