@@ -96,7 +96,7 @@ class _Continuation:
 class _Prompt:
     """The search of one prompt."""
 
-    asked: TextContext
+    request: TextContext  # as passed by the caller
     first: TextContext  # the context that computes the prompt
     ends: frozenset[int]
     max_new_tokens: int
@@ -198,7 +198,7 @@ class BeamSearch:
     def close(self) -> None:
         """Release all contexts and set ``num_cached_tokens`` of the prompts. May be called twice."""
         for prompt in self._prompts:
-            prompt.asked.num_cached_tokens = prompt.first.num_cached_tokens
+            prompt.request.num_cached_tokens = prompt.first.num_cached_tokens
         for context in self._open.values():
             self._pipeline.release(context)
         self._open.clear()
@@ -223,8 +223,8 @@ class BeamSearch:
                 prompt.finished.append(self._hypothesis(prompt, one))
         prompt.finished.sort(key=lambda one: -one.score)
         del prompt.finished[options.num_beams :]
-        going_on = [one for one in best if one.token not in prompt.ends][: options.num_beams]
-        return [] if at_limit or self._is_over(prompt, going_on) else going_on
+        running = [one for one in best if one.token not in prompt.ends][: options.num_beams]
+        return [] if at_limit or self._is_over(prompt, running) else running
 
     def _num_candidates(self, ends: frozenset[int]) -> int:
         """Return the number of continuations to request, so that ``num_beams`` remain if some end."""
@@ -238,9 +238,9 @@ class BeamSearch:
             last.token in prompt.ends,
         )
 
-    def _is_over(self, prompt: _Prompt, going_on: Sequence[_Continuation]) -> bool:
+    def _is_over(self, prompt: _Prompt, running: Sequence[_Continuation]) -> bool:
         """Return whether the search of a prompt ends."""
-        if not going_on:
+        if not running:
             return True  # all continuations are end tokens
         if len(prompt.finished) < self._options.num_beams:
             return False
@@ -249,7 +249,7 @@ class BeamSearch:
         power = self._options.length_penalty
         grows = self._options.early_stopping == "never" and power > 0
         length = prompt.max_new_tokens if grows else prompt.num_steps
-        reachable: float = going_on[0].total / length**power
+        reachable: float = running[0].total / length**power
         return reachable <= prompt.finished[-1].score
 
     # -- Contexts ----------------------------------------------------------------------------------------

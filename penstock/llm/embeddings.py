@@ -236,8 +236,8 @@ class EmbeddingsMethods:
             documents: the documents.
             use_tqdm: show a progress bar, if standard error is a terminal.
             top_n: return this many; None returns all.
-            truncate: as of `score`.
-            activation: as of `score`.
+            truncate: see `score`.
+            activation: see `score`.
 
         Raises:
             InputError: an input cannot be served, or ``top_n`` is below 1.

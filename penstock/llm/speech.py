@@ -211,11 +211,11 @@ class SpeechMethods:
                 if len(batch) > 1:
                     error.add_note(f"in text {index + 1} of {len(batch)}")
                 raise
-        together = [one for parts in results for one in parts]
-        progress = GenerationProgress(len(together), shown=use_tqdm)
+        builders = [one for parts in results for one in parts]
+        progress = GenerationProgress(len(builders), shown=use_tqdm)
         with self._runner.exclusive(), deferred_interrupts() as deliver_interrupts, progress:
-            counts = {one.context.request_id: 0 for one in together}
-            for served in self._runner.run(together, seconds=BATCH_LATENCY_BUDGET):
+            counts = {one.context.request_id: 0 for one in builders}
+            for served in self._runner.run(builders, seconds=BATCH_LATENCY_BUDGET):
                 deliver_interrupts()
                 totals = {one.context.request_id: len(one.context.generated_tokens) for one in served}
                 progress.advance(

@@ -94,7 +94,8 @@ def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS)
 
 
 def codec_folder(config: PipelineConfig, form: SpeechFormat) -> Path:
-    """Return the folder of the codec: configured, named by the checkpoint, or that of the format."""
+    """Return the folder of the codec: the configured one, else that of the checkpoint, else that of the
+    format."""
     given, named = config.speech.codec, form.description.codec
     if given is None and named is not None and (config.model.checkpoint / named).is_dir():
         return config.model.checkpoint / named
@@ -114,13 +115,14 @@ def check_codec(codec: AudioCodec, form: SpeechFormat) -> None:
     Raises:
         ConfigError: they differ; the message has both numbers.
     """
-    theirs = (form.codes.codes_per_frame, form.codes.codebook_size)
-    ours = (codec.codes_per_frame, codec.codebook_size)
-    if theirs[0] != ours[0] or theirs[1] > ours[1]:
+    format_sizes = (form.codes.codes_per_frame, form.codes.codebook_size)
+    codec_sizes = (codec.codes_per_frame, codec.codebook_size)
+    if format_sizes[0] != codec_sizes[0] or format_sizes[1] > codec_sizes[1]:
         raise ConfigError(
             "codec",
-            f"{codec.name} has {ours[0]} codes of 0 to {ours[1] - 1} in a frame, but the speech format "
-            f"{form.name!r} writes {theirs[0]} codes of 0 to {theirs[1] - 1}: give another codec",
+            f"{codec.name} has {codec_sizes[0]} codes of 0 to {codec_sizes[1] - 1} in a frame, but the "
+            f"speech format {form.name!r} has {format_sizes[0]} codes of 0 to {format_sizes[1] - 1}: "
+            "give another codec",
         )
 
 
@@ -347,6 +349,6 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             size = self.codec.codes_per_frame
             self.failures[request_id] = RequestFailedError(
                 f"the model generated {len(context.generated_tokens)} tokens without a whole frame of "
-                f"speech, which has {size} codes; {context.num_dropped_tokens} tokens were no speech code or "
-                "in an incomplete frame: allow more tokens, or check --speech-format"
+                f"speech, which has {size} codes; {context.num_dropped_tokens} tokens were not speech codes "
+                "or in an incomplete frame: allow more tokens, or check --speech-format"
             )

@@ -28,7 +28,7 @@ def check_context(
     if context.grammar is not None and context.matcher is None:
         raise UnsupportedFeatureError(
             f"a {context.grammar.kind} grammar",
-            "its matcher is still being compiled: wait until the pipeline says ready(context)"
+            "its matcher is still being compiled: wait until ready(context) of the pipeline returns True"
             if compiles_grammars
             else "no matcher was compiled for it: call set_matcher",
         )

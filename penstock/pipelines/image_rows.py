@@ -45,18 +45,18 @@ class ImageRows:
         Returns:
             None if no row is a placeholder.
         """
-        touched: list[tuple[int, TextAndVisionContext, ImageMetadata]] = []
+        in_window: list[tuple[int, TextAndVisionContext, ImageMetadata]] = []
         first = 0
         for context, count in zip(contexts, counts, strict=True):
             if isinstance(context, TextAndVisionContext) and context.images:
-                touched += [(first, context, image) for image in context.next_images_in_window]
+                in_window += [(first, context, image) for image in context.next_images_in_window]
             first += count
-        if not touched:
+        if not in_window:
             return None
-        encoded = self._encoded([image for _, _, image in touched])
+        encoded = self._encoded([image for _, _, image in in_window])
         rows: list[np.ndarray] = []
         values: list[Tensor] = []
-        for (first, context, image), one in zip(touched, encoded, strict=True):
+        for (first, context, image), one in zip(in_window, encoded, strict=True):
             indices = context.placeholders(image)
             start, stop = np.searchsorted(indices, [context.start_idx, context.active_idx])
             rows.append(indices[start:stop].astype(np.int64) - context.start_idx + first)

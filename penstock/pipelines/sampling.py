@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.errors import InputError
 from penstock.kernels import Ops, SamplingInputs, upload
 from penstock.pipelines.core import SamplingParams, TextContext
-from penstock.pipelines.core.randomness import as_words, splitmix64, uniforms
+from penstock.pipelines.core.randomness import as_uint64, splitmix64, uniforms
 
 __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "uniforms"]
 
@@ -51,7 +51,7 @@ class Sampler:
             torch.zeros(len(params), dtype=torch.float64, device=device),
         )
         is_greedy = all(p.temperature == 0 or p.top_k == 1 for p in params)
-        return cls(list(params), inputs, as_words([p.seed for p in params]), is_greedy)
+        return cls(list(params), inputs, as_uint64([p.seed for p in params]), is_greedy)
 
     def __call__(
         self,

@@ -231,8 +231,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         """Return how many steps to request from `execute`, from the configuration or from a time budget.
 
         Without ``max_num_steps`` in the configuration, estimate how many decode steps take ``seconds``.
-        Several steps in one call share the Python overhead between calls. The estimate is 1 with a draft
-        proposer, and if steps do not run, or have not yet run, as one call.
+        Several steps in one call share the Python overhead between calls. The result is 1 with a draft
+        proposer. It is also 1 as long as no step has run as a compiled call.
         """
         if self.config.max_num_steps is not None:
             return self.config.max_num_steps

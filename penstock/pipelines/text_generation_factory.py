@@ -72,7 +72,7 @@ def _create_speculating(
     draft = required.registry.retrieve_architecture(
         draft_model.huggingface_config, draft_model.checkpoint, encoding=draft_model.encoding
     ).load_pipeline_model()
-    free_memory = prefaulted.num_idle  # read before loading: it grows while the free memory shrinks
+    free_memory = prefaulted.num_idle  # read first: a thread still moves free memory into the buffer
     free_memory += InferenceSession.free_memory_of(load_devices(config.model.devices))
     config, drafting = share_memory(config, model, draft, free_memory=free_memory)
     pipeline = kind(config, model, eos, draft_lengths=draft_lengths, session=session)

@@ -67,7 +67,7 @@ def _load(name: str, source: str, codec: AudioCodec, folder: Path) -> VoicePromp
 def _checked(voice: VoicePrompt, codec: AudioCodec) -> VoicePrompt:
     size = codec.codes_per_frame
     if not voice.codes or len(voice.codes) % size:
-        raise ValueError(f"{len(voice.codes)} codes are no whole number of frames: a frame has {size}")
+        raise ValueError(f"{len(voice.codes)} codes are not a whole number of frames: a frame has {size}")
     codec.check_chunk(CodecChunk(torch.tensor(voice.codes).view(-1, size)))
     return voice
 

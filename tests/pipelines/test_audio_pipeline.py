@@ -268,7 +268,7 @@ def test_tokens_without_speech_end_with_an_error(tmp_path: Path) -> None:
     scheduler.submit(context)
     while scheduler.has_work:
         scheduler.step()
-    message = "7 tokens without a whole frame of speech, which has 3 codes; 7 tokens were no speech code"
+    message = "7 tokens without a whole frame of speech, which has 3 codes; 7 tokens were not speech codes"
     with pytest.raises(RequestFailedError, match=message):
         raise scheduler.failures["a"]
 
@@ -367,7 +367,7 @@ def test_a_context_can_be_serialized(folder: Path) -> None:
 def test_a_codec_that_does_not_fit_the_format(tmp_path: Path) -> None:
     folder = write_tiny_speech(tmp_path / "m", "orpheus")
     other = write_tiny_speech(tmp_path / "n", "neutts") / "codec"
-    with pytest.raises(ValueError, match=r"1 codes of 0 to 15 in a frame, .*'orpheus' writes 3 codes"):
+    with pytest.raises(ValueError, match=r"1 codes of 0 to 15 in a frame, .*'orpheus' has 3 codes"):
         Model(folder, codec=str(other))
 
 

@@ -1,4 +1,4 @@
-"""Contexts of several answers to one prompt. Loads no torch, because the server uses this module."""
+"""Contexts of several choices for one prompt. Loads no torch, because the server uses this module."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._take_plain_numbers()
+        self._convert_fields()
         if self.min_tokens + self._prompt_len > self.max_length:
             raise InputError(
                 f"min_tokens ({self.min_tokens}) + prompt_len ({self._prompt_len}) must be less than or "
@@ -152,10 +152,10 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
                 self._show(position)
 
     def rollback(self, idx: int) -> None:
-        """Removes the last ``idx`` tokens (:meth:`TokenBuffer.rollback`).
+        """Remove the last ``idx`` tokens (:meth:`TokenBuffer.rollback`).
 
-        If the token that ended the output is removed, the context is active again. The status of maximum
-        length is kept. The matcher is not rolled back.
+        If the end-of-sequence token is removed, the context is active again. A context that has reached its
+        maximum length stays ended. The matcher is not rolled back.
         """
         shown_end = self._completion_end_idx  # index of the token that ended the output, if any
         super().rollback(idx)
@@ -250,9 +250,9 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         return self.sampling_params.min_new_tokens
 
     def get_min_token_logit_mask(self, num_steps: int) -> list[npt.NDArray[np.int32]]:
-        """For each of the next ``num_steps`` steps, ``[n, 2]``: a row (0, token id) for every id of
-        ``eos_token_ids`` while fewer than ``min_tokens`` are generated. Callers add the row of the batch to
-        the first column."""
+        """Return for each of the next ``num_steps`` steps the tokens not to sample, as rows (0, token id)
+        ``[n, 2]``: all ``eos_token_ids`` while fewer than ``min_tokens`` are generated. Callers add the row
+        of the batch to the first column."""
         positions = range(self._active_idx, self._active_idx + num_steps)
         masked = range(self._prompt_len, self._prompt_len + self.min_tokens)
         rows = [(0, token) for token in sorted(self.eos_token_ids)]
@@ -326,7 +326,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         """Remove the slot if it has one."""
         self._cache_seq_id = None
 
-    def _take_plain_numbers(self) -> None:
+    def _convert_fields(self) -> None:
         """Convert numpy scalars, which cannot be encoded, and copy sets and lists of the caller."""
         self.max_length = plain(self.max_length)
         self.log_probabilities = plain(self.log_probabilities)

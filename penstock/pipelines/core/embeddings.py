@@ -37,7 +37,7 @@ def check_dimensions(dimensions: int, size: int, trained: Sequence[int] | None) 
     Args:
         dimensions: the requested length.
         size: the length of the whole vector, which is always allowed.
-        trained: the other lengths that the model is trained for; None allows each.
+        trained: the other lengths that the model is trained for; None allows all.
 
     Raises:
         InputError: names the lengths that the model has.

@@ -12,12 +12,12 @@ _WORD = 0xFFFFFFFFFFFFFFFF
 
 
 def splitmix64(seed: int, position: int) -> int:
-    """Output number ``position`` of the splitmix64 generator started at ``seed`` (Steele et al. 2014).
+    """Return output number ``position`` of the splitmix64 generator with this seed (Steele et al. 2014).
 
     >>> hex(splitmix64(0, 0))
     '0xe220a8397b1dcdaf'
     """
-    return int(_splitmix64(as_words([seed]), np.array([position], dtype=np.uint64))[0])
+    return int(_splitmix64(as_uint64([seed]), np.array([position], dtype=np.uint64))[0])
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -31,7 +31,7 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (bits >> _LOST_BITS).astype(np.float64) * 2.0**-53
 
 
-def as_words(seeds: list[int]) -> np.ndarray:
+def as_uint64(seeds: list[int]) -> np.ndarray:
     """Return seeds of either sign as ``[R]`` uint64, modulo 2**64."""
     return np.array([seed & _WORD for seed in seeds], dtype=np.uint64)
 

@@ -94,9 +94,9 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
         end = start + len(new_tokens)
         if end >= self._speech_tokens.size:
             capacity = -(-len(new_tokens) // CHUNK_SIZE) * CHUNK_SIZE
-            grown = np.zeros(self._speech_tokens.size + capacity, dtype=self._speech_tokens.dtype)
-            grown[:start] = self.speech_tokens
-            self._speech_tokens = grown
+            larger = np.zeros(self._speech_tokens.size + capacity, dtype=self._speech_tokens.dtype)
+            larger[:start] = self.speech_tokens
+            self._speech_tokens = larger
         self._speech_tokens[start:end] = new_tokens
         self._speech_token_end_idx = end
         self._block_counter += 1

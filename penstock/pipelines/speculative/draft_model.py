@@ -46,7 +46,7 @@ class _DraftState:
 
     context: TextContext
     text: TextContext
-    """The same tokens with a slot in the draft's cache. Contains drafts only during `propose`."""
+    """A copy of ``context`` with a slot in the draft cache. Contains drafts only during `propose`."""
     drafted: list[int] = field(default_factory=list)
     """The last drafts. All but the last one are in the draft's cache."""
 
