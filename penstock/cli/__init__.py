@@ -81,7 +81,7 @@ class _Commands(click.Group):
         except MemoryError:
             _fail("out of memory: use a smaller model, --max-length or --max-batch-size")
         except OSError as error:
-            _fail(_explained(error))
+            _fail(_message_of(error))
         except RuntimeError as error:
             if "allocate memory" not in str(error):
                 raise
@@ -118,12 +118,12 @@ def _fail(message: str) -> NoReturn:
     line = " ".join(message.split())
     if len(line) > _MAX_MESSAGE:
         line = f"{line[: _MAX_MESSAGE // 2]} ... {line[-_MAX_MESSAGE // 2 :]}"
-    line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
     click.echo(f"penstock: error: {line}", err=True)
     sys.exit(2)
 
 
-def _explained(error: OSError) -> str:
+def _message_of(error: OSError) -> str:
     where = error.filename
     if where is None and error.errno == errno.ENOSPC:
         where = "standard output"

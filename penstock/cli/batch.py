@@ -52,8 +52,8 @@ def run(requests: Path, output: Path, overwrite: bool, print_config: bool, **fla
     """Run the lines of REQUESTS and write each result as soon as it is known.
 
     A line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}. Results are
-    in the order in which they finish. After an interruption the same command continues. The exit status is 1
-    if a line failed.
+    in the order in which they finish. After an interruption, run the same command to continue. The exit
+    status is 1 if a line failed.
 
     With --ray the lines run in several actors of a Ray cluster. REQUESTS is then a file that all nodes can
     read, or a parquet file or folder with the columns custom_id, url and body.
@@ -147,7 +147,7 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
             )
     except asyncio.CancelledError:
         num = counts["good"] + counts["bad"]
-        click.echo(f"penstock: stopped after {num} lines; the same command continues", err=True)
+        click.echo(f"penstock: stopped after {num} lines; to continue, run the same command", err=True)
         raise
     finally:
         await worker.stop(0)

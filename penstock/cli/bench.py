@@ -103,7 +103,7 @@ command.add_command(run)
     type=click.IntRange(0),
     default=4,
     show_default=True,
-    help="Requests before the measurement that do not count.",
+    help="Warm-up requests before the measurement.",
 )
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="The seed of prompts, times and sampling."

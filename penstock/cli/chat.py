@@ -26,7 +26,7 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
 
 @click.command("chat", cls=GroupedCommand)
 @click.option("--system", metavar="TEXT", help="The system message.")
-@click.option("--url", metavar="URL", help="Talk to a server with the OpenAI API; MODEL is its name there.")
+@click.option("--url", metavar="URL", help="Use a server with the OpenAI API; MODEL is a name on the server.")
 @click.option(
     "--api-key",
     metavar="KEY",
@@ -45,7 +45,7 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
     type=click.IntRange(min=1),
     default=DEFAULT_MAX_TOKENS,
     show_default=True,
-    help="Maximum length of an answer.",
+    help="Maximum number of tokens of an answer.",
 )
 @config_options
 def command(

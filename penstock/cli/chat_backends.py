@@ -166,8 +166,8 @@ def _pieces(chunk: _Chunk) -> Iterator[AnswerPiece]:
         yield AnswerPiece("", num_tokens=usage["completion_tokens"])
     for choice in chunk.get("choices", ()):
         delta = choice.get("delta", {})
-        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-            yield AnswerPiece(thought, is_reasoning=True)
+        if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+            yield AnswerPiece(reasoning, is_reasoning=True)
         if text := delta.get("content"):
             yield AnswerPiece(text)
 

@@ -27,7 +27,7 @@ def command(model: str, revision: str, gguf_file: str | None, codec: bool, as_js
     from penstock.weights.hub_cache import revision_of
 
     if codec and gguf_file is not None:
-        raise ConfigError("gguf_file", "names a file of a model, and --codec says that it is a codec")
+        raise ConfigError("gguf_file", "names a file of a model, but --codec downloads a codec")
     if not is_on_hub(model):
         raise CheckpointNotFoundError(repr(model), "is not a model of the hub: write name or namespace/name")
     if codec:

@@ -1,4 +1,4 @@
-"""``penstock rerank``: documents by their score for a query."""
+"""``penstock rerank``: orders documents by their score for a query."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``penstock speak``: a text as an audio file."""
+"""``penstock speak``: converts a text to an audio file."""
 
 from __future__ import annotations
 

@@ -75,11 +75,11 @@ class LoRAConfig:
         if not count:
             return self
         own = self if self.is_enabled else LoRAConfig(max_loras=1, max_loaded_loras=1, max_lora_rank=1)
-        beside = count if self.is_enabled else count - 1
+        num_more = count if self.is_enabled else count - 1
         return replace(
             self,
-            max_loras=own.max_loras + beside,
-            max_loaded_loras=own.max_loaded_loras + beside,
+            max_loras=own.max_loras + num_more,
+            max_loaded_loras=own.max_loaded_loras + num_more,
             max_lora_rank=max(own.max_lora_rank, rank),
         )
 

@@ -23,7 +23,7 @@ def _split(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechConfig:
-    """Audio codec, speech format and voices of a model that speaks.
+    """Audio codec, speech format and voices of a speech model.
 
     Raises:
         ConfigError: a field has an invalid value.

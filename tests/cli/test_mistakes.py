@@ -106,7 +106,7 @@ FLAGS = {
     "unknown task": (["generate", *PROMPT, "--task", "chat"], "task: must be one of auto, text-generation"),
     "speech with a text model": (
         ["generate", *PROMPT, "--task", "speech-token-generation"],
-        "is no speech model that is recognised: its vocabulary has no speech tokens",
+        "is not recognised as a speech model: its vocabulary has no speech tokens",
     ),
     "missing configuration": (["generate", *PROMPT, "--config-file", "none.json"], "none.json"),
     "configuration of no kind": (["generate", *PROMPT, "--config-file", "a.ini"], ".json or .toml"),
