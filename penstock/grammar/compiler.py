@@ -277,7 +277,8 @@ def _num_bytes(grammar: Grammar, result: CompiledGrammar | PenstockError) -> int
 class _ShortSwitchInterval:
     """Sets the interpreter's switch interval to half a millisecond while Python code compiles a grammar.
 
-    A model step acquires the interpreter lock many times, each of which could take the default of 5 ms.
+    A model step acquires the interpreter lock many times. Each time it could wait for the default interval of
+    5 ms.
     """
 
     _lock = threading.Lock()

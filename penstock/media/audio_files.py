@@ -260,7 +260,7 @@ def read_audio(path: Path) -> tuple[Samples, int]:
     try:
         channels, rate = library.read(io.BytesIO(data), dtype="float32", always_2d=True)
     except (ValueError, RuntimeError) as error:
-        raise InputError(f"{path} is no audio file that can be read: {error}") from error
+        raise InputError(f"{path} cannot be read as an audio file: {error}") from error
     return channels.mean(axis=1).astype(np.float32), int(rate)
 
 

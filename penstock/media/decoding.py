@@ -35,7 +35,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
     pil = _pillow()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's size warnings: the check below decides
+            warnings.simplefilter("ignore")  # Pillow's size warnings; the limit is checked below
             with pil.Image.open(BytesIO(data), formats=FORMATS) as image:
                 _check_size(image.size, max_pixels)
                 frames = getattr(image, "n_frames", 1)

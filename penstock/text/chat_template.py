@@ -139,7 +139,8 @@ class ChatTemplate:
 
     @cached_property
     def needs_parts(self) -> bool:
-        """Whether the template omits content that is a string. Templates of models that read images may."""
+        """Whether the template omits content that is a string. Some templates of models that read images omit
+        it."""
         text = "Dear reader"
         try:
             plain = self.render([{"role": "user", "content": text}])

@@ -129,7 +129,7 @@ def similarity(first: _Array, second: _Array, kind: str) -> _Array:
 
 
 def max_similarity(query: _Array, document: _Array) -> float:
-    """Return the sum over a query's vectors of the largest product with a document's vector (MaxSim).
+    """Return MaxSim: for each query vector its largest dot product with a document vector, summed.
 
     Khattab and Zaharia 2020, arXiv:2004.12832.
 

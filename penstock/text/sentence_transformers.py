@@ -53,7 +53,8 @@ class DenseModule:
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceTransformersLayout:
-    """The computation of embeddings from hidden states. The defaults are those of a checkpoint without it."""
+    """The computation of embeddings from hidden states. The defaults apply to a checkpoint that has none of
+    the layout's files."""
 
     poolings: tuple[PoolingType, ...] = ()
     """Their results are concatenated. Empty without a pooling module: the model's default applies."""

@@ -123,7 +123,8 @@ class SpeechCodes:
             raise InputError(f"speech codes must be a list of integers: got shape {list(flat.shape)}")
         if flat.size % self.codes_per_frame:
             raise InputError(
-                f"{flat.size} speech codes are no whole number of frames: a frame has {self.codes_per_frame}"
+                f"{flat.size} speech codes are not a whole number of frames: "
+                f"a frame has {self.codes_per_frame}"
             )
         if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self.codebook_size:
             raise InputError(
@@ -235,7 +236,7 @@ class SpeechFormat(ABC):
 
     @property
     def text_limit(self) -> int:
-        """Characters of a text that the model speaks well; longer texts are split at sentences."""
+        """Maximum number of characters of a text; longer texts are split at sentences."""
         return self.description.max_characters or self.max_characters
 
     @property

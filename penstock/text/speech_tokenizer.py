@@ -97,7 +97,7 @@ class SpeechTokenizer(TextTokenizer):
         if name is None:
             raise CheckpointError(
                 checkpoint,
-                "is no speech model that is recognised: its vocabulary has no speech tokens. Give "
+                "is not recognised as a speech model: its vocabulary has no speech tokens. Give "
                 f"--speech-format ({', '.join(speech_formats())}) or a speech_config.json",
             )
         description = SpeechDescription.read(Path(checkpoint))
@@ -109,7 +109,7 @@ class SpeechTokenizer(TextTokenizer):
         return await self._in_thread(lambda: self.build_speech_context(request))
 
     def split(self, text: str) -> list[str]:
-        """Return parts of a text that the model speaks well, split at sentences.
+        """Return parts of a text of at most the format's `text_limit`, split at sentences.
 
         Raises:
             InputError: the text has no characters to speak.

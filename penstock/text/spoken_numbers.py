@@ -72,17 +72,17 @@ def _spaced(match: re.Match[str], words: str) -> str:
 
 
 def _money(match: re.Match[str]) -> str:
-    one, many, small_one, small_many = _CURRENCIES[match[1]]
+    singular, plural, minor_singular, minor_plural = _CURRENCIES[match[1]]
     whole, _, decimals = match[2].replace(",", "").partition(".")
     if match[3]:
-        return f"{_number(match[2])} {match[3]} {many}"
+        return f"{_number(match[2])} {match[3]} {plural}"
     if len(decimals) not in (0, 2):
-        return f"{_number(match[2])} {many}"
+        return f"{_number(match[2])} {plural}"
     parts = []
     if int(whole) or not int(decimals or 0):
-        parts.append(f"{_whole(whole)} {one if int(whole) == 1 else many}")
+        parts.append(f"{_whole(whole)} {singular if int(whole) == 1 else plural}")
     if int(decimals or 0):
-        parts.append(f"{cardinal(int(decimals))} {small_one if int(decimals) == 1 else small_many}")
+        parts.append(f"{cardinal(int(decimals))} {minor_singular if int(decimals) == 1 else minor_plural}")
     return " and ".join(parts)
 
 

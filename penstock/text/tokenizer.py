@@ -171,7 +171,8 @@ class TextTokenizer:
         end is returned with the tokens that complete it, or at the end of the output. Tokens that the
         context has not generated are decoded as a separate text (`context_decoding`).
 
-        The only keyword is ``skip_special_tokens`` (True). `decode_ids` decodes without a context.
+        The only keyword argument is ``skip_special_tokens``, by default True. `decode_ids` decodes without a
+        context.
         """
         skip_special_tokens = kwargs.pop("skip_special_tokens", True)
         if kwargs:
@@ -290,7 +291,7 @@ class TextTokenizer:
         return self._template().render(messages, tools, options)
 
     def is_visible(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Return whether `decode_ids` decodes this token, rather than skip it."""
+        """Return whether `decode_ids` decodes this token instead of skipping it."""
         if skip_special_tokens and token_id in self._special_tokens.by_id:
             return False
         return self.backend.id_to_token(token_id) is not None

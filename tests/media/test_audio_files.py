@@ -90,7 +90,7 @@ def test_a_compressed_stream_arrives_as_it_is_made() -> None:
 def test_a_file_that_is_not_audio_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("soundfile")
     (tmp_path / "a.wav").write_bytes(b"no audio at all")
-    with pytest.raises(InputError, match="is no audio file"):
+    with pytest.raises(InputError, match="cannot be read as an audio file"):
         read_audio(tmp_path / "a.wav")
 
 

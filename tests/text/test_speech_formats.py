@@ -41,7 +41,7 @@ def test_orpheus_prompts(tokenizers: dict[str, SpeechTokenizer]) -> None:
     assert cloned == f"{start}Ho{end}{codes}<custom_token_2><custom_token_6>{start}Hi{end}"
     with pytest.raises(InputError, match="voice 'eve' is unknown: the model has tara, leah"):
         prompt(one, input="Hi", voice="eve")
-    with pytest.raises(InputError, match="2 speech codes are no whole number of frames: a frame has 3"):
+    with pytest.raises(InputError, match="2 speech codes are not a whole number of frames: a frame has 3"):
         prompt(one, input="Hi", audio_prompt_tokens=[0, 1], audio_prompt_transcription="Ho")
 
 

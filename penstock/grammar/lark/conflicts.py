@@ -149,7 +149,7 @@ class _Atoms:
                 if isinstance(one, Chars):
                     bounds.update(bound for low, high in one.ranges for bound in (low, high + 1))
                 elif isinstance(one, Text | FreeText | TextUntil):
-                    points = {ord(sign) for text in _texts(one) for sign in text}
+                    points = {ord(char) for text in _texts(one) for char in text}
                     bounds.update(bound for point in points for bound in (point, point + 1))
                 elif isinstance(one, Ref) and one.name not in seen:
                     seen.add(one.name)
@@ -167,9 +167,9 @@ class _Atoms:
             self._masks[ranges] = mask
         return self._masks[ranges]
 
-    def point(self, sign: str) -> int:
+    def point(self, char: str) -> int:
         """Return the bit of one character."""
-        return self.mask(((ord(sign), ord(sign)),))
+        return self.mask(((ord(char), ord(char)),))
 
 
 def _texts(node: Text | FreeText | TextUntil) -> tuple[str, ...]:
@@ -258,9 +258,9 @@ class _Nfa:
             self.edges[start].append((self._atoms.mask(node.ranges), end))
             return end
         if isinstance(node, Text):
-            for sign in node.text:
+            for char in node.text:
                 end = self._state()
-                self.edges[start].append((self._atoms.point(sign), end))
+                self.edges[start].append((self._atoms.point(char), end))
                 start = end
             return start
         if isinstance(node, Seq):
@@ -305,19 +305,19 @@ class _Nfa:
         end = self._state()
         states = {head: self._state() for head in heads if not _ends_with_any(head, words)}
         self._empty[start].append(states[""])
-        signs = {sign for word in words for sign in word}
+        chars = {char for word in words for char in word}
         for head, state in states.items():
             others = self._atoms.everything
-            for sign in signs:
-                others &= ~self._atoms.point(sign)
-                text = head + sign
+            for char in chars:
+                others &= ~self._atoms.point(char)
+                text = head + char
                 if isinstance(node, TextUntil) and text.endswith(node.end):
                     if _ends_with_any(text, list(node.excludes)):
                         continue
-                    self.edges[state].append((self._atoms.point(sign), end))
+                    self.edges[state].append((self._atoms.point(char), end))
                 elif not _ends_with_any(text, words):
                     target = next(text[at:] for at in range(len(text) + 1) if text[at:] in states)
-                    self.edges[state].append((self._atoms.point(sign), states[target]))
+                    self.edges[state].append((self._atoms.point(char), states[target]))
             if others:
                 self.edges[state].append((others, states[""]))
             if isinstance(node, FreeText):

@@ -32,7 +32,7 @@ _RULE = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)(?:[ \t\r\n]|#[^\n]*)*::=")
 _TEXT = re.compile(r'"((?:[^"\\\r\n]|\\[^\r\n])*)"')
 _CLASS = re.compile(r"\[(\^?)((?:[^\]\\\r\n]|\\[^\r\n])*)\]")
 _BOUNDS = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d*)\s*)?\}")
-_SIGN = re.compile(
+_CHAR = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL
 )
 _SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "0": "\0", "e": "\x1b"}
@@ -97,11 +97,11 @@ class _Reader:
     def _repetition(self, part: Node) -> Node:
         while True:
             self._skip()
-            sign = self._text[self._at : self._at + 1]
-            if sign in ("*", "+", "?") and sign:
+            char = self._text[self._at : self._at + 1]
+            if char in ("*", "+", "?") and char:
                 self._at += 1
-                part = repeated(part, int(sign == "+"), 1 if sign == "?" else None)
-            elif sign == "{":
+                part = repeated(part, int(char == "+"), 1 if char == "?" else None)
+            elif char == "{":
                 bounds = _BOUNDS.match(self._text, self._at)
                 if bounds is None:
                     self._fail("{ begins no repetition: write {n}, {m,n} or {m,}")
@@ -117,19 +117,19 @@ class _Reader:
                 return part
 
     def _atom(self, depth: int, used: dict[str, int]) -> Node:
-        sign = self._text[self._at]
-        if sign == '"':
+        char = self._text[self._at]
+        if char == '"':
             text = self._match(_TEXT, "an unterminated text")[1]
-            points = [point for point, _ in self._signs(text)]
+            points = [point for point, _ in self._chars(text)]
             if any(0xD800 <= point <= 0xDFFF for point in points):
                 self._fail("a surrogate, which no text can have,")
             return Text("".join(map(chr, points))) if points else EMPTY
-        if sign == "[":
+        if char == "[":
             return self._class()
-        if sign == ".":
+        if char == ".":
             self._at += 1
             return Chars(ANY_CHARACTER)
-        if sign == "(":
+        if char == "(":
             if self._text[self._at + 1 : self._at + 2] == "=":
                 raise UnsupportedFeatureError("a lookahead (= ...) in an ebnf grammar", "leave it out")
             self._at += 1
@@ -139,7 +139,7 @@ class _Reader:
             return inner
         name = _NAME.match(self._text, self._at)
         if name is None:
-            self._fail(f"unexpected {sign!r}")
+            self._fail(f"unexpected {char!r}")
         if self._text[name.end() : name.end() + 1] == "(" and name[0] in _MACROS:
             raise UnsupportedFeatureError(f"{name[0]}(...) in an ebnf grammar", "use a structural tag")
         used.setdefault(name[0], self._at)
@@ -148,13 +148,13 @@ class _Reader:
 
     def _class(self) -> Node:
         found = self._match(_CLASS, "an unterminated class of characters")
-        signs = self._signs(found[2])
+        chars = self._chars(found[2])
         ranges: list[tuple[int, int]] = []
         place = 0
-        while place < len(signs):
-            low = signs[place][0]
-            if place + 2 < len(signs) and signs[place + 1] == (ord("-"), False):
-                high = signs[place + 2][0]
+        while place < len(chars):
+            low = chars[place][0]
+            if place + 2 < len(chars) and chars[place + 1] == (ord("-"), False):
+                high = chars[place + 2][0]
                 if low > high:
                     self._fail("a range of characters that is out of order")
                 ranges.append((low, high))
@@ -170,22 +170,22 @@ class _Reader:
             return Text(chr(whole[0][0]))
         return Chars(tuple(whole))
 
-    def _signs(self, text: str) -> list[tuple[int, bool]]:
+    def _chars(self, text: str) -> list[tuple[int, bool]]:
         """Return the code points of a string or class, and whether each has a backslash."""
         result = []
-        for sign in _SIGN.finditer(text):
-            if sign[6] is not None:
-                result.append((ord(sign[6]), False))
+        for match in _CHAR.finditer(text):
+            if match[6] is not None:
+                result.append((ord(match[6]), False))
                 continue
-            digits = sign[1] or sign[2] or sign[3] or sign[4]
+            digits = match[1] or match[2] or match[3] or match[4]
             if digits is not None:
                 point = int(digits, 16)
                 if point > 0x10FFFF:
-                    self._fail(f"\\U{digits}, which is no character")
+                    self._fail(f"\\U{digits}, which is not a character")
             else:
-                letter = sign[5]
+                letter = match[5]
                 if letter.isalnum() and letter not in _SHORT:
-                    self._fail(f"\\{letter}, which is no escape")
+                    self._fail(f"\\{letter}, which is not an escape")
                 point = ord(_SHORT.get(letter, letter))
             result.append((point, True))
         return result
@@ -202,9 +202,9 @@ class _Reader:
         assert found is not None
         self._at = found.end()
 
-    def _take(self, sign: str) -> bool:
+    def _take(self, char: str) -> bool:
         self._skip()
-        if not self._text.startswith(sign, self._at):
+        if not self._text.startswith(char, self._at):
             return False
         self._at += 1
         return True

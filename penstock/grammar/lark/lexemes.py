@@ -187,7 +187,7 @@ class _Divider:
             self._pending.append(node.name)
             return Ref(f"rule_{node.name}")
         if isinstance(node, Text):
-            pieces = self._split.get(node) or [Text(sign) for sign in node.text]
+            pieces = self._split.get(node) or [Text(char) for char in node.text]
             return sequence(self._rule(piece) for piece in pieces)
         if node == FreeText():
             return Repeat(self._lexeme(Chars(ANY_CHARACTER)), 0, None)

@@ -171,7 +171,7 @@ def _regex(node: Node) -> str:
 
 
 def _quoted(text: str) -> str:
-    return "".join(sign if sign.isascii() and sign.isalnum() else _code(ord(sign)) for sign in text)
+    return "".join(char if char.isascii() and char.isalnum() else _code(ord(char)) for char in text)
 
 
 def _code(point: int) -> str:

@@ -15,11 +15,11 @@ _BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class _CountedState:
-    """A state of the automaton with the number of characters that may still follow."""
+    """A state of the automaton with the maximum number of characters that may still follow."""
 
     state: int
-    left: int
-    is_mixed: bool = False  # whether it was entered through a detour from the same state
+    remaining: int
+    after_detour: bool = False  # whether the path to it was a detour from the same state
 
 
 class Counting:
@@ -60,45 +60,45 @@ class Counting:
     def _is_passage(self, state: int) -> bool:
         return not self.automaton.accepting[state] and len(self.automaton.steps[state]) == 1
 
-    def enter(self, state: int, left: int, source: int | None = None) -> _CountedState | None:
+    def enter(self, state: int, remaining: int, source: int | None = None) -> _CountedState | None:
         """Return the counted state; None if no text fits."""
-        if left < self.shortest[state]:
+        if remaining < self.shortest[state]:
             return None
         if self.loops[state] is None:
-            return _CountedState(state, left)
-        if left - left % self.block >= self.shortest[state]:
-            left -= left % self.block
+            return _CountedState(state, remaining)
+        if remaining - remaining % self.block >= self.shortest[state]:
+            remaining -= remaining % self.block
         return _CountedState(
-            state, left, source is not None and source in self.detours.get(state, ([], []))[1]
+            state, remaining, source is not None and source in self.detours.get(state, ([], []))[1]
         )
 
-    def exits(self, counted: _CountedState, left: int) -> Iterator[tuple[Ranges, _CountedState]]:
+    def exits(self, counted: _CountedState, remaining: int) -> Iterator[tuple[Ranges, _CountedState]]:
         """Yield the transitions to other states."""
-        first = self.detours[counted.state][1][0] if counted.is_mixed else None
+        first = self.detours[counted.state][1][0] if counted.after_detour else None
         for ranges, target in self.automaton.steps[counted.state]:
             if target in (counted.state, first):
                 continue
-            if (enter := self.enter(target, left - 1, counted.state)) is not None:
+            if (enter := self.enter(target, remaining - 1, counted.state)) is not None:
                 yield ranges, enter
 
     def self_loops(self, counted: _CountedState) -> tuple[int, int, bool]:
         """Return (repetitions, characters per repetition, whether a whole block fits) of a state's loop.
 
-        The repetitions come before another character. The last characters, fewer than a block, are used in
-        the state that is left.
+        Up to that many repetitions, fewer than a block, come before another character. The transitions to
+        other states count all of them, even if a text has fewer.
         """
         if self.loops[counted.state] is None:
             return 0, 0, False
-        size = len(self.detours[counted.state][0]) if counted.is_mixed else 1
-        if counted.left - self.block >= self.shortest[counted.state]:
+        size = len(self.detours[counted.state][0]) if counted.after_detour else 1
+        if counted.remaining - self.block >= self.shortest[counted.state]:
             times = self.block // size - 1
             return times, times * size, True
-        times = (counted.left - self.shortest[counted.state]) // size
+        times = (counted.remaining - self.shortest[counted.state]) // size
         return times, times * size, False
 
     def after_block(self, counted: _CountedState) -> _CountedState:
         """Return the counted state after a whole block."""
-        return _CountedState(counted.state, counted.left - self.block, counted.is_mixed)
+        return _CountedState(counted.state, counted.remaining - self.block, counted.after_detour)
 
     def num_states(self, max_count: int) -> int:
         """Return the number of counted states; stops counting at ``max_count``."""
@@ -107,7 +107,7 @@ class Counting:
         while pending and len(seen) < max_count:
             counted = pending.pop()
             _, spent, has_block = self.self_loops(counted)
-            found = [enter for _, enter in self.exits(counted, counted.left - spent)]
+            found = [enter for _, enter in self.exits(counted, counted.remaining - spent)]
             for one in [*found, self.after_block(counted)] if has_block else found:
                 if one not in seen:
                     seen.add(one)
@@ -175,7 +175,7 @@ class CountedWriter:
 
     def _body(self, counted: _CountedState) -> list[str]:
         times, spent, has_block = self._counting.self_loops(counted)
-        exits = self._write_exits(counted, counted.left - spent)
+        exits = self._write_exits(counted, counted.remaining - spent)
         if times == 0 and not has_block:
             return exits
         # Fewer than a block and then another character, or a whole block: each text has one derivation.
@@ -191,13 +191,13 @@ class CountedWriter:
         loop = self._counting.loops[counted.state]
         assert loop is not None
         options = self._options(loop)
-        if counted.is_mixed:
+        if counted.after_detour:
             read, _ = self._counting.detours[counted.state]
             options = [*options, sequence(*(choice(self._options(ranges)) for ranges in read))]
         return choice(options)
 
-    def _write_exits(self, counted: _CountedState, left: int) -> list[str]:
+    def _write_exits(self, counted: _CountedState, remaining: int) -> list[str]:
         result = [self._end] if self._counting.automaton.accepting[counted.state] else []
-        for ranges, enter in self._counting.exits(counted, left):
+        for ranges, enter in self._counting.exits(counted, remaining):
             result += [sequence(one, self._name(enter)) for one in self._options(ranges)]
         return result

@@ -32,7 +32,7 @@ def full_match(expression: re.Pattern[str], value: str) -> bool:
 
 
 def is_time(value: str) -> bool:
-    """Return whether a string is a time of RFC 3339; a leap second is the last one of a UTC day."""
+    """Return whether a string is a time of RFC 3339. A leap second must be the last second of a UTC day."""
     return _leap_minutes(value) is not False
 
 
@@ -60,7 +60,10 @@ def _day(value: str) -> date | None:
 
 
 def _leap_minutes(value: str) -> int | bool | None:
-    """Return the UTC minute of a leap second from the local day; None for other times, False if invalid."""
+    """Return the UTC time of a leap second, in minutes from the start of the local day.
+
+    None if the time is not a leap second; False if it is not a valid time, or not the end of a UTC day.
+    """
     parts = _TIME.fullmatch(value)
     if parts is None:
         return False

@@ -30,7 +30,8 @@ _TIME = f"{_HOUR_MINUTE}:[0-5][0-9]{_FRACTION}(?:[Zz]|[+-]{_HOUR_MINUTE})"
 
 
 def _leap_seconds() -> tuple[str, str]:
-    """Return times with second 60 on the local day in UTC and on the next, for offsets of half hours."""
+    """Return expressions of leap seconds, local times equal to 23:59:60 UTC: on the UTC day and on the next
+    day. Offsets are multiples of half an hour."""
     same = [f"23:59:60{_FRACTION}(?:[Zz]|[+-]00:00)"]
     following = [f"{hour:02}:29:60{_FRACTION}\\+{hour:02}:30" for hour in range(24)]
     for hour in range(23):

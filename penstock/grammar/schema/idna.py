@@ -24,8 +24,8 @@ def is_u_label(label: str) -> bool:
 
 
 def _is_allowed(label: str, place: int) -> bool:
-    sign = label[place]
-    point = ord(sign)
+    char = label[place]
+    point = ord(char)
     before, after = label[place - 1 : place], label[place + 1 : place + 2]
     if point in (0x200C, 0x200D):
         return bool(before) and unicodedata.combining(before) == 9
@@ -37,32 +37,32 @@ def _is_allowed(label: str, place: int) -> bool:
         return bool(before) and "HEBREW" in unicodedata.name(before, "")
     if point == 0x30FB:
         words = ("HIRAGANA", "KATAKANA", "CJK UNIFIED", "IDEOGRAPHIC")
-        return any(unicodedata.name(one, "").startswith(words) for one in label if one != sign)
+        return any(unicodedata.name(one, "").startswith(words) for one in label if one != char)
     if 0x660 <= point <= 0x669:
         return not any(0x6F0 <= ord(one) <= 0x6F9 for one in label)
     if 0x6F0 <= point <= 0x6F9:
         return not any(0x660 <= ord(one) <= 0x669 for one in label)
-    return _is_valid(sign)
+    return _is_valid(char)
 
 
-def _is_valid(sign: str) -> bool:
+def _is_valid(char: str) -> bool:
     """Return whether a character is allowed everywhere (PVALID of RFC 5892)."""
-    point = ord(sign)
+    point = ord(char)
     if point in _ALWAYS or point in _NEVER:
         return point in _ALWAYS
     if point < 128:
-        return sign == "-" or sign.isdigit() or "a" <= sign <= "z"
+        return char == "-" or char.isdigit() or "a" <= char <= "z"
     if any(low <= point <= high for low, high in [*_OLD_HANGUL, *_IGNORED]):
         return False
-    if unicodedata.category(sign) not in ("Ll", "Lu", "Lo", "Nd", "Lm", "Mn", "Mc"):
+    if unicodedata.category(char) not in ("Ll", "Lu", "Lo", "Nd", "Lm", "Mn", "Mc"):
         return False
-    folded = unicodedata.normalize("NFKC", sign).casefold()
-    return unicodedata.normalize("NFKC", folded) == sign
+    folded = unicodedata.normalize("NFKC", char).casefold()
+    return unicodedata.normalize("NFKC", folded) == char
 
 
 def _has_direction(label: str) -> bool:
     """Return whether a label satisfies the rules for writing directions (RFC 5893)."""
-    kinds = [unicodedata.bidirectional(sign) for sign in label]
+    kinds = [unicodedata.bidirectional(char) for char in label]
     if not {"R", "AL", "AN"} & set(kinds):
         return True
     last = next((kind for kind in reversed(kinds) if kind != "NSM"), "")

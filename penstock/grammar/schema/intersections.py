@@ -35,10 +35,10 @@ def intersect_all(
 
 def _intersections(schemas: Schemas, first: Sequence[Shape], second: Sequence[Shape]) -> Iterator[Shape]:
     listed = {identity(b.value) for b in second if isinstance(b, Literal)}
-    wide = [b for b in second if not isinstance(b, Literal)]
+    non_literals = [b for b in second if not isinstance(b, Literal)]
     for a in first:
         if isinstance(a, Literal):  # avoids comparing all pairs of long lists
-            if identity(a.value) in listed or any(has_shape(schemas, b, a.value) for b in wide):
+            if identity(a.value) in listed or any(has_shape(schemas, b, a.value) for b in non_literals):
                 yield a
         else:
             yield from (met for b in second if (met := _intersect(schemas, a, b)) is not None)

@@ -53,7 +53,7 @@ def number_of(node: SchemaNode, keyword: str) -> Decimal | None:
     if value is None and keyword not in node.schema:
         return None
     if not is_number(value) or not is_finite(value):
-        raise wrong(node, keyword, "a number")
+        raise invalid_keyword(node, keyword, "a number")
     number = decimal_of(value)
     if len(number.as_tuple().digits) > 40 or abs(number.adjusted()) > 40:
         raise UnsupportedSchemaError(keyword, node.where, f"{value} has more than 40 digits")
@@ -71,7 +71,7 @@ def _count(node: SchemaNode, keyword: str) -> int | None:
     if keyword not in node.schema:
         return None
     if not is_number(value) or not is_finite(value) or value != int(value) or value < 0:
-        raise wrong(node, keyword, "a whole number of at least 0")
+        raise invalid_keyword(node, keyword, "a whole number of at least 0")
     count = int(value)
     if count > _MAX_COUNT and keyword.startswith("min"):
         raise UnsupportedSchemaError(keyword, node.where, f"{count} is more than {_MAX_COUNT}")
@@ -82,14 +82,14 @@ def mapping_of(node: SchemaNode, keyword: str) -> dict[str, object]:
     """Return the object of a keyword; empty without the keyword."""
     value = node.schema.get(keyword, {})
     if not isinstance(value, dict):
-        raise wrong(node, keyword, "an object")
+        raise invalid_keyword(node, keyword, "an object")
     return value
 
 
 def strings_of(node: SchemaNode, keyword: str, value: object) -> list[str]:
     """Return the value of a keyword that must be a list of strings."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise wrong(node, keyword, "an array of strings")
+        raise invalid_keyword(node, keyword, "an array of strings")
     return value
 
 
@@ -98,9 +98,9 @@ def types_of(node: SchemaNode) -> list[str]:
     given = node.schema.get("type", list(TYPES))
     types = [given] if isinstance(given, str) else given
     if not isinstance(types, list) or not types or not all(isinstance(one, str) for one in types):
-        raise wrong(node, "type", "the name of a type or an array of them")
+        raise invalid_keyword(node, "type", "the name of a type or an array of them")
     if any(one not in TYPES for one in types):
-        raise wrong(node, "type", f"among {', '.join(TYPES)}")
+        raise invalid_keyword(node, "type", f"among {', '.join(TYPES)}")
     return types
 
 
@@ -108,7 +108,7 @@ def pattern_of(node: SchemaNode) -> tuple[regex.RegexNode, list[tuple[regex.Rege
     """Return the result of `regex.parse_pattern` for the pattern of a schema."""
     pattern = node.schema["pattern"]
     if not isinstance(pattern, str):
-        raise wrong(node, "pattern", "a string")
+        raise invalid_keyword(node, "pattern", "a string")
     try:
         return regex.parse_pattern(pattern)
     except InputError as error:
@@ -119,11 +119,11 @@ def format_of(node: SchemaNode) -> str:
     """Return the name of a schema's format; empty without a format."""
     name = node.schema.get("format", "")
     if not isinstance(name, str):
-        raise wrong(node, "format", "a string")
+        raise invalid_keyword(node, "format", "a string")
     return name
 
 
-def wrong(node: SchemaNode, keyword: str, legal: str) -> InputError:
+def invalid_keyword(node: SchemaNode, keyword: str, legal: str) -> InputError:
     """Return the error for a keyword with an invalid value."""
     shown = repr(node.schema[keyword])
     shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
@@ -146,5 +146,5 @@ def branches_of(node: SchemaNode, keyword: str) -> list[SchemaNode]:
     """Return the schemas of ``allOf``, ``anyOf`` or ``oneOf``; empty without the keyword."""
     branches = node.schema.get(keyword, [])
     if not isinstance(branches, list) or (keyword in node.schema and not branches):
-        raise wrong(node, keyword, "an array that is not empty")
+        raise invalid_keyword(node, keyword, "an array that is not empty")
     return [SchemaNode(branch, f"{node.where}/{keyword}/{i}") for i, branch in enumerate(branches)]

@@ -20,7 +20,7 @@ class Counted:
     """The union of an automaton's strings up to a length and of an expression's strings."""
 
     counting: Counting
-    beside: regex.RegexNode | None
+    expression: regex.RegexNode | None
 
 
 Language: TypeAlias = regex.RegexNode | Automaton | Counted
@@ -72,11 +72,11 @@ def _narrowed(
     text: StringShape, wanted: list[regex.RegexNode], excluded: list[regex.RegexNode]
 ) -> Language | None:
     """Return most strings of a shape; None if that automaton is also too large."""
-    beside = None
+    expression = None
     if len(wanted) == 1 and not excluded and text.max_count is not None:
-        beside = shortened(wanted[0], text.max_count)
-        if regex.lengths(beside)[0] < text.min_count:
-            beside = None
+        expression = shortened(wanted[0], text.max_count)
+        if regex.lengths(expression)[0] < text.min_count:
+            expression = None
     for max_count in dict.fromkeys((text.max_count, _SHORT)):
         if max_count is None or (max_count >= text.min_count and max_count <= (text.max_count or max_count)):
             trees = [
@@ -94,8 +94,8 @@ def _narrowed(
                 return automaton
             counting = counting_of(automaton, max_count)
             if counting is not None:
-                return Counted(counting, beside)
-    return beside
+                return Counted(counting, expression)
+    return expression
 
 
 def _with_length(tree: regex.RegexNode, bound: Bound) -> regex.RegexNode | None:

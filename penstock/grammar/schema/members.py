@@ -18,8 +18,8 @@ class Members:
     ) -> None:
         self._rules = rules
         self._required = [name in shape.required for name in names]
-        self._least = shape.min_count if counted else 0
-        self._most = shape.max_count
+        self._min_count = shape.min_count if counted else 0
+        self._max_count = shape.max_count
         self._counted = counted
         self._comma = comma
         self._space = space  # before the closing brace of an object with members
@@ -48,8 +48,8 @@ class Members:
         """Return the expression after the last named property, with ``count`` members so far."""
         min_count = max_count = None
         if self._counted:
-            min_count = self._least - count
-            max_count = None if self._most is None else self._most - count
+            min_count = self._min_count - count
+            max_count = None if self._max_count is None else self._max_count - count
         missing = max(
             min_count or 0, 0
         )  # only one other member counts, because further ones may repeat its name

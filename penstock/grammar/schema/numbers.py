@@ -89,8 +89,8 @@ def numbers_between(bounds: Bounds) -> str | None:
     if any(bound is not None and bound.copy_abs() >= _FAR for bound in (bounds.low, bounds.high)):
         # A parser of floats could round a number with a fraction past the bound, but not an integer.
         close = bounds.both(Bounds(-_NEAR, _NEAR))
-        near = None if close.is_empty else numbers_between(close)
-        parts = [part for part in (integers_between(*bounds.integers()), near) if part is not None]
+        near_bound = None if close.is_empty else numbers_between(close)
+        parts = [part for part in (integers_between(*bounds.integers()), near_bound) if part is not None]
         return choice(parts) if parts else None
     options: list[str] = []
     if bounds.low is None or bounds.low < 0 or (bounds.low == 0 and not bounds.without_low):

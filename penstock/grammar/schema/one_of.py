@@ -39,13 +39,13 @@ def exactly_one(schemas: Schemas, node: SchemaNode, found: Sequence[Shape]) -> l
         for key in {identity(shape.value) for shape in option if isinstance(shape, Literal)}
     )
     entries = [(index, shape) for index, option in enumerate(options) for shape in option]
-    wide = [entry for entry in entries if not isinstance(entry[1], Literal)]
+    non_literals = [entry for entry in entries if not isinstance(entry[1], Literal)]
     result: list[Shape] = []
     for index, shape in entries:
         if isinstance(shape, Literal):
             if num_branches[identity(shape.value)] == 1:
-                result.append(_only(schemas, shape, index, wide, node))
-        elif not any(other != index and shape == rival for other, rival in wide):
+                result.append(_only(schemas, shape, index, non_literals, node))
+        elif not any(other != index and shape == rival for other, rival in non_literals):
             result.append(_only(schemas, shape, index, entries, node))
     return union([result], node)
 
@@ -64,7 +64,7 @@ def _only(
 
 
 def _without(schemas: Schemas, shape: Shape, rival: Shape) -> Shape | None:
-    """Return the part of an object shape that the rival does not match: without a property it requires."""
+    """Return an object shape without one property that the rival requires, so that the rival cannot match."""
     if not isinstance(shape, Object) or not isinstance(rival, Object):
         return None
     # Not possible: a name that matches the shape's pattern would still be allowed.

@@ -87,14 +87,14 @@ class Productive:
     def _compute(self, conjunction: Conjunction) -> None:
         """Compute the least fixpoint: a shape is satisfiable if all of its needs are."""
         reached: dict[tuple[str, ...], list[Shape]] = {}
-        open_ones = [conjunction]
-        while open_ones:
-            asked = open_ones.pop()
-            key = key_of(asked)
+        pending = [conjunction]
+        while pending:
+            current = pending.pop()
+            key = key_of(current)
             if key in reached or key in self._known:
                 continue
-            reached[key] = self._schemas.shapes(asked)
-            open_ones += [
+            reached[key] = self._schemas.shapes(current)
+            pending += [
                 needed for shape in reached[key] for needed in (*_needed(shape), *_optional(shape)[0])
             ]
         waiting: dict[tuple[str, ...], list[_Needs]] = {}

@@ -17,10 +17,10 @@ from penstock.grammar.schema.keywords import (
     branches_of,
     escaped,
     identity,
+    invalid_keyword,
     is_finite,
     mapping_of,
     strings_of,
-    wrong,
 )
 from penstock.grammar.schema.one_of import exactly_one
 from penstock.grammar.schema.shapes import REFUSED, Conjunction, Literal, SchemaNode, Shape, key_of
@@ -81,12 +81,12 @@ class Reader:
             return None
         for keyword in ("const", "enum"):
             if keyword in schema and not is_finite(schema[keyword]):
-                raise wrong(node, keyword, "without infinities and NaN, which JSON cannot write")
+                raise invalid_keyword(node, keyword, "without infinities and NaN, which JSON cannot write")
         if "const" in schema:
             return [one for one in [schema["const"]] if _is_text(one)]
         if "enum" in schema:
             if not isinstance(schema["enum"], list):
-                raise wrong(node, "enum", "an array")
+                raise invalid_keyword(node, "enum", "an array")
             unique: dict[object, object] = {}
             for value in schema["enum"]:
                 unique.setdefault(identity(value), value)
@@ -140,7 +140,7 @@ class Reader:
     def _resolve(self, node: SchemaNode) -> SchemaNode:
         target = node.schema["$ref"]
         if not isinstance(target, str):
-            raise wrong(node, "$ref", "a string")
+            raise invalid_keyword(node, "$ref", "a string")
         base = self._document.get("$id") if isinstance(self._document, dict) else None
         if isinstance(base, str) and target.startswith(f"{base.rstrip('#')}#"):
             target = target[len(base.rstrip("#")) :]

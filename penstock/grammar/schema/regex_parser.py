@@ -138,7 +138,7 @@ class _Parser:
         # Whether a class is the union of both dialects instead of the intersection. Negated lookaheads need
         # this.
         self._is_wide = False
-        if any("\ud800" <= sign <= "\udfff" for sign in pattern):
+        if any("\ud800" <= char <= "\udfff" for char in pattern):
             raise self.error("a surrogate, which no text can have,")
 
     @property
@@ -208,8 +208,8 @@ class _Parser:
         return min_count, max_count
 
     def _atom(self, depth: int) -> RegexNode:
-        sign = self._next()
-        if sign == "(":
+        char = self._next()
+        if char == "(":
             if self._take("?"):
                 if not self._take(":"):
                     raise self.error("a group that begins with (?, of which only (?: is supported")
@@ -217,23 +217,23 @@ class _Parser:
             if not self._take(")"):
                 raise self.error("a group without its )")
             return RegexSeq((inner,))
-        if sign == "[":
+        if char == "[":
             return self._class()
-        if sign == ".":
+        if char == ".":
             return Char(tuple(_ANY_OF_EITHER if self._is_wide else _ANY))
-        if sign in "^$":
-            return Anchor(sign)
-        if sign in "*+?{":
+        if char in "^$":
+            return Anchor(char)
+        if char in "*+?{":
             self._at -= 1
             raise self.error("nothing to repeat")
-        if sign in "]}":
+        if char in "]}":
             self._at -= 1
-            raise self.error(f"an unmatched {sign} (write \\{sign} for the character)")
-        if sign == "\\":
+            raise self.error(f"an unmatched {char} (write \\{char} for the character)")
+        if char == "\\":
             letter = self._peek()
             found = self._escape(in_class=False)
             return Char(tuple(union([*found, *_WIDER.get(letter, [])]) if self._is_wide else found))
-        return Char(((ord(sign), ord(sign)),))
+        return Char(((ord(char), ord(char)),))
 
     def _class(self) -> RegexNode:
         negated = self._take("^")
@@ -259,9 +259,9 @@ class _Parser:
 
     def _member(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return the characters of a class member, and further ones that only one dialect includes."""
-        sign = self._next()
-        if sign != "\\":
-            return [(ord(sign), ord(sign))], []
+        char = self._next()
+        if char != "\\":
+            return [(ord(char), ord(char))], []
         letter = self._peek()
         found = self._escape(in_class=True)
         return found, list(_WIDER.get(letter, []))
@@ -300,8 +300,8 @@ class _Parser:
         self._at += 1
         return self._pattern[self._at - 1]
 
-    def _take(self, sign: str) -> bool:
-        if self._peek() != sign:
+    def _take(self, char: str) -> bool:
+        if self._peek() != char:
             return False
         self._at += 1
         return True

@@ -40,7 +40,7 @@ class RegexRepeat:
 class Anchor:
     """``^`` or ``$``."""
 
-    sign: str
+    char: str
 
 
 RegexNode: TypeAlias = Char | RegexSeq | RegexAlt | RegexRepeat | Anchor

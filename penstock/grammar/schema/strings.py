@@ -89,9 +89,11 @@ class StringWriter:
     def _counted(self, language: Counted, end: str) -> str:
         """Return the rule of an automaton with a maximum length, or of the expression."""
         content = CountedWriter(self._rules, language.counting, self._options, end).write()
-        if language.beside is None:
+        if language.expression is None:
             return content
-        return choice([content, sequence(regex.to_ebnf(language.beside, self._characters, self._part), end)])
+        return choice(
+            [content, sequence(regex.to_ebnf(language.expression, self._characters, self._part), end)]
+        )
 
     def _options(self, ranges: Ranges) -> list[str]:
         """Return the spellings of one character: plain or as an escape."""
@@ -164,9 +166,9 @@ class StringWriter:
         Names have only their shortest spelling, because another spelling could be a taken name.
         """
         free = self._rules.add("rest", sequence(self._characters(ALL_CHARACTERS, 0, None), literal('"')))
-        return self._name_beside(taken, 0, free)
+        return self._name_except(taken, 0, free)
 
-    def _name_beside(self, taken: list[str], depth: int, free: str) -> str:
+    def _name_except(self, taken: list[str], depth: int, free: str) -> str:
         """Like `new_name`, after ``depth`` characters that all of ``taken`` share."""
         if not taken:
             return free
@@ -181,6 +183,6 @@ class StringWriter:
         options.append(sequence(self._characters(without(ALL_CHARACTERS, points), 1, 1), free))
         for character, names in branches.items():
             point = ord(character)
-            rest = self._name_beside(names, depth + 1, free)
+            rest = self._name_except(names, depth + 1, free)
             options.append(sequence(self._characters([(point, point)], 1, 1), rest))
         return self._rules.add("name", choice(options))

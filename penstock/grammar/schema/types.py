@@ -11,12 +11,12 @@ from penstock.grammar.schema.keywords import (
     counts_of,
     escaped,
     format_of,
+    invalid_keyword,
     mapping_of,
     number_of,
     pattern_of,
     strings_of,
     types_of,
-    wrong,
 )
 from penstock.grammar.schema.numbers import Bounds
 from penstock.grammar.schema.shapes import (
@@ -105,14 +105,14 @@ def _array(node: SchemaNode, is_older: bool) -> Array:
     schema = node.schema
     unique = schema.get("uniqueItems", False)
     if not isinstance(unique, bool):
-        raise wrong(node, "uniqueItems", "true or false")
+        raise invalid_keyword(node, "uniqueItems", "true or false")
     min_count, max_count = counts_of(node, "minItems", "maxItems")
     if "prefixItems" in schema and is_older:
-        reason = "the draft that $schema names does not know it: name draft 2020-12"
+        reason = "the draft in $schema does not define it: use draft 2020-12"
         raise UnsupportedSchemaError("prefixItems", node.where, reason)
     given = schema.get("prefixItems", [])
     if not isinstance(given, list):
-        raise wrong(node, "prefixItems", "an array")
+        raise invalid_keyword(node, "prefixItems", "an array")
     prefix = tuple((SchemaNode(one, f"{node.where}/prefixItems/{i}"),) for i, one in enumerate(given))
     items = ANYTHING
     if isinstance(schema.get("items"), list):

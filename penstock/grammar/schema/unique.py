@@ -142,7 +142,7 @@ class _AnyOrder:
         self._shape = shape
         self._prefix = prefix
         self._rest = rest
-        self._most = max_count
+        self._max_count = max_count
         self._known: dict[tuple[int, frozenset[Hashable]], str | None] = {}
 
     def write(self) -> str | None:
@@ -158,7 +158,7 @@ class _AnyOrder:
                 raise self._writer.refused(self._shape, reason)
             self._known[key] = None
             options = [NOTHING] if count >= self._shape.min_count else []
-            if count < self._most:
+            if count < self._max_count:
                 values = self._prefix[count] if count < len(self._prefix) else self._rest
                 for value in values:
                     name = identity(value)

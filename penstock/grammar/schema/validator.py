@@ -18,13 +18,13 @@ from penstock.grammar.schema.keywords import (
     escaped,
     format_of,
     identity,
+    invalid_keyword,
     is_number,
     mapping_of,
     number_of,
     pattern_of,
     strings_of,
     types_of,
-    wrong,
 )
 from penstock.grammar.schema.shapes import SchemaNode
 
@@ -110,7 +110,7 @@ class Validator:
             return True
         if node.where not in self._listed:
             if not isinstance(schema["enum"], list):
-                raise wrong(node, "enum", "an array")
+                raise invalid_keyword(node, "enum", "an array")
             self._listed[node.where] = frozenset(map(identity, schema["enum"]))
         return identity(value) in self._listed[node.where]
 
@@ -142,7 +142,7 @@ class Validator:
             return False
         prefix = schema.get("prefixItems", [])
         if not isinstance(prefix, list):
-            raise wrong(node, "prefixItems", "an array")
+            raise invalid_keyword(node, "prefixItems", "an array")
         if isinstance(schema.get("items"), list):
             reason = "an array of schemas is an old spelling: use prefixItems"
             raise UnsupportedSchemaError("items", node.where, reason)
@@ -250,7 +250,7 @@ def _fits(node: SchemaNode, value: int | float) -> bool:
     if factor is None:
         return True
     if factor <= 0:
-        raise wrong(node, "multipleOf", "a number greater than 0")
+        raise invalid_keyword(node, "multipleOf", "a number greater than 0")
     top, bottom = number.as_integer_ratio()
     factor_top, factor_bottom = factor.as_integer_ratio()
     return top * factor_bottom % (bottom * factor_top) == 0
