@@ -84,7 +84,7 @@ async def measure(
 
 
 async def round_trips(client: HttpClient, path: str, count: int) -> list[float]:
-    """Return the seconds of sequential requests without computation on one connection.
+    """Return the seconds of each of several requests without computation, sent in sequence on one connection.
 
     They measure the overhead of server and network. The first request may open the connection and does not
     count. The list is shorter if the server does not respond; the load then reports the error.

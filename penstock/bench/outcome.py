@@ -103,8 +103,8 @@ _decode = msgspec.json.Decoder(_Object).decode
 def read_response(outcome: Outcome, answer: HttpResponse) -> None:
     """Read a response, or its error, into an outcome."""
     if answer.status != 200:
-        said = _error_of(answer.body)
-        outcome.failed(f"HTTP {answer.status}{_in_brackets(said)}", _message_of(said))
+        error = _error_of(answer.body)
+        outcome.failed(f"HTTP {answer.status}{_in_brackets(error)}", _message_of(error))
         return
     try:
         if answer.headers.get("content-type", "").startswith("text/event-stream"):
@@ -160,10 +160,10 @@ def _read_object(outcome: Outcome, one: _Object) -> None:
 
 def _error_of(body: bytes) -> object:
     try:
-        said = msgspec.json.decode(body)
+        value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return body.decode(errors="replace")
-    return said.get("error", said) if isinstance(said, dict) else said
+    return value.get("error", value) if isinstance(value, dict) else value
 
 
 def _in_brackets(error: object) -> str:

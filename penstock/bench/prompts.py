@@ -132,8 +132,8 @@ async def _ask(client: HttpClient, path: str, body: object = None) -> Any:
     if answer.status == 404 and path in ("/tokenize", "/detokenize"):
         raise InputError(f"the server has no {path}, which random prompts need: pass a file with --prompts")
     if answer.status != 200:
-        said = answer.body.decode(errors="replace")[:500]
-        raise InputError(f"{path} was answered with {answer.status}: {said}")
+        text = answer.body.decode(errors="replace")[:500]
+        raise InputError(f"{path} was answered with {answer.status}: {text}")
     return msgspec.json.decode(answer.body)
 
 

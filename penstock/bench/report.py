@@ -38,8 +38,8 @@ def print_summary(summary: Summary, console: Console) -> None:
         console.print(table)
     for kind, count in summary.errors.items():
         detail = summary.error_details[kind]
-        said = f": {detail}" if detail else ""
-        console.print(f"{count} x {kind}{said}", markup=False, highlight=False, style="red")
+        suffix = f": {detail}" if detail else ""
+        console.print(f"{count} x {kind}{suffix}", markup=False, highlight=False, style="red")
 
 
 def plot(measurement: Measurement, title: str, path: Path) -> None:

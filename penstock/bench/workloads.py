@@ -40,8 +40,8 @@ WORKLOADS = {
     "batch": "several prompts at once: output tokens per second over the whole run",
     "start": "a new process whose files are in the page cache: from its start to the first token",
     "memory": "the peak memory of such a process, without pages of files",
-    "step": "one decode step; Python is the step's time minus its kernels' time in one call, or without a"
-    " compiled step the step time of a narrow model with the same layers",
+    "step": "one decode step; Python: the step time minus the time of its compiled kernels, or, if the step"
+    " is not compiled, the step time of a narrow model with the same layers",
 }
 """Name -> what is measured."""
 
@@ -155,7 +155,7 @@ class Bench:
         Raises:
             ConfigError: names the workload and both lengths.
         """
-        sizes, most = self.sizes, self._llm.pipeline.memory_plan.max_length
+        sizes, max_length = self.sizes, self._llm.pipeline.memory_plan.max_length
         needed = {
             "decode": sizes.prompt_length + sizes.new_tokens,
             "batch": sizes.prompt_length + sizes.new_tokens,
@@ -163,10 +163,11 @@ class Bench:
             "step": sizes.prompt_length + sizes.new_tokens,
         }
         for work in works:
-            if needed.get(work, 0) > most:
+            if needed.get(work, 0) > max_length:
                 raise ConfigError(
                     work,
-                    f"takes {needed[work]} tokens, but the maximum length is {most}: choose shorter lengths",
+                    f"takes {needed[work]} tokens, but the maximum length is {max_length}: "
+                    "choose shorter lengths",
                 )
 
     def measure(self, work: str) -> list[Figure]:
@@ -282,20 +283,20 @@ def cold_start(config: PipelineConfig) -> ColdStart:
     Raises:
         PenstockError: the process failed; the message has its last line of output.
     """
-    with TemporaryFile() as given, TemporaryFile() as said, TemporaryFile() as complaints:
-        given.write(pickle.dumps(config))
-        given.seek(0)
+    with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
+        stdin.write(pickle.dumps(config))
+        stdin.seek(0)
         started, peak = perf_counter(), 0
         command = [sys.executable, "-m", "penstock.bench.cold_start"]
-        with subprocess.Popen(command, stdin=given, stdout=said, stderr=complaints) as child:
+        with subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr) as child:
             while child.poll() is None:
                 peak = max(peak, _anonymous_memory(child.pid))
                 sleep(0.02)
-        said.seek(0), complaints.seek(0)
+        stdout.seek(0), stderr.seek(0)
         if child.returncode:
-            lines = complaints.read().decode(errors="replace").strip().splitlines() or ["it wrote no message"]
+            lines = stderr.read().decode(errors="replace").strip().splitlines() or ["it wrote no message"]
             raise PenstockError(f"a new process failed: {lines[-1]}")
-        phases: dict[str, float] = json.loads(said.read())
+        phases: dict[str, float] = json.loads(stdout.read())
     ended = phases.pop("ended")
     seconds = {
         "imports": phases["began"] - started + phases["imports"],

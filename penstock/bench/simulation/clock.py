@@ -22,7 +22,7 @@ class Clock:
         heapq.heappush(self._events, (time, next(self._numbers), action))
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call ``action`` after some seconds."""
+        """Call ``action`` after ``seconds`` of virtual time."""
         self.at(self.now + seconds, action)
 
     def run(self) -> None:
@@ -33,7 +33,7 @@ class Clock:
 
 
 class BusyServer:
-    """A single server in virtual time that works on one task at a time: the thread of the router.
+    """A resource in virtual time that performs one task at a time, such as the thread of the router.
 
     Args:
         clock: the virtual time.

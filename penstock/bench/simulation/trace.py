@@ -130,6 +130,6 @@ def _conversations(shape: TraceShape, draws: np.random.Generator) -> Iterator[li
         yield turns
 
 
-def _length(draws: np.random.Generator, median: float, spread: float, most: int) -> int:
-    """Draw a length from a log-normal distribution, from 1 to ``most``."""
-    return max(1, min(round(median * float(np.exp(spread * draws.standard_normal()))), most))
+def _length(draws: np.random.Generator, median: float, spread: float, maximum: int) -> int:
+    """Draw a length from a log-normal distribution, from 1 to ``maximum``."""
+    return max(1, min(round(median * float(np.exp(spread * draws.standard_normal()))), maximum))

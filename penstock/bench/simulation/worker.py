@@ -72,7 +72,7 @@ def _next_token(context: TextContext) -> int:
 
 
 class SimulatedWorker:
-    """The engine client of one worker, as far as a router uses it, and the worker itself.
+    """A worker, together with those members of its engine client that `WorkerRouter` uses.
 
     Args:
         clock: the virtual time.
