@@ -89,7 +89,7 @@ def served_engine(
 
     engine = make_engine(
         pipeline_config,
-        partial(load_served_work, serve_config=config),
+        partial(load_served_runtime, serve_config=config),
         max_queue_size=config.max_queue_size,
         hang_limit=config.worker_timeout,
         memory_limit=config.worker_memory_limit,
@@ -101,17 +101,17 @@ def served_engine(
     return engine
 
 
-def load_served_work(pipeline_config: PipelineConfig, serve_config: ServeConfig) -> WorkerRuntime:
+def load_served_runtime(pipeline_config: PipelineConfig, serve_config: ServeConfig) -> WorkerRuntime:
     """Load the runtime of the worker, in the worker's process, with the log format of the server."""
     from penstock.assembly import load_work
     from penstock.host.profiler import StepProfiler
     from penstock.serve.observability.logs import configure_logging
 
     configure_logging(serve_config)
-    work = load_work(pipeline_config)
+    runtime = load_work(pipeline_config)
     if serve_config.profile_dir is None:
-        return work
-    return replace(work, profiler=StepProfiler(serve_config.profile_dir, f"worker-{work.info.pid}"))
+        return runtime
+    return replace(runtime, profiler=StepProfiler(serve_config.profile_dir, f"worker-{runtime.info.pid}"))
 
 
 def served_models(

@@ -130,23 +130,23 @@ def run_worker(factory: Callable[[], WorkerRuntime], endpoint: Endpoint) -> None
         reports.connect(endpoint.reports)
         encode = report_encoder()
         try:
-            work = factory()
+            runtime = factory()
         except Exception as error:
             _LOG.debug("the start failed", exc_info=True)
             reports.send(encode(StartFailed(_start_failure(error))))
             return
-        reports.send(encode(Started(work.info)))
-        _Loop(work, commands, lambda report: reports.send(encode(report))).run()
+        reports.send(encode(Started(runtime.info)))
+        _Loop(runtime, commands, lambda report: reports.send(encode(report))).run()
 
 
 class _Loop:
     """Processes commands, runs steps, sends reports."""
 
     def __init__(
-        self, work: WorkerRuntime, commands: zmq.Socket[bytes], send: Callable[[WorkerMessage], None]
+        self, runtime: WorkerRuntime, commands: zmq.Socket[bytes], send: Callable[[WorkerMessage], None]
     ) -> None:
-        self._work = work
-        self._scheduler = work.scheduler
+        self._runtime = runtime
+        self._scheduler = runtime.scheduler
         self._commands = commands
         self._decode = command_decoder()
         self._send = send
@@ -173,7 +173,7 @@ class _Loop:
         """
         if wait:
             has_work = self._scheduler.has_work
-            while not self._commands.poll(0) and self._work.pack_pending() and not has_work:
+            while not self._commands.poll(0) and self._runtime.pack_pending() and not has_work:
                 heartbeat.beat()
             self._wait(_READY_POLL_MS if has_work else None)
         while True:
@@ -189,14 +189,14 @@ class _Loop:
         Raises:
             PenstockError: a process that the model needs has ended.
         """
-        if self._work.sentinel is None or self._work.check is None:
+        if self._runtime.sentinel is None or self._runtime.check is None:
             self._commands.poll(milliseconds)
             return
         poller = zmq.Poller()
         poller.register(self._commands, zmq.POLLIN)
-        poller.register(self._work.sentinel, zmq.POLLIN)
+        poller.register(self._runtime.sentinel, zmq.POLLIN)
         poller.poll(milliseconds)
-        self._work.check()
+        self._runtime.check()
 
     def _handle(self, command: Command) -> None:
         match command:
@@ -229,7 +229,7 @@ class _Loop:
 
     def _change_adapters(self, command: LoadAdapter | UnloadAdapter) -> ErrorRecord | None:
         try:
-            load, unload = self._work.load_adapter, self._work.unload_adapter
+            load, unload = self._runtime.load_adapter, self._runtime.unload_adapter
             if load is None or unload is None:
                 raise UnsupportedFeatureError("LoRA adapters", "this server was started without them")
             if isinstance(command, LoadAdapter):
@@ -252,7 +252,7 @@ class _Loop:
                         raise InputError(f"{len(self._contexts)} requests use the KV cache")
                     if self._scheduler.has_work:
                         self._scheduler.step()  # ends requests that were cancelled, collects a launched step
-                    self._work.discard_cache()
+                    self._runtime.discard_cache()
                 case "start_profile":
                     self._profiler.start()
                 case "stop_profile":
@@ -265,9 +265,9 @@ class _Loop:
 
     @property
     def _profiler(self) -> StepProfiler:
-        if self._work.profiler is None:
+        if self._runtime.profiler is None:
             raise UnsupportedFeatureError("profiles", "start the server with --profile-dir")
-        return self._work.profiler
+        return self._runtime.profiler
 
     # -- Steps -------------------------------------------------------------------------------------------
 
@@ -279,8 +279,8 @@ class _Loop:
             heartbeat.beat()
             begin = time.perf_counter()
             try:
-                with nullcontext() if self._work.profiler is None else self._work.profiler.step():
-                    outputs = self._scheduler.step(self._work.num_steps())
+                with nullcontext() if self._runtime.profiler is None else self._runtime.profiler.step():
+                    outputs = self._scheduler.step(self._runtime.num_steps())
             except Exception as error:
                 self._report_memory_limit(error)
                 raise
@@ -364,7 +364,7 @@ class _Loop:
         stats.num_blocks = scheduler.kv.num_blocks
         stats.num_used_blocks = scheduler.kv.num_blocks - scheduler.kv.num_free_blocks
         stats.num_cached_blocks = scheduler.kv.num_cached_blocks
-        self._work.add_counts(stats)
+        self._runtime.add_counts(stats)
         return stats
 
 

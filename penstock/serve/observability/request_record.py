@@ -20,8 +20,7 @@ class RecordObserver(Protocol):
         """Called when the scheduler admits the request."""
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
-        """Called for new tokens. ``seconds`` is the time since the previous ones; None for a choice's
-        first."""
+        """Called for ``count`` new tokens, ``seconds`` after the previous ones of the choice, if any."""
 
 
 @dataclass(slots=True, eq=False)

@@ -86,7 +86,7 @@ class _Turn:
 
 
 class ResponseRun:
-    """The turns of one response. A turn follows while the model calls only tools of tool servers.
+    """The turns of one response. Another turn follows as long as the model calls only tools of tool servers.
 
     Args:
         services: the objects that routes use.
@@ -129,7 +129,8 @@ class ResponseRun:
             await run.admitted()
 
     async def whole(self) -> list[ChoiceDelta]:
-        """Wait for the end of the response and return its output: one piece for each turn, and calls."""
+        """Wait for the end of the response and return its output: a piece for each turn and each call's
+        outcome."""
         async with aclosing(self._turns(at_once=True)) as pieces:
             return [item[1] async for item in pieces if item is not None]
 
