@@ -72,7 +72,7 @@ def _name(parser: ReasoningToolParser, written: str) -> str:
     """Return the tool that a call id names. Models sometimes omit the prefix or the number."""
     plain = written.removeprefix("functions.")
     names = (plain.rpartition(":")[0], plain, written)
-    return next(filter(parser.knows, names), "")
+    return next(filter(parser.has_tool, names), "")
 
 
 def _id(parser: ReasoningToolParser, written: str, name: str) -> str:
