@@ -3,6 +3,7 @@
     python benchmarks/router.py decisions                     # decisions per second, without workers
     python benchmarks/router.py workers --model DIR           # 2 workers of 1 thread against 1 of 2 threads
     python benchmarks/router.py prefixes --model DIR          # hit rate and time to first token of policies
+    python benchmarks/router.py ray --model DIR               # the same for 2 replicas of Ray Serve
 
 ``decisions`` measures `WorkerRouter.submit` with fake workers: the choice, and the bookkeeping at the end of
 each request. The block digests are computed before. Its times are processor times of one thread.
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import re
+import socket
 import statistics
 import time
 from collections import deque
@@ -42,6 +45,8 @@ INFO = WorkerInfo(
     vocab_size=1000,
     prefix_limits=[],
 )
+
+_REPORT_SECONDS = 2.0  # between two reports of replicas on Ray
 
 
 @dataclass
@@ -244,10 +249,79 @@ def report_prefixes(model: str, count: int, memory: str) -> None:
         print(f"{name}: {asyncio.run(run_requests(config, policy, contexts, 4))}", flush=True)
 
 
+async def run_streams(url: str, contexts: Sequence[TextContext], concurrency: int) -> Run:
+    """Run requests through a server, at most ``concurrency`` at once."""
+    import httpx
+
+    slots, run = asyncio.Semaphore(concurrency), Run()
+
+    async with httpx.AsyncClient(base_url=url, timeout=None) as client:
+
+        async def ask(context: TextContext) -> None:
+            body = {
+                "prompt": context.all_tokens.tolist(),
+                "max_tokens": context.max_length - context.current_length,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            async with slots:
+                begin, is_first = time.perf_counter(), True
+                async with client.stream("POST", "/v1/completions", json=body) as response:
+                    response.raise_for_status()
+                    async for line in response.aiter_lines():
+                        if is_first and line.startswith("data: {"):
+                            run.first_token.append(time.perf_counter() - begin)
+                            is_first = False
+            run.num_tokens += body["max_tokens"]
+
+        async def counters() -> list[float]:
+            text = (await client.get("/metrics")).text
+            return [
+                float(re.findall(rf"^penstock_prefix_cache_{name}_total\S* (\S+)$", text, re.M)[0])
+                for name in ("hits", "queries")
+            ]
+
+        await ask(context_of("warm-up", [1] * 40))
+        await asyncio.sleep(2 * _REPORT_SECONDS)
+        before, begin = await counters(), time.perf_counter()
+        await asyncio.gather(*(ask(context) for context in contexts))
+        run.seconds = time.perf_counter() - begin
+        await asyncio.sleep(2 * _REPORT_SECONDS)
+        hits, queries = (now - then for now, then in zip(await counters(), before, strict=True))
+        run.hit_rate = hits / max(queries, 1)
+    return run
+
+
+def report_ray(model: str, count: int, memory: str) -> None:
+    """Print the router of `penstock serve --ray` and Ray Serve's default one, over two replicas."""
+    import ray
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    from penstock.ray import build_app
+    from penstock.ray.deployment import ROUTER
+
+    contexts = shared_contexts(count, config_of(model).model.huggingface_config.vocabulary_size)
+    settings = {"model_path": model, "ray_min_replicas": 2, "ray_cpus": 1, "kv_cache_memory": memory}
+    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    for name, router in {
+        "prefix-aware": ROUTER,
+        "Ray Serve's default": RequestRouterConfig().request_router_class,
+    }.items():
+        with patch("penstock.ray.online.ROUTER", router):
+            serve.run(build_app(settings), name="penstock", route_prefix="/")
+        print(f"{name}: {asyncio.run(run_streams(f'http://127.0.0.1:{port}', contexts, 4))}", flush=True)
+        serve.delete("penstock")
+    ray.shutdown()
+
+
 def main() -> None:
     """Run the measurement that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=("decisions", "workers", "prefixes"))
+    parser.add_argument("what", choices=("decisions", "workers", "prefixes", "ray"))
     parser.add_argument("--model", default="demo")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--kv-cache-memory", default="256MiB")
@@ -256,6 +330,8 @@ def main() -> None:
         report_decisions()
     elif given.what == "workers":
         report_workers(given.model, given.requests)
+    elif given.what == "ray":
+        report_ray(given.model, given.requests, given.kv_cache_memory)
     else:
         report_prefixes(given.model, given.requests, given.kv_cache_memory)
 

@@ -15,6 +15,8 @@ ENGINE = "engine"
 """The deployment whose replicas have the model."""
 INGRESS = "ingress"
 """The deployment that serves HTTP."""
+ROUTER = "penstock.ray.request_router:PreferredReplicaRouter"
+"""The class that Ray Serve routes requests with."""
 _HEALTH_CHECK_PERIOD = 5.0
 _MAX_CONSTRUCTOR_RETRIES = 3
 """Failed starts of a replica after which the deployment fails. Most causes, such as a missing file, are

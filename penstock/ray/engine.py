@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from penstock.errors import (
 )
 from penstock.pipelines.core import RequestContext, TextContext
 from penstock.ray.messages import ReplicaReport, report_decoder, results_decoder
+from penstock.ray.replica_choice import ReplicaChoice
 from penstock.worker.engine_client import CacheListener, EngineClient, EngineState, SleepLevel
 from penstock.worker.messages import (
     Submit,
@@ -35,6 +36,8 @@ _FIRST_DELAY, _MAX_DELAY = 0.1, 5.0
 """Seconds between two attempts of a request; they double."""
 _POLL_SECONDS = 2.0
 """Seconds between two reads of the replicas' statistics."""
+_MAX_MISSING = 64
+"""Replicas without a report that may come back; earlier ones have ended."""
 _GAUGES = (
     "num_running",
     "num_waiting",
@@ -54,18 +57,27 @@ class ReplicaLostError(Exception):
 class Replicas(Protocol):
     """The replicas of a deployment."""
 
-    def generate(self, frames: Sequence[bytes], session: str) -> AsyncIterator[bytes]:
+    def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
         """Send a request to a replica and yield its results (`EngineReplica.generate`).
 
         Closing the iterator cancels the request.
+
+        Args:
+            frames: the encoded request.
+            replica: the name of the preferred replica; empty for any. If it is full or has ended, another one
+                gets the request.
 
         Raises:
             ReplicaLostError: the replica has ended.
         """
         ...
 
-    async def reports(self) -> list[bytes]:
-        """Return the encoded `ReplicaReport` of each running replica; waits for the first replica."""
+    async def reports(self, positions: Mapping[str, int]) -> list[bytes]:
+        """Return the encoded `ReplicaReport` of each running replica; waits for the first replica.
+
+        Args:
+            positions: see `EngineReplica.report`.
+        """
         ...
 
     async def reset_prefix_caches(self) -> None:
@@ -84,10 +96,12 @@ class RayEngine:
     Args:
         replicas: the replicas.
         max_outstanding: maximum number of requests that run and wait together.
+        num_ingresses: the number of processes with an engine of the same replicas.
     """
 
-    def __init__(self, replicas: Replicas, max_outstanding: int) -> None:
+    def __init__(self, replicas: Replicas, max_outstanding: int, num_ingresses: int = 1) -> None:
         self._replicas = replicas
+        self._choice = ReplicaChoice(num_ingresses)
         self.max_outstanding = max_outstanding
         """The number of requests that may run and wait together."""
         self.state: EngineState = "starting"
@@ -96,6 +110,7 @@ class RayEngine:
         """The LoRA adapters of the configuration, name to path."""
         self._info: WorkerInfo | None = None
         self._reports: dict[str, ReplicaReport] = {}
+        self._missing: dict[str, ReplicaReport] = {}  # the last reports of replicas that do not report
         self._ended = WorkerStats()  # totals of replicas that have ended
         self._num_ended_restarts = 0
         self._generations: dict[str, Generation] = {}
@@ -111,7 +126,7 @@ class RayEngine:
 
     @property
     def workers(self) -> Sequence[EngineClient]:
-        """This client alone: Ray Serve chooses the replica."""
+        """This client alone: replicas come and go."""
         return [self]
 
     @property
@@ -130,7 +145,10 @@ class RayEngine:
         """The sums of the replicas' statistics, at most some seconds old."""
         every = [self._ended, *(report.stats for report in self._reports.values())]
         names = WorkerStats.__struct_fields__
-        return WorkerStats(**{name: sum(getattr(stats, name) for stats in every) for name in names})
+        sums = WorkerStats(**{name: sum(getattr(stats, name) for stats in every) for name in names})
+        for report in self._missing.values():
+            _add_totals(sums, report.stats)
+        return sums
 
     @property
     def num_outstanding(self) -> int:
@@ -140,7 +158,8 @@ class RayEngine:
     @property
     def num_restarts(self) -> int:
         """The number of times that the worker of a replica ended unexpectedly."""
-        return self._num_ended_restarts + sum(one.num_restarts for one in self._reports.values())
+        known = (*self._reports.values(), *self._missing.values())
+        return self._num_ended_restarts + sum(one.num_restarts for one in known)
 
     # -- Requests ----------------------------------------------------------------------------------------
 
@@ -163,14 +182,15 @@ class RayEngine:
             )
         generation = self._generations[request_id] = Generation(request_id, self._cancel)
         frames = [bytes(frame) for frame in self._encode(Submit(context))]
-        task = asyncio.get_running_loop().create_task(self._run(generation, frames, context.session_id))
+        task = asyncio.get_running_loop().create_task(self._run(generation, frames, context))
         self._tasks[request_id] = task
         task.add_done_callback(lambda task: self._forget(task, generation))
         return generation
 
-    async def _run(self, generation: Generation, frames: list[bytes], session: str) -> None:
+    async def _run(self, generation: Generation, frames: list[bytes], context: RequestContext) -> None:
         """Run a request, on another replica if necessary."""
         tokens: list[int] = []
+        lost: set[str] = set()
         has_output, delay, reason = False, _FIRST_DELAY, ""
         for attempt in range(_MAX_ATTEMPTS):
             if attempt:
@@ -183,8 +203,10 @@ class RayEngine:
                 _LOG.warning("request %s continues on another replica: %s", generation.request_id, reason)
             else:
                 resumed = frames
+            assignment = self._choice.assign(context, lost)
+            replica = "" if assignment is None else assignment.name
             try:
-                async for data in self._replicas.generate(resumed, session):
+                async for data in self._replicas.generate(resumed, replica):
                     message = self._decode(data)
                     if message.error is not None:
                         error = message.error.error()
@@ -206,9 +228,13 @@ class RayEngine:
                 reason = "the replica sent no end"
             except ReplicaLostError as error:
                 reason = str(error)
+                lost.add(replica)
             except PenstockError as error:
                 self._fail(generation, error)
                 return
+            finally:
+                if assignment is not None:
+                    self._choice.end(assignment)
         self._fail(generation, UnavailableError(f"the replica of the request was lost: {reason}"))
 
     def _cancel(self, request_id: str) -> None:
@@ -317,13 +343,19 @@ class RayEngine:
         """Read the reports of all replicas. Replicas that do not report have ended."""
         found: dict[str, ReplicaReport] = {}
         with suppress(ReplicaLostError):
-            for data in await self._replicas.reports():
+            for data in await self._replicas.reports(self._choice.positions):
                 report = self._decode_report(data)
                 found[report.name] = report
         for name, report in self._reports.items():
             if name not in found:
-                _add_totals(self._ended, report.stats)
-                self._num_ended_restarts += report.num_restarts
+                self._missing[name] = report
+        for name in found:  # a replica that was slow, or that could not be reached for a while
+            self._missing.pop(name, None)
+        while len(self._missing) > _MAX_MISSING:
+            report = self._missing.pop(next(iter(self._missing)))
+            _add_totals(self._ended, report.stats)
+            self._num_ended_restarts += report.num_restarts
+        self._choice.update(found)
         self._reports = found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
@@ -27,14 +27,16 @@ class ServeReplicas:
         self._handle = handle
         self._streaming = handle.options(method_name="generate", stream=True)
 
-    async def generate(self, frames: Sequence[bytes], session: str) -> AsyncIterator[bytes]:
+    async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
         """Send a request to a replica and yield its results.
+
+        The preferred replica is the session of the request, which `PreferredReplicaRouter` reads.
 
         Raises:
             ReplicaLostError: the replica has ended.
             UnavailableError: the deployment has failed.
         """
-        handle = self._streaming.options(session_id=session) if session else self._streaming
+        handle = self._streaming.options(session_id=replica) if replica else self._streaming
         response = handle.remote(list(frames))
         try:
             async for data in response:
@@ -44,17 +46,17 @@ class ServeReplicas:
         finally:
             response.cancel()
 
-    async def reports(self) -> list[bytes]:
+    async def reports(self, positions: Mapping[str, int]) -> list[bytes]:
         """Return the report of each running replica; waits for the first replica.
 
         Raises:
             ReplicaLostError: no report arrived in time.
         """
         while not self._handle.running_replicas_populated():
-            await self._handle.report.remote()  # waits for a replica, and updates the handle's list
+            await self._handle.report.remote({})  # waits for a replica, and updates the handle's list
             await asyncio.sleep(_POLL_SECONDS)
         try:
-            response = self._handle.broadcast("report")
+            response = self._handle.broadcast("report", dict(positions))
             found = await response.results_async(timeout_s=_REPORT_TIMEOUT, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
             raise ReplicaLostError(str(error)) from error

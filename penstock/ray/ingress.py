@@ -87,14 +87,18 @@ class Application:
 
 
 def make_application(
-    config: PipelineConfig, serve_config: ServeConfig, replicas: Replicas, max_outstanding: int
+    config: PipelineConfig,
+    serve_config: ServeConfig,
+    replicas: Replicas,
+    max_outstanding: int,
+    num_ingresses: int,
 ) -> Application:
     """Return the application in front of the replicas; its lifespan starts it.
 
     Raises:
         CheckpointError: the tokenizer of the model cannot be loaded.
     """
-    engine = RayEngine(replicas, max_outstanding)
+    engine = RayEngine(replicas, max_outstanding, num_ingresses)
     tokenizer = load_serving_tokenizer(config)
     return Application(build_services(serve_config, config, engine, tokenizer), engine)
 
@@ -107,17 +111,27 @@ class Ingress:
         config: the configuration of the model.
         serve_config: the configuration of the server.
         max_outstanding: maximum number of requests that run and wait together.
+        num_ingresses: the number of replicas of this deployment.
     """
 
     def __init__(
-        self, engine: Any, config: PipelineConfig, serve_config: ServeConfig, max_outstanding: int
+        self,
+        engine: Any,
+        config: PipelineConfig,
+        serve_config: ServeConfig,
+        max_outstanding: int,
+        num_ingresses: int,
     ) -> None:
-        self._arguments = (engine, config, serve_config, max_outstanding)
+        self._engine = engine
+        self._config, self._serve_config = config, serve_config
+        self._max_outstanding, self._num_ingresses = max_outstanding, num_ingresses
 
     def __serve_build_asgi_app__(self) -> Application:
         """Return the application; Ray Serve calls it in the replica."""
         from penstock.ray.handles import ServeReplicas
 
-        engine, config, serve_config, max_outstanding = self._arguments
-        configure_logging(serve_config)
-        return make_application(config, serve_config, ServeReplicas(engine), max_outstanding)
+        configure_logging(self._serve_config)
+        replicas = ServeReplicas(self._engine)
+        return make_application(
+            self._config, self._serve_config, replicas, self._max_outstanding, self._num_ingresses
+        )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.pipelines.core import msgpack_numpy_decoder, msgpack_numpy_encoder
+from penstock.ray.cache_log import CacheChanges
 from penstock.worker.messages import ErrorRecord, RequestResult, WorkerInfo, WorkerStats
 
 
@@ -22,10 +23,13 @@ class ReplicaReport(msgspec.Struct):
     """The state of a replica."""
 
     name: str
+    """The id of the replica in Ray Serve."""
     info: WorkerInfo
     stats: WorkerStats
     num_restarts: int = 0
     """The number of times that the worker process of the replica ended unexpectedly."""
+    cache: CacheChanges | None = None
+    """What has happened to the prefix cache since the position that the reader gave."""
 
 
 def encoder() -> Callable[[object], bytes]:

@@ -17,6 +17,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.ray.cluster import connected, import_ray
 from penstock.ray.config import RayConfig, ray_fields
 from penstock.ray.deployment import (
+    ROUTER,
     Resources,
     check_supported,
     engine_options,
@@ -70,10 +71,18 @@ def application(config: PipelineConfig, serve_config: ServeConfig, ray_config: R
     config.model.checkpoint  # noqa: B018  # a model that is missing is reported here, not by a replica
     resources = Resources.of(config, ray_config)
     own = replica_config(config, resources)
-    engine = serve.deployment(EngineReplica, **engine_options(own, serve_config, ray_config, resources))
+    options = engine_options(own, serve_config, ray_config, resources)
+    options["request_router_config"] = {"request_router_class": ROUTER}
+    engine = serve.deployment(EngineReplica, **options)
     ingress = serve.deployment(serve.ingress()(Ingress), **ingress_options(serve_config, ray_config))
     replicas = engine.bind(own, serve_config, ray_config.ray_max_requests, resources.num_cpus)
-    return ingress.bind(replicas, config, serve_config, max_outstanding(serve_config, ray_config))
+    return ingress.bind(
+        replicas,
+        config,
+        serve_config,
+        max_outstanding(serve_config, ray_config),
+        ray_config.ray_ingress_replicas,
+    )
 
 
 def run_server(config: PipelineConfig, serve_config: ServeConfig, ray_config: RayConfig) -> int:

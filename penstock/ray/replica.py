@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
-from uuid import uuid4
 
 from penstock.assembly import close_tokenizer, load_tokenizer
 from penstock.config import PipelineConfig
 from penstock.driver import CPU
 from penstock.engines import make_engine
 from penstock.errors import PenstockError, UnavailableError
+from penstock.ray.cache_log import CacheLog
 from penstock.ray.deployment import usable_cpus
 from penstock.ray.messages import ReplicaReport, ReplicaResults, encoder
 from penstock.serve.config import ServeConfig
@@ -33,6 +33,7 @@ class EngineReplica:
         num_cpus: the CPUs that the replica reserved. The replica uses the same fraction of the node's memory
             as of its CPUs, because other replicas may run there.
         engine: the engine client, not launched yet; by default a worker process.
+        name: the id of the replica; by default that of Ray Serve.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class EngineReplica:
         max_queue_size: int,
         num_cpus: int,
         engine: EngineClient | None = None,
+        name: str | None = None,
     ) -> None:
         configure_logging(serve_config)
-        self._name = uuid4().hex
+        self._name = name or _own_id()
         self._config = config
         self._engine = engine or make_engine(
             config,
@@ -53,6 +55,8 @@ class EngineReplica:
             memory_limit=serve_config.worker_memory_limit,
             memory=_memory(config, num_cpus),
         )
+        self._cache = CacheLog()
+        self._engine.watch_cache(lambda _, events: self._cache.add(events))
         self._decode, self._encode = command_decoder(), encoder()
         self._is_started = False
 
@@ -101,10 +105,16 @@ class EngineReplica:
             if generation is not None:
                 generation.cancel()
 
-    async def report(self) -> bytes:
-        """Return the encoded `ReplicaReport`."""
-        engine = self._engine
-        return self._encode(ReplicaReport(self._name, engine.info, engine.stats, engine.num_restarts))
+    async def report(self, positions: Mapping[str, int]) -> bytes:
+        """Return the encoded `ReplicaReport`.
+
+        Args:
+            positions: the positions up to which the caller has read the cache logs, by name of the replica.
+        """
+        engine, changes = self._engine, self._cache.since(positions.get(self._name, 0))
+        return self._encode(
+            ReplicaReport(self._name, engine.info, engine.stats, engine.num_restarts, changes)
+        )
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -113,6 +123,13 @@ class EngineReplica:
     async def close(self) -> None:
         """End the worker. Without this call it ends together with the process of the replica."""
         await self._engine.stop(0)
+
+
+def _own_id() -> str:
+    """Return the id of the replica that runs in this process."""
+    from ray.serve import get_replica_context
+
+    return str(get_replica_context().replica_tag)
 
 
 def _memory(config: PipelineConfig, num_cpus: int) -> int | None:

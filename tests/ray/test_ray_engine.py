@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import cycle
+from unittest.mock import patch
 
 import httpx
 import pytest
+from support.paged import kv_manager
 from support.workers import Gate, GatedPipeline, fake_work, letters, read, request, text
 
 from penstock.config import PipelineConfig
@@ -32,31 +34,37 @@ CONFIG = PipelineConfig.from_flat({"model_path": "demo"})
 
 
 class LocalReplicas:
-    """Replicas in this process; requests take turns.
+    """Replicas in this process; requests take turns, unless the caller prefers a replica.
 
     Args:
         pipelines: make the pipeline of each replica.
+        honours_preference: whether the preferred replica gets a request.
     """
 
-    def __init__(self, *pipelines: Callable[[], FakePipeline]) -> None:
+    def __init__(self, *pipelines: Callable[[], FakePipeline], honours_preference: bool = False) -> None:
+        self.honours_preference = honours_preference
         self.clients = [
             WorkerClient(lambda make=make: fake_work(make()), in_thread=True)  # type: ignore[misc]
             for make in pipelines
         ]
-        self.replicas = [EngineReplica(CONFIG, ServeConfig(), 64, 1, client) for client in self.clients]
+        self.replicas = [
+            EngineReplica(CONFIG, ServeConfig(), 64, 1, client, f"replica {number}")
+            for number, client in enumerate(self.clients)
+        ]
         self.lost: set[int] = set()
         self.lose_after: dict[int, int] = {}
         """Number of a replica -> messages after which its next request loses it."""
         self.num_sent: list[int] = []
         """The replica of each request, in order."""
-        self.sessions: list[str] = []
+        self.preferred: list[str] = []
         self.num_resets = 0
         self._turns = cycle(range(len(self.replicas)))
 
-    async def generate(self, frames: Sequence[bytes], session: str) -> AsyncIterator[bytes]:
-        number = next(self._turns)
+    async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
+        is_chosen = self.honours_preference and replica
+        number = int(replica.removeprefix("replica ")) if is_chosen else next(self._turns)
         self.num_sent.append(number)
-        self.sessions.append(session)
+        self.preferred.append(replica)
         if number in self.lost:
             raise ReplicaLostError(f"replica {number} is lost")
         left = self.lose_after.get(number)
@@ -71,9 +79,11 @@ class LocalReplicas:
         finally:
             await stream.aclose()
 
-    async def reports(self) -> list[bytes]:
+    async def reports(self, positions: Mapping[str, int]) -> list[bytes]:
         return [
-            await replica.report() for number, replica in enumerate(self.replicas) if number not in self.lost
+            await replica.report(positions)
+            for number, replica in enumerate(self.replicas)
+            if number not in self.lost
         ]
 
     async def reset_prefix_caches(self) -> None:
@@ -82,9 +92,9 @@ class LocalReplicas:
 
 @asynccontextmanager
 async def engine_of(
-    *pipelines: Callable[[], FakePipeline], max_outstanding: int = 8
+    *pipelines: Callable[[], FakePipeline], max_outstanding: int = 8, honours_preference: bool = False
 ) -> AsyncIterator[tuple[RayEngine, LocalReplicas]]:
-    replicas = LocalReplicas(*pipelines)
+    replicas = LocalReplicas(*pipelines, honours_preference=honours_preference)
     engine = RayEngine(replicas, max_outstanding)
     for client in replicas.clients:
         await client.start()
@@ -103,8 +113,8 @@ def pipeline() -> FakePipeline:
 
 async def test_a_request_is_answered_as_by_one_worker() -> None:
     async with engine_of(pipeline) as (engine, replicas):
-        assert text(await read(engine.submit(request("a", session_id="s")))) == "abcdefghijkl"
-        assert replicas.sessions == ["s"]
+        assert text(await read(engine.submit(request("a")))) == "abcdefghijkl"
+        assert replicas.preferred == ["replica 0"]
         assert engine.num_outstanding == 0
         assert engine.info.max_batch_size == 4
 
@@ -151,6 +161,34 @@ async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
         for name in ("b", "c"):
             assert text(await read(engine.submit(request(name, grammar=grammar)))) == "abcdefghijkl"
         assert replicas.num_sent == [0, 1, 0, 1]
+
+
+async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
+    """The cache of a replica is known from its reports, and before them from the requests that ran there."""
+
+    def caching() -> FakePipeline:
+        return FakePipeline(letters(12), kv=kv_manager(300))
+
+    async with engine_of(caching, caching, honours_preference=True) as (engine, replicas):
+        gate = engine.submit(request("other", "z" * 40))
+        for name in "abc":
+            await read(engine.submit(request(name, "x" * 400 + name, max_length=500)))
+        assert replicas.preferred == ["replica 0"] + ["replica 1"] * 3
+        await read(gate)
+        for _ in range(3):
+            await engine._poll()
+        assert not engine._choice._prefixes._expected
+        assert engine._choice._prefixes.num_blocks > 100
+        await read(engine.submit(request("d", "x" * 400 + "d", max_length=500)))
+        await read(engine.submit(request("e", "z" * 39)))
+        assert replicas.preferred[-2:] == ["replica 1", "replica 0"]
+        replicas.lost.add(1)
+        await read(engine.submit(request("f", "x" * 400 + "f", max_length=500)))
+        assert replicas.preferred[-2:] == ["replica 1", "replica 0"]
+        await engine._poll()
+        await read(engine.submit(request("g", "x" * 400 + "g", max_length=500)))
+        assert replicas.preferred[-1] == "replica 0"
+        assert engine._choice._loads == [0, 0]
 
 
 async def test_errors_of_a_replica_reach_the_request() -> None:
@@ -212,6 +250,14 @@ async def test_totals_keep_those_of_lost_replicas() -> None:
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
         assert engine.is_alive
+        replicas.lost.remove(0)  # it was only slow
+        await engine._poll()
+        assert engine.stats.num_generated_tokens == 2 * 13
+        with patch("penstock.ray.engine._MAX_MISSING", 0):
+            replicas.lost.add(0)
+            await engine._poll()
+        assert not engine._missing
+        assert engine.stats.num_generated_tokens == 2 * 13
         replicas.lost.add(1)
         await engine._poll()
         assert not engine.is_alive

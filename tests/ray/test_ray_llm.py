@@ -1,4 +1,7 @@
-"""`PenstockServer` behind the application of Ray Serve LLM. `ray.serve.llm` needs vLLM to be imported."""
+"""`PenstockServer` behind the application of Ray Serve LLM, with Ray's prefix-aware router.
+
+`ray.serve.llm` needs vLLM to be imported.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,19 @@ config = LLMConfig(
     model_loading_config={{"model_id": "chat", "model_source": "demo"}},
     server_cls="penstock.ray.llm_server.PenstockServer",
     engine_kwargs={{"ray_cpus": 1, "kv_cache_memory": "64MiB"}},
+    deployment_config={{
+        "num_replicas": 2,
+        "request_router_config": {{
+            "request_router_class": "ray.serve.llm.request_router:PrefixCacheAffinityRouter"
+        }},
+    }},
     log_engine_metrics=False,
 )
 serve.run(build_openai_app({{"llm_configs": [config]}}))
 print("all is deployed", flush=True)
 signal.pause()
 """
+PART = "Far away there was a small house beside a river."
 QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
 
 
@@ -76,3 +86,12 @@ def test_the_openai_application_of_ray_serve_llm(tmp_path: Path) -> None:
         with refused.value as error:
             assert error.code == 400
             assert "top_p" in error.read().decode()
+        # Ray's router sends a prompt to the replica that has its prefix; at random, half would find theirs.
+        cached = []
+        for turn in range(2):
+            for group in range(8):
+                prompt = f"Story {group} of the old woman. {PART * 8} Chapter {turn}."
+                answer = json.loads(post(port, "/v1/completions", {**story, "prompt": prompt}))
+                cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert max(cached[:8]) < 32
+        assert min(cached[8:]) >= answer["usage"]["prompt_tokens"] - 2 * 32

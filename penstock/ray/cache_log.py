@@ -1,0 +1,68 @@
+"""`CacheLog`: the recent events of a replica's prefix cache, for routers that read them now and then."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
+
+_MIN_LOGGED = 1024
+"""Digests that the log may always hold."""
+
+
+class CacheChanges(msgspec.Struct):
+    """What has happened to a prefix cache since a position of its log."""
+
+    position: int
+    """The position after these events, for the next read."""
+    events: list[CacheEvent]
+
+
+class CacheLog:
+    """The blocks of a prefix cache, and the events that led to them.
+
+    Several readers follow the log, each with its own position. The log holds at most as many digests as the
+    cache has blocks. A reader that has fallen behind gets all blocks instead.
+    """
+
+    def __init__(self) -> None:
+        self._cached: dict[bytes, None] = {}  # in the order in which the blocks were stored
+        self._events: deque[CacheEvent] = deque()
+        self._position = 0  # the number of events so far
+        self._num_logged = 0  # digests in the log
+
+    def add(self, events: Sequence[CacheEvent]) -> None:
+        """Append events of the cache."""
+        cached = self._cached
+        for event in events:
+            match event:
+                case BlocksStored():
+                    cached.update(dict.fromkeys(event.digests))
+                    event = BlocksStored(event.digests, None, [])  # a router needs only the digests
+                case BlocksRemoved():
+                    for digest in event.digests:
+                        cached.pop(digest, None)
+                case _:
+                    cached.clear()
+            self._events.append(event)
+            self._position += 1
+            self._num_logged += _num_digests(event)
+        while self._num_logged > max(len(cached), _MIN_LOGGED):
+            self._num_logged -= _num_digests(self._events.popleft())
+
+    def since(self, position: int) -> CacheChanges:
+        """Return the events after a position; 0 is the empty cache at the start."""
+        missed = self._position - position
+        if 0 <= missed <= len(self._events):
+            events = list(self._events)[len(self._events) - missed :]
+        else:
+            events = [BlocksCleared(), BlocksStored(list(self._cached), None, [])]
+        return CacheChanges(self._position, events)
+
+
+def _num_digests(event: CacheEvent) -> int:
+    """Return the size of an event in the log: its digests, at least 1."""
+    return 1 if isinstance(event, BlocksCleared) else max(len(event.digests), 1)
