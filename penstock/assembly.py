@@ -269,7 +269,7 @@ def load_packed_layers(
         is_uniform=is_uniform,
     )
     network = model.read(weights, loader, config.model.huggingface_config, length)
-    model.calibrate(config, network, loader.layers, ops)
+    model.calibrate(config, network, loader, ops)
     return loader.layers, weights
 
 

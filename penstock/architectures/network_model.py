@@ -74,7 +74,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         if shard.by_expert and not loader.has_experts:
             raise ConfigError("expert_parallel", f"{model.name} has no experts: leave it out")
-        self.calibrate(self.pipeline_config, network, loader.layers, ops)
+        self.calibrate(self.pipeline_config, network, loader, ops)
         self._lora_manager = self._load_adapters(loader)
         self.lazy_packing = LazyPacking(loader.layers, self.session.reservations)
         return network
@@ -130,11 +130,11 @@ class NetworkModel(PipelineModel[BaseContextType]):
         cls,
         pipeline_config: PipelineConfig,
         network: CalibrationNetwork,
-        layers: Sequence[PackedLinear],
+        load: Loader,
         ops: Ops,
     ) -> None:
-        """Pack the layers whose encoding needs activation statistics."""
-        calibrated = [layer.tensors for layer in layers if encoding_named(layer.encoding).needs_calibration]
+        """Pack the layers that ``load`` has read and whose encoding needs activation statistics."""
+        calibrated = [layer.tensors for layer in load.layers if encoding_named(layer.encoding).needs_calibration]
         lazy_weights = [tensors for tensors in calibrated if isinstance(tensors, LazyWeight)]
         if not lazy_weights:
             return
@@ -147,8 +147,11 @@ class NetworkModel(PipelineModel[BaseContextType]):
                 beat()
                 progress.advance(sum(part.nbytes for part in parts))
 
-            config = pipeline_config.model.huggingface_config
-            pack_calibrated(network, cls.kv_spec(pipeline_config, config), ops, config, pack)
+            config, shard = pipeline_config.model.huggingface_config, load.shard
+            spec = cls.kv_spec(pipeline_config, config)
+            if spec is not None and not shard.is_whole:
+                spec = spec.with_kv_heads(shard.num_kv_heads)
+            pack_calibrated(network, spec, ops, config, pack)
             for one in lazy_weights:
                 pack(one)  # layers that the calibration forward did not use
 

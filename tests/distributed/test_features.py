@@ -53,7 +53,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("encoding", "tolerance"), [("bfloat16", 0.02), ("int8", 0.05), ("int4", 0.25), ("int5", 0.15)]
+    ("encoding", "tolerance"), [("bfloat16", 0.02), ("int8", 0.05), ("int4", 0.06), ("int5", 0.06)]
 )
 def test_encodings(pair: RankPair, wide: Path, encoding: str, tolerance: float) -> None:
     assert_close(pair, wide, tolerance, quantization_encoding=encoding)
