@@ -134,7 +134,9 @@ class NetworkModel(PipelineModel[BaseContextType]):
         ops: Ops,
     ) -> None:
         """Pack the layers that ``load`` has read and whose encoding needs activation statistics."""
-        calibrated = [layer.tensors for layer in load.layers if encoding_named(layer.encoding).needs_calibration]
+        calibrated = [
+            layer.tensors for layer in load.layers if encoding_named(layer.encoding).needs_calibration
+        ]
         lazy_weights = [tensors for tensors in calibrated if isinstance(tensors, LazyWeight)]
         if not lazy_weights:
             return

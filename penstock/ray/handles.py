@@ -26,6 +26,7 @@ class ServeReplicas:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self._streaming = handle.options(method_name="generate", stream=True)
+        self._streaming_to: dict[str, Any] = {}  # by the name of the preferred replica
 
     async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
         """Send a request to a replica and yield its results.
@@ -36,7 +37,11 @@ class ServeReplicas:
             ReplicaLostError: the replica has ended.
             UnavailableError: the deployment has failed.
         """
-        handle = self._streaming.options(session_id=replica) if replica else self._streaming
+        handle = self._streaming
+        if replica:
+            if replica not in self._streaming_to:
+                self._streaming_to[replica] = handle.options(session_id=replica)
+            handle = self._streaming_to[replica]
         response = handle.remote(list(frames))
         try:
             async for data in response:
@@ -52,6 +57,7 @@ class ServeReplicas:
         Raises:
             ReplicaLostError: no report arrived in time.
         """
+        self._streaming_to = {name: one for name, one in self._streaming_to.items() if name in positions}
         while not self._handle.running_replicas_populated():
             await self._handle.report.remote({})  # waits for a replica, and updates the handle's list
             await asyncio.sleep(_POLL_SECONDS)
