@@ -258,9 +258,10 @@ async def run_streams(url: str, contexts: Sequence[TextContext], concurrency: in
     async with httpx.AsyncClient(base_url=url, timeout=None) as client:
 
         async def ask(context: TextContext) -> None:
+            count = context.max_length - context.current_length
             body = {
                 "prompt": context.all_tokens.tolist(),
-                "max_tokens": context.max_length - context.current_length,
+                "max_tokens": count,
                 "ignore_eos": True,
                 "stream": True,
             }
@@ -272,7 +273,7 @@ async def run_streams(url: str, contexts: Sequence[TextContext], concurrency: in
                         if is_first and line.startswith("data: {"):
                             run.first_token.append(time.perf_counter() - begin)
                             is_first = False
-            run.num_tokens += body["max_tokens"]
+            run.num_tokens += count
 
         async def counters() -> list[float]:
             text = (await client.get("/metrics")).text
@@ -281,6 +282,8 @@ async def run_streams(url: str, contexts: Sequence[TextContext], concurrency: in
                 for name in ("hits", "queries")
             ]
 
+        while (await client.get("/ready")).status_code != 200:
+            await asyncio.sleep(0.1)
         await ask(context_of("warm-up", [1] * 40))
         await asyncio.sleep(2 * _REPORT_SECONDS)
         before, begin = await counters(), time.perf_counter()
