@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
