@@ -21,6 +21,7 @@ from penstock.pipelines.core import SamplingParams
 from penstock.ray.cluster import import_ray
 from penstock.ray.config import RayConfig
 from penstock.ray.deployment import Resources, replica_config, usable_cpus
+from penstock.ray.shared_start import SharedStart
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -203,15 +204,13 @@ class ModelActor:
 
         self._input = input
         self._llm = AsyncLLM.from_config(config)
-        self._starting: asyncio.Task[None] | None = None
+        self._start = SharedStart(self._llm.start)
 
     async def __call__(self, batch: Any) -> AsyncIterator[Any]:
         """Compute a batch, a ``pyarrow.Table``, and yield it with new columns. Others do not change."""
         import pyarrow
 
-        if self._starting is None:  # calls share the start; the first one runs it in the actor's loop
-            self._starting = asyncio.ensure_future(self._llm.start())
-        await asyncio.shield(self._starting)
+        await self._start()
         if self._input not in batch.column_names:
             raise ConfigError(
                 "column",

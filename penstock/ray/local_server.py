@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.types import ASGIApp
 
 from penstock.assembly import load_tokenizer
 from penstock.config import PipelineConfig
 from penstock.engines import make_engine
+from penstock.ray.shared_start import SharedStart
 from penstock.serve.app import create_app
 from penstock.serve.config import ServeConfig
 from penstock.serve.service_factory import build_services, close_services
@@ -39,17 +38,8 @@ class LocalServer:
         """The services of the routes."""
         self.app: ASGIApp = create_app(self.services)
         """The application."""
-        self._starting: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Load the model. Concurrent calls share the load.
-
-        Raises:
-            PenstockError: the model cannot be loaded.
-        """
-        if self._starting is None:
-            self._starting = asyncio.ensure_future(self._start())
-        await asyncio.shield(self._starting)
+        self.start = SharedStart(self._start)
+        """Loads the model; see `SharedStart`."""
 
     async def _start(self) -> None:
         await self.engine.start()

@@ -1,0 +1,56 @@
+"""The start of a model that the calls of an actor share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from penstock.errors import UnavailableError
+
+_LOG = logging.getLogger("penstock.ray")
+
+MAX_STARTS = 5
+"""Number of starts after which an actor fails if its worker process ends in each of them."""
+RETRY_SECONDS = 1.0
+"""Seconds between two starts."""
+
+
+class SharedStart:
+    """Starts a model once for all concurrent calls, and again if its worker process ended while it loaded.
+
+    Args:
+        start: loads the model. It raises UnavailableError if the worker process ends, and can be called again
+            after any error.
+        retry_seconds: seconds between two starts.
+    """
+
+    def __init__(self, start: Callable[[], Awaitable[None]], retry_seconds: float = RETRY_SECONDS) -> None:
+        self._start = start
+        self._retry_seconds = retry_seconds
+        self._task: asyncio.Task[None] | None = None
+
+    async def __call__(self) -> None:
+        """Return when the model is loaded. A call after a failed start starts the model again.
+
+        Raises:
+            PenstockError: the model cannot be loaded, or its worker ended in `MAX_STARTS` starts.
+        """
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._start_with_retries())
+            self._task.add_done_callback(self._forget_failure)
+        await asyncio.shield(self._task)
+
+    async def _start_with_retries(self) -> None:
+        for num in range(1, MAX_STARTS + 1):
+            try:
+                return await self._start()
+            except UnavailableError as error:
+                if num == MAX_STARTS:
+                    raise
+                _LOG.warning("start %d of %d failed and is repeated: %s", num, MAX_STARTS, error)
+                await asyncio.sleep(self._retry_seconds)
+
+    def _forget_failure(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._task = None
