@@ -106,6 +106,24 @@ async def check_refusals(server: Chatting, client: AsyncOpenAI) -> None:
             await client.chat.completions.create(model="tiny", messages=[one])  # type: ignore[list-item]
 
 
+async def test_ollama(folder: Path) -> None:
+    """The chat route of Ollama gets what chat completions answer."""
+    async with vision_server(folder) as server:
+        body = {"model": "tiny", "messages": [message("What?", url_of(1))], "max_tokens": 8, "temperature": 0}
+        expected = (await server.http.post("/v1/chat/completions", json=body)).json()
+        texts = []
+        for seed in (1, 2):
+            image = base64.b64encode(file_of(picture(seed))).decode()
+            asked = {"role": "user", "content": "What?", "images": [image]}
+            options = {"num_predict": 8, "temperature": 0}
+            body = {"model": "tiny", "messages": [asked], "stream": False, "options": options}
+            texts.append((await server.http.post("/api/chat", json=body)).json()["message"]["content"])
+        assert texts[0] == expected["choices"][0]["message"]["content"] != texts[1]
+        assert (
+            "vision" in (await server.http.post("/api/show", json={"model": "tiny"})).json()["capabilities"]
+        )
+
+
 async def test_responses_and_messages(folder: Path) -> None:
     """The official clients of the Responses and the Messages API get what chat completions answer."""
     anthropic: Any = pytest.importorskip("anthropic", reason="needs the package anthropic")

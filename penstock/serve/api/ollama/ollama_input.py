@@ -147,8 +147,9 @@ def _message(message: OllamaMessage, number: int, open_calls: list[str]) -> dict
 
 
 def _with_images(text: str, images: list[str] | None) -> str | list[dict[str, object]]:
+    """Return a text with its images before it, as models are trained with."""
     if not images:
         return text
     urls = [image if image.startswith("data:") else f"data:image/png;base64,{image}" for image in images]
-    parts: list[dict[str, object]] = [{"type": "text", "text": text}]
-    return parts + [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    parts: list[dict[str, object]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}]

@@ -173,6 +173,7 @@ async def ollama_show(request: Request) -> Response:
     parsers, config = services.parsers, services.pipeline_config.model.huggingface_config
     is_text = services.task is PipelineTask.TEXT_GENERATION
     abilities = ["completion"] if is_text else ["embedding"]
+    abilities += ["vision"] if services.tokenizer.reads_images else []
     abilities += ["tools"] if is_text and parsers.tool_format is not None else []
     abilities += ["thinking"] if is_text and parsers.reasoning_format is not None else []
     family = config.model_type
