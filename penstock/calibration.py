@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import (
+    Activation,
     KVCacheInputs,
     LazyWeight,
     LoRAInputs,
@@ -99,9 +100,19 @@ class _CalibratingOps:
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         y = self._ops.linear(x, packed, lora=lora)
+        self._pack_layer(x, packed)
+        return y
+
+    def activated_linear(
+        self, x: Tensor, packed: PackedLinear, activation: Activation, *, lora: LoRAInputs | None = None
+    ) -> Tensor:
+        y = self._ops.activated_linear(x, packed, activation, lora=lora)
+        self._pack_layer(x, packed)
+        return y
+
+    def _pack_layer(self, x: Tensor, packed: PackedLinear) -> None:
         if isinstance(packed.tensors, LazyWeight) and encoding_named(packed.encoding).needs_calibration:
             self._pack(packed.tensors, activation_statistics(x))
-        return y
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._ops, name)

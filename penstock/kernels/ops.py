@@ -19,8 +19,9 @@ from penstock.host.memory import PrefaultedMemory
 from penstock.kernels.activations import XIELU, Activation
 from penstock.kernels.collectives import CollectiveOps
 from penstock.kernels.convolution import ConvolutionOps
+from penstock.kernels.encoder_ops import EncoderOps
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
-from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs, SequenceBlocks
+from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
 from penstock.kernels.linear import ROWS, Layout, LinearSlice, PackedLinear, pack_linear, pack_quantized
 from penstock.kernels.operations import (
     Arguments,
@@ -43,13 +44,6 @@ def _own_adapters(arguments: Arguments) -> Arguments:
     return {**arguments, "lora": lora and lora.on(part.name for part in packed.slices)}
 
 
-def _no_bias(arguments: Arguments) -> Arguments:
-    """Refuse a bias of attention: back ends may pad it, which cannot be recorded."""
-    if arguments["bias"] is not None:
-        raise UnrecordableStepError("a bias of encoder attention")
-    return arguments
-
-
 def _no_adapters(arguments: Arguments) -> Arguments:
     """Refuse adapters on experts."""
     lora, packed = arguments["lora"], arguments["packed"]
@@ -58,7 +52,7 @@ def _no_adapters(arguments: Arguments) -> Arguments:
     return {**arguments, "lora": None}
 
 
-class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
+class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     """The operations of a back end. An instance has no per-step state and can serve several models."""
 
     name: str
@@ -149,7 +143,7 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
         weights=["packed"],
         simplify=_own_adapters,
         functions={
-            "linear": CFunction("2q P q 5P 4q", can_be_long=True),
+            "linear": CFunction("2q P q 5P 5q", can_be_long=True),
             "lora": CFunction("q P q P q 2P 4q", can_be_long=True),
         },
     )
@@ -165,6 +159,18 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
 
         Rows without an adapter have the same bits as without ``lora``.
         """
+
+    @operation(weights=["packed"], simplify=_own_adapters)
+    @abstractmethod
+    def activated_linear(
+        self,
+        x: Tensor,  # [T, in]
+        packed: PackedLinear,
+        activation: Activation,
+        *,
+        lora: LoRAInputs | None = None,
+    ) -> Tensor:  # [T, out]
+        """Return ``activation(linear(x))``, with the bits of the two operations one after the other."""
 
     @operation(weights=["weight"], functions={"rms_norm": CFunction("2q 3P 5q d")})
     @abstractmethod
@@ -284,37 +290,6 @@ class Ops(ConvolutionOps, RoutingOps, CollectiveOps):
         With ``spans`` row t also attends to the keys after its position and before ``spans.bounds[t, 1]``:
         the tokens of an image attend to each other in both directions. All rows of a span are in the step. A
         window still hides the keys that are too far before the position.
-        """
-
-    def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks | None:
-        """Return the blocks for `encoder_attention`, computed from ``row_offsets [B + 1]`` once per step.
-
-        None in a back end that reads keys and values in place.
-        """
-        return None
-
-    @operation(weights=["blocks"], simplify=_no_bias)
-    @abstractmethod
-    def encoder_attention(
-        self,
-        q: Tensor,  # [T, H, D]
-        k: Tensor,  # [T, K, D]
-        v: Tensor,  # [T, K, D]
-        row_offsets: Tensor,  # [B + 1] int32
-        *,
-        scale: float,
-        window: int | None = None,
-        is_causal: bool = False,
-        bias: Tensor | None = None,  # [H, 2P - 1] float32
-        blocks: SequenceBlocks | None = None,
-    ) -> Tensor:  # [T, H, D]
-        """Return the attention within each sequence of a ragged batch, without a KV cache.
-
-        Query head h reads kv head ``h // (H / K)``. Query i sees key j of its sequence if
-        ``abs(i - j) <= window``, and, with ``is_causal``, only if ``j <= i``. ``bias[h, j - i + P - 1]`` is
-        added to the scaled score; P is at least the length of the longest sequence. Softmax in float32.
-        ``blocks`` is the result of `sequence_blocks`; without it, a back end that needs it computes it. A
-        recorded step keeps it, because it replays only batches with the same sequence lengths.
         """
 
     @operation(functions={"gated_activation": CFunction("2q 2P 3q")})

@@ -278,8 +278,7 @@ class EmbeddingsMethods:
         results: list[EmbeddingsBuilder] = []
         with self._runner.exclusive():
             try:
-                for index, one in enumerate(fields):
-                    context = self._embeddings_context(index, len(fields), one)
+                for index, context in enumerate(self._embeddings_contexts(fields)):
                     results.append(EmbeddingsBuilder(context))
                     self._check_context(index, len(fields), context)
                 self._run_embeddings(results, use_tqdm)
@@ -298,15 +297,18 @@ class EmbeddingsMethods:
                     num_tokens=sum(one.context.current_length for one in served), num_prompts=len(served)
                 )
 
-    def _embeddings_context(
-        self,
-        index: int,
-        count: int,
-        fields: EmbeddingsFields,
-    ) -> EmbeddingsContext:
-        with _naming_input(index, count):
-            request = EmbeddingsGenerationRequest(id=uuid4().hex, model_name=self.config.model.name, **fields)
-            return self.tokenizer.build_embeddings_context(request)
+    def _embeddings_contexts(self, fields: Sequence[EmbeddingsFields]) -> Iterator[EmbeddingsContext]:
+        """Yield the context of each request. The texts of all requests are encoded together."""
+        name, count = self.config.model.name, len(fields)
+        requests = []
+        for index, one in enumerate(fields):
+            with _naming_input(index, count):
+                requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=name, **one))
+        encoded = self.tokenizer.encode_inputs(requests)
+        for index, request in enumerate(requests):
+            with _naming_input(index, count):
+                context = self.tokenizer.build_embeddings_context(request, encoded[index])
+            yield context
 
     def _check_context(self, index: int, count: int, context: EmbeddingsContext) -> None:
         """Refuse a context that the pipeline cannot run."""

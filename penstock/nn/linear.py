@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from penstock.kernels import PackedLinear, StepInputs
+from penstock.kernels import Activation, PackedLinear, StepInputs
 from penstock.kernels.collectives import Collectives
 
 
@@ -25,6 +25,12 @@ class Linear:
     """The ranks whose outputs are concatenated; None if the outputs stay on this rank."""
     widths: tuple[int, ...] = field(default=(), kw_only=True)
     """The number of outputs of each rank, to gather them."""
+
+    def activated(self, x: Tensor, step: StepInputs, activation: Activation) -> Tensor:
+        """Return ``activation(self(x))``."""
+        if self.sum_over is not None or self.gather_over is not None:
+            return step.ops.activation(self(x, step), activation)
+        return step.ops.activated_linear(x, self.packed, activation, lora=step.lora)
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
         y = step.ops.linear(x, self.packed, lora=step.lora)

@@ -21,7 +21,7 @@ class MLP:
     activation: Activation
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
-        return self.down(step.ops.activation(self.up(x, step), self.activation), step)
+        return self.down(self.up.activated(x, step, self.activation), step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -179,8 +180,12 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         self, contexts: Sequence[EmbeddingsContext], hidden: Tensor, step: StepInputs
     ) -> list[EmbeddingsResponse]:
         rows = [hidden[start:stop] for start, stop in pairwise(step.row_offsets.tolist())]  # [n, E] each
-        wanted = [set(context.outputs or self.outputs[:1]) for context in contexts]
-        dense = self._vectors(contexts, rows, [i for i, names in enumerate(wanted) if "dense" in names])
+        default = self.outputs[:1]
+        wanted = [context.outputs or default for context in contexts]
+        means = _Means(hidden, step)
+        dense = self._vectors(
+            contexts, rows, [i for i, names in enumerate(wanted) if "dense" in names], means
+        )
         scores = self._classify(
             contexts, rows, [i for i, names in enumerate(wanted) if "scores" in names], step
         )
@@ -198,15 +203,33 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         ]
 
     def _vectors(
-        self, contexts: Sequence[EmbeddingsContext], rows: Sequence[Tensor], chosen: Sequence[int]
+        self,
+        contexts: Sequence[EmbeddingsContext],
+        rows: Sequence[Tensor],
+        chosen: Sequence[int],
+        means: _Means,
     ) -> dict[int, npt.NDArray[np.floating]]:
         """Return the dense embeddings of the selected contexts."""
         if not chosen:
             return {}
-        vectors = torch.stack([self._pooled(contexts[i], rows[i]) for i in chosen])  # [n, E]
+        are_means = [self._takes_mean(contexts[i]) for i in chosen]
+        if all(are_means):
+            vectors = means.rows if len(chosen) == len(contexts) else means.rows[chosen]
+        else:
+            vectors = torch.stack(
+                [
+                    means.rows[i] if is_mean else self._pooled(contexts[i], rows[i])
+                    for i, is_mean in zip(chosen, are_means, strict=True)
+                ]
+            )  # [n, E]
         for layer in self._dense:
             vectors = layer(vectors, self.session.ops)
         return dict(zip(chosen, self._finished([contexts[i] for i in chosen], vectors), strict=True))
+
+    def _takes_mean(self, context: EmbeddingsContext) -> bool:
+        """Return whether the embedding of a context is the mean of all its rows."""
+        poolings = self._poolings if context.pooling is None else (context.pooling,)
+        return tuple(poolings) == ("mean",) and not context.num_unpooled_tokens
 
     def _pooled(self, context: EmbeddingsContext, hidden: Tensor) -> Tensor:
         poolings = self._poolings if context.pooling is None else (context.pooling,)
@@ -279,6 +302,23 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         for layer in layers:
             vectors = layer(vectors, self.session.ops)
         return F.normalize(vectors[:, : context.dimensions], dim=-1).numpy(force=True)
+
+
+class _Means:
+    """The means of the hidden states of all sequences of a step, computed when the first is needed.
+
+    Args:
+        hidden: the hidden states ``[T, E]``.
+        step: the inputs of the step.
+    """
+
+    def __init__(self, hidden: Tensor, step: StepInputs) -> None:
+        self._hidden, self._step = hidden, step
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """``[B, E]`` float32."""
+        return self._step.ops.sequence_means(self._hidden, self._step.row_offsets)
 
 
 def scores_activation(config: HuggingFaceConfig) -> Callable[[Tensor], Tensor]:

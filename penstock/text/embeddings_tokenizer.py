@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -15,6 +16,13 @@ from penstock.text.token_ids import TokenIds, checked_prompt_ids
 from penstock.text.tokenizer import TextTokenizer
 from penstock.text.valid_unicode import valid_unicode
 
+Sample: TypeAlias = str | tuple[str, str]
+"""A text or a pair of texts."""
+EncodedInput: TypeAlias = tuple[TokenIds, TokenIds | None]
+"""The tokens of an input with special tokens, and the token types of a pair."""
+
+_ENCODED_AT_ONCE = 1024
+"""Texts per call of the tokenizer; bounds the memory of its results."""
 _NOT_SAMPLED = SamplingParams()
 """The sampling parameters of all contexts: no token is sampled."""
 
@@ -62,8 +70,42 @@ class EmbeddingsTokenizer(TextTokenizer):
         """Run `build_embeddings_context` in a thread."""
         return await self._in_thread(lambda: self.build_embeddings_context(request))
 
-    def build_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
+    def encode_inputs(self, requests: Sequence[EmbeddingsGenerationRequest]) -> list[EncodedInput | None]:
+        """Encode the texts of several requests at once, on all cores, for `build_embeddings_context`.
+
+        None for a request without a text, with the template of a reranker, or with an error, which
+        `build_embeddings_context` raises.
+        """
+        encoded: list[EncodedInput | None] = [None] * len(requests)
+        groups: dict[int | None, list[tuple[int, Sample]]] = {}
+        for i, request in enumerate(requests):
+            if not isinstance(request.input, str) or not (request.input or request.text_pair):
+                continue
+            if request.text_pair is not None and self.pair_template is not None:
+                continue
+            try:
+                cut_to = self._limit(request) if request.truncate else None
+                text = self._prompt_text(request, self._task(request)) + request.input
+                sample = self._sample(text, request.text_pair, cut_to)
+            except InputError:
+                continue
+            groups.setdefault(cut_to, []).append((i, sample))
+        for cut_to, samples in groups.items():
+            for start in range(0, len(samples), _ENCODED_AT_ONCE):
+                part = samples[start : start + _ENCODED_AT_ONCE]
+                results = self._encode_samples([sample for _, sample in part], cut_to)
+                for (i, _), result in zip(part, results, strict=True):
+                    encoded[i] = result
+        return encoded
+
+    def build_embeddings_context(
+        self, request: EmbeddingsGenerationRequest, encoded: EncodedInput | None = None
+    ) -> EmbeddingsContext:
         """Return the context of a request.
+
+        Args:
+            request: the request.
+            encoded: its entry of `encode_inputs`; by default its input is encoded here.
 
         Raises:
             PromptTooLongError: the input exceeds the maximum length and the request does not ask to truncate.
@@ -84,7 +126,9 @@ class EmbeddingsTokenizer(TextTokenizer):
             if not request.input and request.text_pair is None:
                 raise InputError("the input is empty: it needs at least one character")
             cut_to = limit if request.truncate else None
-            if template is not None:
+            if encoded is not None:
+                tokens, types = encoded
+            elif template is not None:
                 tokens = self._encode_template(template, request, cut_to)
             else:
                 tokens, types = self._encode_input(prompt + request.input, request.text_pair, cut_to)
@@ -155,33 +199,49 @@ class EmbeddingsTokenizer(TextTokenizer):
             raise InputError(f"max_tokens must be at least 1, was {request.max_tokens}")
         return request.max_tokens if self.max_length is None else min(request.max_tokens, self.max_length)
 
-    def _encode_input(
-        self, text: str, pair: str | None, cut_to: int | None
-    ) -> tuple[TokenIds, TokenIds | None]:
+    def _encode_input(self, text: str, pair: str | None, cut_to: int | None) -> EncodedInput:
         """Return the tokens with special tokens, and the token types of a pair."""
+        [encoded] = self._encode_samples([self._sample(text, pair, cut_to)], cut_to)
+        return encoded
+
+    def _sample(self, text: str, pair: str | None, cut_to: int | None) -> Sample:
+        """Return a text or a pair as the tokenizer takes it.
+
+        Raises:
+            InputError: the text is clearly too long, or ``cut_to`` has no room beside the special tokens.
+        """
         texts = [
             part.lower() if self.layout.lower_case else part for part in (text, pair) if part is not None
         ]
-        backend = self.backend
         if cut_to is None:
             for part in texts:
                 self._check_length(part)
         else:
-            num_special = backend.num_special_tokens_to_add(pair is not None)
+            num_special = self.backend.num_special_tokens_to_add(pair is not None)
             if cut_to <= num_special:
                 raise InputError(
                     f"the input is cut to {cut_to} tokens, but {num_special} of them are special tokens: "
                     f"raise max_tokens to {num_special + 1} or more"
                 )
+        one = valid_unicode(texts[0])
+        return one if pair is None else (one, valid_unicode(texts[1]))
+
+    def _encode_samples(self, samples: Sequence[Sample], cut_to: int | None) -> list[EncodedInput]:
+        """Return the tokens of each sample, and the token types of pairs."""
+        backend = self.backend
+        if cut_to is not None:
             backend.enable_truncation(cut_to)  # cuts the longer text of a pair, keeps special tokens
         try:
-            one = valid_unicode(texts[0])
-            sample = one if pair is None else (one, valid_unicode(texts[1]))
-            [encoding] = backend.encode_batch_fast([sample])
+            encodings = backend.encode_batch_fast(samples)
         finally:
             backend.no_truncation()
-        tokens = checked_prompt_ids(encoding.ids, self.vocab_size)
-        return tokens, None if pair is None else np.array(encoding.type_ids, np.int64)
+        return [
+            (
+                checked_prompt_ids(one.ids, self.vocab_size),
+                None if isinstance(sample, str) else np.array(one.type_ids, np.int64),
+            )
+            for sample, one in zip(samples, encodings, strict=True)
+        ]
 
     def _cut(self, tokens: TokenIds, limit: int) -> TokenIds:
         """Return the first ``limit`` tokens; a final special token is kept."""

@@ -164,3 +164,37 @@ def test_contexts_are_built_in_a_thread(tokenizer: EmbeddingsTokenizer) -> None:
     request = EmbeddingsGenerationRequest(id="7", input="cat")
     context = asyncio.run(tokenizer.new_embeddings_context(request))
     assert context.next_tokens.tolist() == [CLS, CAT, SEP]
+
+
+def test_inputs_encoded_together_give_the_same_contexts(tokenizer: EmbeddingsTokenizer) -> None:
+    fields: list[dict[str, Any]] = [
+        {"input": "the cat sat"},
+        {"input": "hello", "prompt_name": "query"},
+        {"input": "hello", "text_pair": "the cat"},
+        {"input": "cat " * 100, "truncate": True},
+        {"input": "cat " * 100, "truncate": True, "max_tokens": 6},
+        {"input": [CAT, SAT]},
+        {"input": "cat \ud800"},
+    ]
+    requests = [EmbeddingsGenerationRequest(id=str(i), **one) for i, one in enumerate(fields)]
+    encoded = tokenizer.encode_inputs(requests)
+    assert [one is None for one in encoded] == [False] * 5 + [True, False]
+    for request, one in zip(requests, encoded, strict=True):
+        alone = tokenizer.build_embeddings_context(request)
+        assert tokenizer.build_embeddings_context(request, one) == alone
+    changed = (np.array([CLS, SAT, SEP]), None)
+    assert tokenizer.build_embeddings_context(requests[0], changed).next_tokens.tolist() == [CLS, SAT, SEP]
+
+
+def test_faulty_inputs_are_left_to_their_own_context(tokenizer: EmbeddingsTokenizer) -> None:
+    faulty: list[dict[str, Any]] = [
+        {"input": ""},
+        {"input": "cat", "prompt_name": "question"},
+        {"input": "cat", "truncate": True, "max_tokens": 2},
+        {"input": "cat " * 5000},
+    ]
+    requests = [EmbeddingsGenerationRequest(id="7", **one) for one in faulty]
+    assert tokenizer.encode_inputs(requests) == [None] * 4
+    for request in requests:
+        with pytest.raises(InputError):
+            tokenizer.build_embeddings_context(request)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.activations import XIELU, Activation
 from penstock.kernels.cpu.attention import CpuAttention
-from penstock.kernels.cpu.experts import ACTIVATIONS
-from penstock.kernels.cpu.linear import TYPES
+from penstock.kernels.cpu.linear import ACTIVATIONS, TYPES
 from penstock.kernels.experts import ClampedSwiGLU
 
 _SCALE, _SOFT_CAP, _CLAMP = 5, 6, 7
@@ -148,6 +148,24 @@ class CpuElementwise(CpuAttention):
             eps,
         )
         return normed, total
+
+    def sequence_means(self, x: Tensor, row_offsets: Tensor) -> Tensor:
+        kind, strides, count = TYPES.get(x.dtype), x.stride(), len(row_offsets) - 1
+        offsets_fit = row_offsets.dtype == torch.int32 and row_offsets.is_contiguous()
+        if kind is None or strides[1] != 1 or not offsets_fit:
+            self._fall_back(
+                "sequence_means",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    "this memory layout": strides[1] == 1,
+                    f"{row_offsets.dtype} or strided row offsets": offsets_fit,
+                },
+            )
+            return super().sequence_means(x, row_offsets)
+        out = self._empty((count, x.shape[1]), torch.float32)
+        pointers = (x.data_ptr(), row_offsets.data_ptr(), out.data_ptr())
+        self._kernels.sequence_means(kind, *pointers, count, x.shape[1], strides[0])
+        return out
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         kind, x_strides, y_strides = TYPES.get(x.dtype), x.stride(), y.stride()

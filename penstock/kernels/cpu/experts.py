@@ -10,15 +10,20 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import Kernels
-from penstock.kernels.cpu.linear import LONG, PANELS, TYPES, CpuLinear, takes, takes_order
+from penstock.kernels.cpu.linear import (
+    ACTIVATIONS,
+    LONG,
+    PANELS,
+    TYPES,
+    CpuLinear,
+    takes,
+    takes_order,
+)
 from penstock.kernels.cpu.packing import ENCODINGS
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import Gating
-
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-"""Numbers of the activations in csrc."""
 
 _CLAMPED = 5  # in addition to the activations
 

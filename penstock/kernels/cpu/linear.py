@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.dtype import DType
 from penstock.host.memory import PrefaultedMemory
+from penstock.kernels.activations import Activation
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.memory import SliceMemory, WeightMemory
 from penstock.kernels.cpu.packing import ENCODINGS, is_quantized, pack_panels, pack_rows, panels_size
@@ -24,6 +25,9 @@ _logger = logging.getLogger(__name__)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Numbers of the activation types that the kernels support, as in csrc."""
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+"""Numbers of the activations in csrc."""
 
 LONG = 1 << 27
 """A kernel with more multiplications than this takes milliseconds and releases the GIL."""
@@ -107,10 +111,8 @@ class CpuLinear(ReferenceOps):
             return pack_panels(self._kernels, self._weights, encoding, parts, importance=importance)
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
-        bias, kind = packed.bias, TYPES.get(x.dtype)
-        fits = packed.layout == PANELS and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
-        fits = fits and takes_order(packed)
-        if kind is None or not fits or not takes(packed.encoding, x.dtype):
+        bias = packed.bias
+        if not _fits(x, packed):
             self._fall_back(
                 "linear",
                 {
@@ -122,14 +124,31 @@ class CpuLinear(ReferenceOps):
                 },
             )
             return super().linear(x, packed, lora=lora)
+        y = self._product(x, packed, None)
+        return y if lora is None else self._add_lora(y, x, packed, lora)
+
+    def activated_linear(
+        self, x: Tensor, packed: PackedLinear, activation: Activation, *, lora: LoRAInputs | None = None
+    ) -> Tensor:
+        if not _fits(x, packed):
+            return super().activated_linear(x, packed, activation, lora=lora)
+        if lora is None or lora.on(part.name for part in packed.slices) is None:
+            return self._product(x, packed, activation)
+        y = self._add_lora(self._product(x, packed, None), x, packed, lora)
+        function, address = ACTIVATIONS[activation], y.data_ptr()
+        self._kernels.change(TYPES[y.dtype], function, address, address, *y.shape, y.stride(0), 0.0)
+        return y
+
+    def _product(self, x: Tensor, packed: PackedLinear, activation: Activation | None) -> Tensor:
+        """Return the product with the bias and the activation, without adapters."""
         assert x.shape[1] == packed.in_features, "a layer of another width"
         y = self._empty((x.shape[0], packed.out_features), x.dtype)
         tensors = packed.tensors
         if isinstance(tensors, LazyWeight) and tensors.parts:
-            self._multiply_parts(y, x, tensors.parts, bias)
+            self._multiply_parts(y, x, tensors.parts, packed.bias, activation)
         else:
-            self._multiply(y, x, packed.encoding, tensors, bias, packed.order)
-        return y if lora is None else self._add_lora(y, x, packed, lora)
+            self._multiply(y, x, packed.encoding, tensors, packed.bias, packed.order, activation)
+        return y
 
     def _multiply(
         self,
@@ -139,6 +158,7 @@ class CpuLinear(ReferenceOps):
         tensors: Mapping[str, Tensor],
         bias: Tensor | None,
         order: Tensor | None = None,
+        activation: Activation | None = None,
     ) -> None:
         """Write ``x [T, in]`` times a weight in panels to ``y [T, out]``, whose rows may be strided."""
         rows, in_features = x.shape
@@ -158,9 +178,17 @@ class CpuLinear(ReferenceOps):
             rows,
             out_features,
             in_features,
+            0 if activation is None else 1 + ACTIVATIONS[activation],
         )
 
-    def _multiply_parts(self, y: Tensor, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> None:
+    def _multiply_parts(
+        self,
+        y: Tensor,
+        x: Tensor,
+        parts: Sequence[Tensor],
+        bias: Tensor | None,
+        activation: Activation | None,
+    ) -> None:
         """Multiply by a weight of floats in rows, see `_multiply`.
 
         One slice of the parts at a time is packed and multiplied, so that it stays in the cache.
@@ -173,7 +201,7 @@ class CpuLinear(ReferenceOps):
                 end = start + len(rows)
                 tensors = pack_panels(self._kernels, self._slice, encoding, [rows])
                 offset = None if bias is None else bias[start:end]
-                self._multiply(y[:, start:end], x, encoding, tensors, offset)
+                self._multiply(y[:, start:end], x, encoding, tensors, offset, activation=activation)
                 start = end
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
@@ -238,6 +266,13 @@ class CpuLinear(ReferenceOps):
     def _kept(self, tensor: Tensor) -> Tensor:
         """Return a tensor that depends on weights only and is an operand of a kernel."""
         return tensor
+
+
+def _fits(x: Tensor, packed: PackedLinear) -> bool:
+    """Return whether the kernel multiplies these activations by this weight."""
+    bias = packed.bias
+    fits = packed.layout == PANELS and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
+    return fits and takes_order(packed) and x.dtype in TYPES and takes(packed.encoding, x.dtype)
 
 
 def takes(encoding: str, dtype: torch.dtype) -> bool:

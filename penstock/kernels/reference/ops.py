@@ -195,6 +195,15 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         return _ACTIVATIONS[activation](x.float()).to(x.dtype)
 
+    def activated_linear(
+        self, x: Tensor, packed: PackedLinear, activation: Activation, *, lora: LoRAInputs | None = None
+    ) -> Tensor:
+        return self.activation(self.linear(x, packed, lora=lora), activation)
+
+    def sequence_means(self, x: Tensor, row_offsets: Tensor) -> Tensor:
+        parts = x.float().split(row_offsets.diff().tolist())
+        return torch.stack([rows.sum(0) / len(rows) for rows in parts])
+
     def xielu(self, x: Tensor, parameters: XIELU) -> Tensor:
         wide, one = x.float(), parameters
         below = one.negative * (torch.exp(wide.clamp(max=one.eps)) - 1 - wide)

@@ -78,6 +78,7 @@ def everything(ops: CpuOps, encoding: str, width: int) -> Step:
         clamped = ops.clamped_swiglu(gates, ClampedSwiGLU(1.7, 7.0))
         gated = ops.add(gated, ops.xielu(clamped, XIELU(0.8, 1.3, 0.5, -1e-6)))
         y = ops.linear(ops.add(gated, clamped), back)
+        y = ops.linear(ops.activated_linear(y, packed, "gelu")[:, : 2 * width], back)
         topk_weights, topk_ids = ops.route(ops.soft_cap(ops.activation(y, "gelu"), 5.0)[:, :6], 3, "chosen")
         return [y, out, ops.experts(x, experts, topk_weights, topk_ids, "silu"), topk_weights, topk_ids, k]
 

@@ -122,31 +122,50 @@ static void merge(Partial& sums, const Partial& next, int64_t M, int64_t Dp) {
   }
 }
 
+// Calls body(m, row, head) for each query of an item: `row` of the item, `head` of the model.
+template <class Body> INLINE void over_queries(const Attention& a, const Item& item, Body body) {
+  const int64_t first = item.kv_head * (a.H / a.K) + item.first_head;
+  int64_t m = 0;
+  for (int64_t row = 0; row < item.rows; row++)
+    for (int64_t head = first; head < first + item.heads; head++) body(m++, row, head);
+}
+
 template <class P, class TQ> static void finish(const Attention& a, const Item& item, const Partial& sums) {
-  const int64_t Dp = padded_width(a.D), M = item.rows * item.heads, group = a.H / a.K;
-  for (int64_t m = 0; m < M; m++) {
-    int64_t head = item.kv_head * group + item.first_head + m % item.heads;
-    float share = 1, total = sum(load(sums.total + m * W));
+  const int64_t Dp = padded_width(a.D), M = item.rows * item.heads;
+  float totals[QUERIES + 4];
+  for (int64_t m = 0; m < M; m += 4) {
+    vf lanes[4];
+    for (int64_t i = 0; i < 4; i++) lanes[i] = m + i < M ? load(sums.total + (m + i) * W) : vf{};
+    const vf total = sum_each(lanes);
+    for (int64_t i = 0; i < 4; i++) totals[m + i] = total[i];
+  }
+  over_queries(a, item, [&](int64_t m, int64_t row, int64_t head) __attribute__((always_inline)) {
+    float share = 1, total = totals[m];
     if (a.sinks) {
       float top = max(sums.top[m], a.sinks[head]);
       share = exp(all(sums.top[m] - top))[0];
       total = total * share + exp(all(a.sinks[head] - top))[0];
     }
-    TQ* out = (TQ*)a.out + ((item.row + m / item.heads) * a.H + head) * a.D;
-    float* from = sums.out + m * Dp;
-    for (int64_t i = 0; i < a.D; i += 2 * W) put_in_order<P>(from + i);
-    const float factor = share / total;
-    for_vectors(a.D, EACH_VECTOR { store(out + i, load(from + i) * factor, lanes); });
-  }
+    TQ* out = (TQ*)a.out + ((item.row + row) * a.H + head) * a.D;
+    const float *from = sums.out + m * Dp, factor = share / total;
+    for (int64_t d = 0; d < a.D; d += 2 * W) {
+      vf ordered[2];
+      load_in_order<P>(from + d, ordered);
+      for (int64_t v = 0; v < 2; v++) {
+        const int64_t count = a.D - d - v * W;
+        if (count >= W) store(out + d + v * W, ordered[v] * factor);
+        else if (count > 0) store(out + d + v * W, ordered[v] * factor, count);
+      }
+    }
+  });
 }
 
 template <class P, class TQ> static void pack_queries(const Attention& a, const Item& item, Packed<P>& packed) {
-  const int64_t group = a.H / a.K, M = item.rows * item.heads, units = padded_units<P>(a.D);
-  for (int64_t m = 0; m < M; m++) {
-    int64_t head = item.kv_head * group + item.first_head + m % item.heads;
-    const TQ* q = (const TQ*)a.q + (item.row + m / item.heads) * a.q_row + head * a.q_head;
+  const int64_t M = item.rows * item.heads, units = padded_units<P>(a.D);
+  over_queries(a, item, [&](int64_t m, int64_t row, int64_t head) __attribute__((always_inline)) {
+    const TQ* q = (const TQ*)a.q + (item.row + row) * a.q_row + head * a.q_head;
     packed.q_scales[m] = pack_query(q, packed.q + m * units, a.D, P{});
-  }
+  });
   for (int64_t m = M; m < padded_count(M); m++) {
     __builtin_memset((void*)(packed.q + m * units), 0, units * 4);
     __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);

@@ -202,17 +202,18 @@ INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t D, int64_t d,
 }
 #endif
 
-// Reorders 2 W sums from the order of `interleave` (by 128-bit lanes) to that of the values.
-template <class P> INLINE void put_in_order(float* sums) {
-  if (P::TERMS == 1) return;
+// Loads 2 W sums, in the order of the values rather than that of `interleave` (by 128-bit lanes).
+template <class P> INLINE void load_in_order(const float* sums, vf (&ordered)[2]) {
   vf low = load(sums), high = load(sums + W);
+  ordered[0] = low, ordered[1] = high;
+  if (P::TERMS == 1) return;
   vi from_low, from_high;
   for (int i = 0; i < W; i++) {
     from_low[i] = i / 8 * 4 + i % 4 + i / 4 % 2 * W;
     from_high[i] = from_low[i] + W / 2;
   }
-  store(sums, shuffled(low, high, from_low));
-  store(sums + W, shuffled(low, high, from_high));
+  ordered[0] = shuffled(low, high, from_low);
+  ordered[1] = shuffled(low, high, from_high);
 }
 
 // Packs values begin:end of a tile from the W values that start at `i` and are stored at `rows`.
@@ -304,6 +305,10 @@ INLINE void store_weights(uint32_t* weights, const vf (&own)[TILE / W], const vf
 }
 #endif
 
+// How far scores may exceed the score that a softmax subtracts. In attention without a mask, a small excess is faster
+// than multiplying the sums whenever a tile has a larger score, which no processor predicts.
+INLINE float slack_of(const Attention& a) { return a.ahead ? 8 : 0; }
+
 // Computes the softmax of one query over the keys begin:end of a tile. SCALED: keys and values have scales. COUNT:
 // vectors of the tile that hold keys.
 template <class P, bool SCALED, int COUNT>
@@ -329,14 +334,19 @@ INLINE void soften(const Attention& a, Packed<P>& packed, Partial& sums, int64_t
       scores[i] = j < (int32_t)end ? scores[i] : nothing;
     }
   for (int i = 0; i < COUNT; i++) tops = vmax(tops, scores[i]);
-  const vf top = largest_everywhere(tops);
+  vf top = largest_everywhere(tops);
   vf total = load(sums.total + m * W);
-  if (sums.top[m] != top[0]) {
-    vf shrink = exp_below<5>(all(sums.top[m]) - top);
+  const float before = sums.top[m];
+  if (before != top[0] && !(top[0] <= before + slack_of(a))) {  // true for NaN
+    if (before != nothing[0]) {
+      vf shrink = exp_below<5>(all(before) - top);
+      total *= shrink;
+      float* out = sums.out + m * Dp;
+      for (int64_t i = 0; i < Dp; i += W) store(out + i, load(out + i) * shrink);
+    }
     sums.top[m] = top[0];
-    total *= shrink;
-    float* out = sums.out + m * Dp;
-    for (int64_t i = 0; i < Dp; i += W) store(out + i, load(out + i) * shrink);
+  } else {
+    top = all(before);
   }
   vf own[COUNT], weighted[COUNT];
   for (int i = 0; i < COUNT; i++) {

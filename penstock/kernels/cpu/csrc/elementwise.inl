@@ -77,6 +77,15 @@ struct Relu2 {
   INLINE vf of(vf x) { return Relu::of(x) * Relu::of(x); }
 };
 
+// Calls body with the function of an activation, by its number.
+template <class Body> INLINE void with_activation(int64_t number, Body body) {
+  if (number == 0) body([](vf x) __attribute__((always_inline)) { return Silu::of(x); });
+  if (number == 1) body([](vf x) __attribute__((always_inline)) { return Gelu::of(x); });
+  if (number == 2) body([](vf x) __attribute__((always_inline)) { return GeluTanh::of(x); });
+  if (number == 3) body([](vf x) __attribute__((always_inline)) { return Relu::of(x); });
+  if (number == 4) body([](vf x) __attribute__((always_inline)) { return Relu2::of(x); });
+}
+
 struct GatedActivation {  // x [n, 2F], rows strided; out [n, F]
   int64_t type, activation;
   const void* x;
@@ -262,11 +271,7 @@ static int64_t work(const Change& a) { return (a.function == 5 || a.function == 
 static void run(const Change& a, const Team& team) {
   const float factor = (float)a.factor;
   WITH_TYPE(a.type, T, {
-    if (a.function == 0) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return Silu::of(x); });
-    if (a.function == 1) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return Gelu::of(x); });
-    if (a.function == 2) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return GeluTanh::of(x); });
-    if (a.function == 3) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return Relu::of(x); });
-    if (a.function == 4) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return Relu2::of(x); });
+    with_activation(a.function, [&](auto function) __attribute__((always_inline)) { change<T>(a, team, function); });
     if (a.function == 5) change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return x * factor; });
     if (a.function == 6)
       change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return factor * tanh(x / factor); });

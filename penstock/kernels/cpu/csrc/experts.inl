@@ -172,7 +172,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   });
   team.barrier();
   const Linear gate_up = {a.gate_up_encoding, a.type,       memory.x, a.E,    nullptr,   nullptr, nullptr, nullptr,
-                          memory.gates,       2 * a.F, places,   2 * a.F, a.E};
+                          memory.gates,       2 * a.F, places,   2 * a.F, a.E,     0};
   multiply_jobs(a, gate_up, 0, memory.most, jobs, count, team);
   team.barrier();
   over_rows(team, places, [&](int64_t begin, int64_t end) {
@@ -186,7 +186,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   });
   team.barrier();
   const Linear down = {a.down_encoding, a.type, memory.quantized, a.F, nullptr, nullptr, nullptr, nullptr,
-                       memory.y,        a.E,    places,           a.E, a.F};
+                       memory.y,        a.E,    places,           a.E, a.F,     0};
   multiply_jobs(a, down, 1, memory.most, jobs, count, team);
   team.barrier();
   const bool last = first + places == memory.ends[a.count - 1];

@@ -55,6 +55,7 @@ constexpr int W = PENSTOCK_LANES;
 #include "vector.h"
 #include "team.inl"
 #include "elementwise.inl"
+#include "pooling.inl"
 #include "rotary.inl"
 #include "routing.inl"
 #include "collectives.inl"

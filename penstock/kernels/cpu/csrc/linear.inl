@@ -20,6 +20,7 @@ struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales:
   const void* bias;
   void* y;
   int64_t y_stride, rows, N, K;
+  int64_t activation;  // 0: none, else 1 + the number of the activation of the results
 };
 
 constexpr int64_t PANEL = 64;                 // outputs per panel
@@ -154,6 +155,17 @@ template <class S> struct Block {
   }
 };
 
+// Applies the activation of the layer to results of rows begin:begin + rows, from output `column` of a panel on. The
+// results are rounded to T before.
+template <class T>
+static __attribute__((noinline)) void activate(const Linear& a, int64_t begin, int64_t rows, int64_t column) {
+  T* y = (T*)a.y + begin * a.y_stride + column;
+  with_activation(a.activation - 1, [&](auto function) __attribute__((always_inline)) {
+    for (int64_t row = 0; row < rows; row++, y += a.y_stride)
+      for_vectors(min(PANEL, a.N - column), EACH_VECTOR { store(y + i, function(load(y + i, lanes)), lanes); });
+  });
+}
+
 // Stores the sums of a tile for some outputs to y.
 template <class S, int ROWS, int VECTORS>
 INLINE void finish_tile(const Block<S>& block, const vf (&sums)[ROWS][VECTORS], int64_t column) {
@@ -268,6 +280,7 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
     if (once) multiply_tile<S, STREAM>(block, rows);
     else multiply_block(block, rows);
   }
+  if (a.activation) activate<T>(a, begin, rows, column);
 }
 
 // Pairs of a panel and a chunk of rows, assigned to threads on request: a thread whose core is busy gets fewer.
@@ -355,6 +368,13 @@ static void run(const Linear& a, const Team& team) {
   if (a.encoding == 0) multiply<FloatSteps>(a, team);
   if (a.encoding == 1) multiply_pairs(a, team);
   if (is_quantized(a.encoding)) run_quantized(a, team);
-  if (a.encoding == 7) multiply_fp8(a, team);
+  if (a.encoding == 7) {
+    multiply_fp8(a, team);
+    if (!a.activation) return;
+    team.barrier();
+    over_rows(team, a.rows, [&](int64_t begin, int64_t end) {
+      for (int64_t column = 0; column < a.N; column += PANEL) activate<bf16>(a, begin, end - begin, column);
+    });
+  }
 }
 KERNEL(linear, Linear)

@@ -130,6 +130,10 @@ template <class P, int VECTORS>
 INLINE void product_columns(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
                             int64_t ldc, int64_t M, int64_t n, bool add, const float* factors) {
   int64_t m = 0;
+  if (W == 16 && VECTORS < 4)  // more sums hide the latency of the products
+    for (; m + 8 <= M; m += 8)
+      product_tile<P, W == 16 && VECTORS < 4 ? 8 : 4, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add,
+                                                               factors + m);
   for (; m + 4 <= M; m += 4)
     product_tile<P, 4, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add, factors + m);
   for (; m + 2 <= M; m += 2)

@@ -167,6 +167,69 @@ struct Large {
 };
 #endif
 
+#if PENSTOCK_LANES == 16
+// Magnitudes of bfloat16 numbers as 16-bit integers, which have their order. 32 at a time.
+INLINE __m512i magnitudes(const bf16* x, int64_t count) {
+  const __mmask32 inside = count >= 2 * W ? ~0u : (1u << count) - 1;
+  return _mm512_and_si512(_mm512_maskz_loadu_epi16(inside, x), _mm512_set1_epi16(0x7fff));
+}
+INLINE vu largest_of_lanes(const bf16* x, int64_t n) {
+  __m512i tops = _mm512_setzero_si512();
+  for (int64_t i = 0; i < n; i += 2 * W) tops = _mm512_max_epu16(tops, magnitudes(x + i, n - i));
+  const vu low = (vu)_mm512_cvtepu16_epi32(_mm512_castsi512_si256(tops));
+  return umax(low, (vu)_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(tops, 1))) << 16;
+}
+
+// Returns the smallest magnitude that times `inverse` is rounded to `integer` or more.
+INLINE uint16_t least_magnitude(float inverse, int32_t integer) {
+  auto integer_of = [=](uint32_t bits) __attribute__((always_inline)) {
+    return rounded_to_integers(all(widen(bf16{(uint16_t)bits}) * inverse))[0];
+  };
+  const float near = ((float)integer - 0.5f) / inverse;
+  uint32_t bits;
+  __builtin_memcpy(&bits, &near, 4);
+  bits >>= 16;
+  while (integer_of(bits) >= integer) bits--;
+  while (integer_of(bits) < integer) bits++;
+  return (uint16_t)bits;
+}
+
+// The number of extras is that of the magnitudes beyond 127, plus that of those beyond 254, and so on.
+INLINE int64_t count_extras(const bf16* x, int64_t n, float inverse, float reach) {
+  int64_t count = 0;
+  for (int32_t integer = 128; integer <= 127 * reach; integer += 127) {
+    const __m512i least = _mm512_set1_epi16((int16_t)least_magnitude(inverse, integer));
+    for (int64_t i = 0; i < n; i += 2 * W)
+      count += __builtin_popcount(_mm512_cmpge_epu16_mask(magnitudes(x + i, n - i), least));
+  }
+  return count;
+}
+
+// The same results as of the function for all types, from comparisons of 16-bit integers.
+static int32_t quantize_with_extras(const bf16* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
+  const float top = largest_magnitude(largest_of_lanes(x, n));
+  extras->count = 0;
+  if (is_degenerate(top, n, integers, scale)) return 0;
+  const int64_t room = min(MOST_EXTRAS, n / INPUTS_AN_EXTRA);
+  float most = 127;
+  for (float reach : REACHES) {
+    if (count_extras(x, n, 127 * reach / top, reach) > room) break;
+    most = 127 * reach;
+  }
+  const float inverse = most / top;
+  *scale = top / most;
+  const int32_t total = store_integers(x, n, inverse, integers);
+  if (most == 127) return total;
+  const __m512i least = _mm512_set1_epi16((int16_t)least_magnitude(inverse, 128));
+  for (int64_t i = 0; i < n; i += 2 * W)
+    for (uint32_t beyond = _mm512_cmpge_epu16_mask(magnitudes(x + i, n - i), least); beyond; beyond &= beyond - 1) {
+      const int64_t place = i + __builtin_ctz(beyond);
+      split_integer(place, rounded_to_integers(all(widen(x[place]) * inverse))[0], integers, extras);
+    }
+  return total;
+}
+#endif
+
 // Like `quantize`, with the smallest scale that a few extras allow, so that outliers do not reduce the precision.
 template <class T>
 static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
@@ -343,11 +406,14 @@ struct ByteBlock {
   uint32_t* sums;      // [rows, PANEL]: sums of the previous blocks; integers in int8, else floats
   bool first, last;
   const char* panel;   // the panel of the block
+  const Linear* layer; // its results are stored directly from the last block; null: `sums` are stored
+  int64_t row, column; // of the first result
 
   INLINE_MEMBER ByteBlock below(int64_t rows) const {
     ByteBlock block = *this;
     block.x = x.below(rows);
     block.sums += rows * PANEL;
+    block.row += rows;
     return block;
   }
 };
@@ -387,6 +453,10 @@ struct Bytes {
         }
       }
       if (block.last) add_extras(block, column, sums);
+      if (block.last && block.layer) {
+        WITH_TYPE(block.layer->type, T, store_results<T>(block, column, sums));
+        continue;
+      }
       for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, (vu)sums[r][v]);
     }
@@ -403,6 +473,25 @@ struct Bytes {
         for (int v = 0; v < VECTORS; v++) sums[r][v] = add_bytes(sums[r][v], load(w + v * W), bytes);
       }
     }
+  }
+
+  // Stores the results of a whole panel from the sums in registers.
+  template <class T, int ROWS, int VECTORS>
+  INLINE void store_results(const ByteBlock& block, int64_t column, const vi (&sums)[ROWS][VECTORS]) {
+    const Linear& a = *block.layer;
+    const int64_t first = block.column + column, stride = a.y_stride, groups = block.x.groups;
+    const float *scales_x = block.x.scales, *scales_w = a.scales + first;
+    const T* biases = (const T*)a.bias;
+    T* y = (T*)a.y + block.row * stride + first;
+    for (int v = 0; v < VECTORS; v++, y += W) {
+      const vf scale_w = load(scales_w + v * W), bias = biases ? load(biases + first + v * W) : vf{};
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        const vf result = Bytes::result((vu)sums[r][v], all(scales_x[r * groups]), scale_w);
+        store(y + r * stride, biases ? result + bias : result);
+      }
+    }
+    if (a.activation && column + VECTORS * W == PANEL) activate<T>(a, block.row, ROWS, block.column);
   }
 
   INLINE vf result(vu sums, vf scale_x, vf scale_w) { return __builtin_convertvector((vi)sums, vf) * (scale_x * scale_w); }
@@ -529,10 +618,11 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
   // A single pass: nothing needs to stay in the cache.
   const bool once = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
   const int64_t blocks = once ? 1 : ceil_div(units, S::BLOCK_UNITS);
+  const bool direct = !S::SCALED && column + PANEL <= a.N;  // results need no sums of further panels
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = units * number / blocks, to = units * (number + 1) / blocks;
     ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0,
-                       number == blocks - 1, w};
+                       number == blocks - 1, w, direct ? &a : nullptr, begin, column};
     block.x.integers += from * S::INPUTS;
     if (S::SCALED) block.x.scales += from * S::PASSES * S::SCALED, block.x.starts += from * S::PASSES * S::SCALED;
     if (once) block.ahead = w + STREAM_AHEAD;
@@ -541,6 +631,7 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
     if (once) multiply_rows<S, STREAM>(block, rows);
     else multiply_all_rows<S>(block, rows);
   }
+  if (direct) return;
   for (int64_t r = 0; r < rows; r++) {
     const vf scale_x = all(x.scales[r * x.groups]);
     for_vectors(min(PANEL, a.N - column), EACH_VECTOR {
@@ -552,6 +643,7 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
       });
     });
   }
+  if (a.activation) WITH_TYPE(a.type, T, activate<T>(a, begin, rows, column));
 }
 
 template <class S> static void multiply_quantized(const Linear& a, const Team& team) {

@@ -1,0 +1,61 @@
+"""`EncoderOps`: the operations of encoders, which compute whole sequences without a KV cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from penstock.kernels.inputs import SequenceBlocks
+from penstock.kernels.operations import Arguments, CFunction, UnrecordableStepError, operation
+
+
+def _no_bias(arguments: Arguments) -> Arguments:
+    """Refuse a bias of attention: back ends may pad it, which cannot be recorded."""
+    if arguments["bias"] is not None:
+        raise UnrecordableStepError("a bias of encoder attention")
+    return arguments
+
+
+class EncoderOps(ABC):
+    """Attention within whole sequences, and pooling of their rows."""
+
+    def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks | None:
+        """Return the blocks for `encoder_attention`, computed from ``row_offsets [B + 1]`` once per step.
+
+        None in a back end that reads keys and values in place.
+        """
+        return None
+
+    @operation(weights=["blocks"], simplify=_no_bias)
+    @abstractmethod
+    def encoder_attention(
+        self,
+        q: Tensor,  # [T, H, D]
+        k: Tensor,  # [T, K, D]
+        v: Tensor,  # [T, K, D]
+        row_offsets: Tensor,  # [B + 1] int32
+        *,
+        scale: float,
+        window: int | None = None,
+        is_causal: bool = False,
+        bias: Tensor | None = None,  # [H, 2P - 1] float32
+        blocks: SequenceBlocks | None = None,
+    ) -> Tensor:  # [T, H, D]
+        """Return the attention within each sequence of a ragged batch, without a KV cache.
+
+        Query head h reads kv head ``h // (H / K)``. Query i sees key j of its sequence if
+        ``abs(i - j) <= window``, and, with ``is_causal``, only if ``j <= i``. ``bias[h, j - i + P - 1]`` is
+        added to the scaled score; P is at least the length of the longest sequence. Softmax in float32.
+        ``blocks`` is the result of `sequence_blocks`; without it, a back end that needs it computes it. A
+        recorded step keeps it, because it replays only batches with the same sequence lengths.
+        """
+
+    @operation(functions={"sequence_means": CFunction("q 3P 3q")})
+    @abstractmethod
+    def sequence_means(
+        self,
+        x: Tensor,  # [T, E]
+        row_offsets: Tensor,  # [B + 1] int32
+    ) -> Tensor:  # [B, E] float32
+        """Return the mean of the rows of each sequence of a ragged batch, computed in float32."""

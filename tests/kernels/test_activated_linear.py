@@ -1,0 +1,65 @@
+"""A linear layer with an activation, and the means of sequences: every back end."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from support.back_ends import back_end_params, fast_back_ends
+
+from penstock.kernels import Activation, LoRAInputs, Ops
+from penstock.kernels.encodings import ENCODINGS, encoding_named
+from penstock.kernels.linear import LinearSlice
+from penstock.kernels.reference import ReferenceOps
+
+NAMES = [name for name in ENCODINGS if name != "float16"]
+ACTIVATIONS: list[Activation] = ["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+
+
+@pytest.fixture(params=back_end_params(fast_back_ends()))
+def ops(request: pytest.FixtureRequest) -> Ops:
+    torch.manual_seed(0)
+    return fast_back_ends()[request.param]
+
+
+@pytest.mark.parametrize("encoding", NAMES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (200, 96)])
+def test_it_has_the_bits_of_both_operations(ops: Ops, encoding: str, outputs: int, inputs: int) -> None:
+    packed = ops.pack_linear(torch.randn(outputs, inputs) / inputs**0.5, encoding, bias=torch.randn(outputs))
+    dtype = encoding_named(encoding).compute_dtype.to_torch()
+    for rows, activation in zip((1, 2, 7, 13, 40), ACTIVATIONS, strict=True):
+        x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs]
+        expected = ops.activation(ops.linear(x, packed), activation)
+        assert torch.equal(ops.activated_linear(x, packed, activation), expected)
+
+
+@pytest.mark.parametrize("encoding", ["float32", "int8"])
+def test_adapters_are_added_before_the_activation(ops: Ops, encoding: str) -> None:
+    slices = [LinearSlice("up", 0, 96)]
+    packed = ops.pack_linear(torch.randn(96, 32) / 6, encoding, slices=slices)
+    dtype = encoding_named(encoding).compute_dtype.to_torch()
+    down, up = torch.randn(2, 4, 32).to(dtype) / 6, torch.randn(2, 4, 96).to(dtype) / 2
+    lora = LoRAInputs(torch.tensor([0, -1, 1, 0]), {"up": (down, up.transpose(1, 2))})
+    x = torch.randn(4, 32).to(dtype)
+    got = ops.activated_linear(x, packed, "gelu", lora=lora)
+    assert torch.equal(got, ops.activation(ops.linear(x, packed, lora=lora), "gelu"))
+    plain = ops.activated_linear(x, packed, "gelu")
+    assert [torch.equal(*rows) for rows in zip(got, plain, strict=True)] == [False, True, False, False]
+    others = ops.activated_linear(x, packed, "gelu", lora=LoRAInputs(lora.rows, {"down": (down, up)}))
+    assert torch.equal(others, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 37, 384])
+def test_means_of_sequences(ops: Ops, dtype: torch.dtype, width: int) -> None:
+    offsets = [0, *accumulate([3, 1, 70, 5, 200])]
+    x = torch.randn(offsets[-1], 2 * width).to(dtype)[:, :width]
+    got = ops.sequence_means(x, torch.tensor(offsets, dtype=torch.int32))
+    assert got.dtype == torch.float32
+    expected = ReferenceOps().sequence_means(x, torch.tensor(offsets, dtype=torch.int32))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    for (start, stop), mean in zip(pairwise(offsets), got, strict=True):
+        torch.testing.assert_close(mean, x[start:stop].float().mean(0), rtol=1e-5, atol=1e-6)
+        alone = ops.sequence_means(x[start:stop], torch.tensor([0, stop - start], dtype=torch.int32))
+        assert torch.equal(alone[0], mean)
