@@ -5,7 +5,8 @@ recorded and replayed (`kernels.recording`). `kernels.reference.ReferenceOps` de
 Other back ends inherit from it and override the operations that they compute faster.
 
 Each method marked with `operation` is a row of the table of operations, see `kernels.operations`. The
-operations of audio codecs are in `kernels.convolution`, those of routers in `kernels.routing`.
+operations of audio codecs are in `kernels.convolution`, those of encoders in `kernels.encoder_ops`, those of
+routers in `kernels.routing`.
 """
 
 from __future__ import annotations

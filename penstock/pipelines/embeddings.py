@@ -85,7 +85,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         self._poolings = layout.poolings or (model.default_pooling,)
         self._scores = scores_activation(model.huggingface_config)
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[EmbeddingsOutput, ...]:
         """The outputs that the model has; the first is its default."""
         network = self.model.network
