@@ -201,7 +201,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         return self.activation(self.linear(x, packed, lora=lora), activation)
 
     def sequence_means(self, x: Tensor, row_offsets: Tensor) -> Tensor:
-        parts = x.float().split(row_offsets.diff().tolist())
+        parts = x.float().split_with_sizes(row_offsets.diff().tolist())
         return torch.stack([rows.sum(0) / len(rows) for rows in parts])
 
     def xielu(self, x: Tensor, parameters: XIELU) -> Tensor:
