@@ -129,7 +129,7 @@ static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin,
     with_units(a.encoding, [&](auto form) {
       multiply_panel<decltype(form)>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
     });
-    if (a.encoding == 7) multiply_fp8_panel(a, begin, rows, w, panel * PANEL, (float*)sums);
+    if (a.encoding == 7) multiply_fp8_panel<Fp8Steps>(a, begin, rows, w, panel * PANEL, (float*)sums);
   }
 }
 

@@ -11,35 +11,81 @@ constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's c
 constexpr int FP8_ORDER[] = {0, 2, 1, 3};
 
 #if PENSTOCK_DOT
-typedef bf16 Fp8Input;
-typedef uint32_t Fp8Wide;  // pairs of bfloat16
-constexpr int FP8_PARTS = 2;
-// Widens the even or the odd bytes of each word to pairs of bfloat16, exactly. Without SUBNORMAL, all codes must have
-// an exponent above 0: the exponent is shifted into position, and its bias 7 is replaced by 127.
-template <bool SUBNORMAL> INLINE vu widen_fp8(vu words, int part) {
-  const __m512i high = (__m512i)(part ? words : words << 8), shifted = _mm512_srai_epi16(high, 4);
-  const vu normal = (vu)_mm512_add_epi16((__m512i)((vu)shifted & 0x87f087f0), _mm512_set1_epi16(0x3c00));
-  if (!SUBNORMAL) return normal;
-  const __m512i subnormals = (__m512i)(__v32hi){0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
-  const vu codes = (part ? words >> 8 : words) & 0x00ff00ff;
-  const __mmask32 is_small = _mm512_testn_epi16_mask((__m512i)codes, _mm512_set1_epi16(0x78));
-  const vu small = (vu)_mm512_maskz_permutexvar_epi16(is_small, (__m512i)codes, subnormals) | (codes & 0x00800080) << 8;
-  return (vu)_mm512_mask_mov_epi16((__m512i)normal, is_small, (__m512i)small);
-}
+// Pairs of bfloat16 for the dot product instruction.
+struct Fp8Pairs {
+  typedef bf16 Input;
+  typedef uint32_t Wide;
+  typedef vu Wides;
+  static constexpr int PARTS = 2;
+  // Widens the even or the odd bytes of each word to pairs of bfloat16, exactly. Without SUBNORMAL, all codes must have
+  // an exponent above 0: the exponent is shifted into position, and its bias 7 is replaced by 127.
+  template <bool SUBNORMAL> INLINE_MEMBER static vu widen(vu words, int part) {
+    const __m512i high = (__m512i)(part ? words : words << 8), shifted = _mm512_srai_epi16(high, 4);
+    const vu normal = (vu)_mm512_add_epi16((__m512i)((vu)shifted & 0x87f087f0), _mm512_set1_epi16(0x3c00));
+    if (!SUBNORMAL) return normal;
+    const __m512i subnormals = (__m512i)(__v32hi){0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    const vu codes = (part ? words >> 8 : words) & 0x00ff00ff;
+    const __mmask32 is_small = _mm512_testn_epi16_mask((__m512i)codes, _mm512_set1_epi16(0x78));
+    const vu small =
+        (vu)_mm512_maskz_permutexvar_epi16(is_small, (__m512i)codes, subnormals) | (codes & 0x00800080) << 8;
+    return (vu)_mm512_mask_mov_epi16((__m512i)normal, is_small, (__m512i)small);
+  }
+  template <int ROWS, int VECTORS, class Weights>
+  INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const bf16* x, Weights weights) {
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++) {
+      vu numbers[VECTORS];
+      for (int v = 0; v < VECTORS; v++) numbers[v] = weights(part, v);
+      for (int r = 0; r < ROWS; r++) {
+        uint32_t pair;
+        __builtin_memcpy(&pair, x + r * FP8_GROUP + 2 * part, 4);
+        const __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
+        for (int v = 0; v < VECTORS; v++) totals[r][v] = _mm512_dpbf16_ps(totals[r][v], a, (__m512bh)numbers[v]);
+      }
+    }
+  }
+};
+#endif
+
+// Floats for multiply-adds.
+struct Fp8Floats {
+  typedef float Input;
+  typedef float Wide;
+  typedef vf Wides;
+  static constexpr int PARTS = 4;
+  // Widens one input of each word to float32, through pairs of bfloat16 as above. A code with the exponent 0 becomes
+  // 2^-7 * (1 + m / 8) instead of 2^-6 * m / 8.
+  template <bool SUBNORMAL> INLINE_MEMBER static vf widen(vu words, int part) {
+    const vs high = (vs)(part / 2 ? words : words << 8);
+    const vu pairs = (vu)((vs)((vu)(high >> 4) & 0x87f087f0) + (int16_t)0x3c00);
+    const vf number = as_float(part % 2 ? pairs & 0xffff0000 : pairs << 16);
+    if (!SUBNORMAL) return number;
+    const vf magnitude = as_float(as_bits(number) & 0x7fffffff), small = magnitude * 2 - 0x1p-6f;
+    return magnitude < 0x1p-6f ? as_float(as_bits(small) | (as_bits(number) & 0x80000000)) : number;
+  }
+  // Processes one vector after the other, so that few registers hold widened numbers. Where there are dot products, the
+  // order of additions within a pair is theirs: see WidenedPairs.
+  template <int ROWS, int VECTORS, class Weights>
+  INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const float* x, Weights weights) {
+#pragma GCC unroll 2
+    for (int pair = 0; pair < PARTS; pair += 2) {
+      const int first = pair + (PENSTOCK_DOT ? 1 : 0), second = pair + (PENSTOCK_DOT ? 0 : 1);
+      vf a[ROWS], b[ROWS];
+      for (int r = 0; r < ROWS; r++) a[r] = all(x[r * FP8_GROUP + first]), b[r] = all(x[r * FP8_GROUP + second]);
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) {
+        const vf first_weights = weights(first, v), second_weights = weights(second, v);
+        for (int r = 0; r < ROWS; r++)
+          totals[r][v] = fma(b[r], second_weights, fma(a[r], first_weights, totals[r][v]));
+      }
+    }
+  }
+};
+
+#if PENSTOCK_DOT
+typedef Fp8Pairs Fp8Steps;
 #else
-typedef float Fp8Input;
-typedef float Fp8Wide;
-constexpr int FP8_PARTS = 4;
-// Widens one input of each word to float32, through pairs of bfloat16 as above. A code with the exponent 0 becomes
-// 2^-7 * (1 + m / 8) instead of 2^-6 * m / 8.
-template <bool SUBNORMAL> INLINE vf widen_fp8(vu words, int part) {
-  const vs high = (vs)(part / 2 ? words : words << 8);
-  const vu pairs = (vu)((vs)((vu)(high >> 4) & 0x87f087f0) + (int16_t)0x3c00);
-  const vf number = as_float(part % 2 ? pairs & 0xffff0000 : pairs << 16);
-  if (!SUBNORMAL) return number;
-  const vf magnitude = as_float(as_bits(number) & 0x7fffffff), small = magnitude * 2 - 0x1p-6f;
-  return magnitude < 0x1p-6f ? as_float(as_bits(small) | (as_bits(number) & 0x80000000)) : number;
-}
+typedef Fp8Floats Fp8Steps;
 #endif
 
 // Returns whether any code in these words has the exponent 0, that is, is subnormal or 0.
@@ -63,64 +109,34 @@ template <int COUNT> INLINE bool has_subnormals(const vu (&words)[COUNT]) {
 #endif
 }
 
-struct Fp8Tile {
-  const Fp8Input* x;    // [rows, FP8_GROUP], padded with zeros
+template <class P> struct Fp8Tile {
+  const typename P::Input* x;    // [rows, FP8_GROUP], padded with zeros
   const char* record;
-  const Fp8Wide* wide;  // the record widened to [step, part, PANEL]; null: widened on the fly
+  const typename P::Wide* wide;  // the record widened to [step, part, PANEL]; null: widened on the fly
   int64_t steps;
-  float* sums;          // [rows, PANEL]
+  float* sums;                   // [rows, PANEL]
   bool first;
 };
 
-// Adds the products of a step. `weights(part, v)` returns the weights of W outputs for a part.
-template <int ROWS, int VECTORS, class Weights>
-INLINE void add_fp8_step(vf (&totals)[ROWS][VECTORS], const Fp8Input* x, Weights weights) {
-#if PENSTOCK_DOT
-#pragma GCC unroll 2
-  for (int part = 0; part < FP8_PARTS; part++) {
-    vu numbers[VECTORS];
-    for (int v = 0; v < VECTORS; v++) numbers[v] = weights(part, v);
-    for (int r = 0; r < ROWS; r++) {
-      uint32_t pair;
-      __builtin_memcpy(&pair, x + r * FP8_GROUP + 2 * part, 4);
-      const __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
-      for (int v = 0; v < VECTORS; v++) totals[r][v] = _mm512_dpbf16_ps(totals[r][v], a, (__m512bh)numbers[v]);
-    }
-  }
-#else  // one vector after the other, so that few registers hold widened numbers
-#pragma GCC unroll 2
-  for (int part = 0; part < FP8_PARTS; part += 2) {
-    vf a[ROWS], b[ROWS];
-    for (int r = 0; r < ROWS; r++) a[r] = all(x[r * FP8_GROUP + part]), b[r] = all(x[r * FP8_GROUP + part + 1]);
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) {
-      const vf first = weights(part, v), second = weights(part + 1, v);
-      for (int r = 0; r < ROWS; r++) totals[r][v] = fma(b[r], second, fma(a[r], first, totals[r][v]));
-    }
-  }
-#endif
-}
-
-template <int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile) {
+template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile<P>& tile) {
   constexpr int VECTORS = vectors_of(ROWS);
   for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
     vf totals[ROWS][VECTORS] = {};
     const char* codes = tile.record + column * 4;
-    const Fp8Wide* wide = tile.wide + column;
-    const Fp8Input* x = tile.x;
-    for (int64_t step = 0; step < tile.steps; step++, codes += FP8_STEP, wide += FP8_PARTS * PANEL, x += 4) {
-      if (!WIDE) {
-        __builtin_prefetch(codes + STREAM_AHEAD, 0, 2);
-        __builtin_prefetch(codes + STREAM_AHEAD + FP8_STEP / 2, 0, 2);
-      }
+    const typename P::Wide* wide = tile.wide + column;
+    const typename P::Input* x = tile.x;
+    for (int64_t step = 0; step < tile.steps; step++, codes += FP8_STEP, wide += P::PARTS * PANEL, x += 4) {
+      // All lines: a step takes long enough that the hardware prefetchers would not load the lines in between in time.
+      if (!WIDE)
+        for (int64_t line = 0; line < FP8_STEP; line += LINE) __builtin_prefetch(codes + STREAM_AHEAD + line, 0, 2);
       vu words[VECTORS];
       for (int v = 0; v < VECTORS; v++) words[v] = WIDE ? vu{} : load((const uint32_t*)codes + v * W);
       // Subnormal numbers are rare, because weights are scaled to the largest number: use the faster code without them.
-#define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline))
-      if (WIDE) add_fp8_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return load(wide + part * PANEL + v * W); });
+#define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline)) -> typename P::Wides
+      if (WIDE) P::template add_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return load(wide + part * PANEL + v * W); });
       else if (__builtin_expect(has_subnormals(words), 0))
-        add_fp8_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return widen_fp8<true>(words[v], part); });
-      else add_fp8_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return widen_fp8<false>(words[v], part); });
+        P::template add_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return P::template widen<true>(words[v], part); });
+      else P::template add_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return P::template widen<false>(words[v], part); });
     }
     for (int v = 0; v < VECTORS; v++) {
       const vf scales = load((const float*)(tile.record + FP8_SCALES) + column + v * W);
@@ -132,40 +148,42 @@ template <int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile
   }
 }
 
-template <bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile, int64_t rows) {
+template <class P, bool WIDE> static void multiply_fp8_tile(const Fp8Tile<P>& tile, int64_t rows) {
   switch (rows) {
-    case 1: multiply_fp8_tile<1, WIDE>(tile); break;
-    case 2: multiply_fp8_tile<2, WIDE>(tile); break;
-    case 3: multiply_fp8_tile<3, WIDE>(tile); break;
-    case 4: multiply_fp8_tile<4, WIDE>(tile); break;
+    case 1: multiply_fp8_tile<P, 1, WIDE>(tile); break;
+    case 2: multiply_fp8_tile<P, 2, WIDE>(tile); break;
+    case 3: multiply_fp8_tile<P, 3, WIDE>(tile); break;
+    case 4: multiply_fp8_tile<P, 4, WIDE>(tile); break;
 #if PENSTOCK_LANES > 4
-    case 5: multiply_fp8_tile<5, WIDE>(tile); break;
-    case 6: multiply_fp8_tile<6, WIDE>(tile); break;
+    case 5: multiply_fp8_tile<P, 5, WIDE>(tile); break;
+    case 6: multiply_fp8_tile<P, 6, WIDE>(tile); break;
 #endif
   }
 }
 
 // Copies the inputs of a group for some rows to the layout that the product reads.
-INLINE void copy_fp8_inputs(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, Fp8Input* to) {
+INLINE void copy_fp8_inputs(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, bf16* to) {
   for (int64_t r = 0; r < rows; r++, x += x_stride, to += FP8_GROUP) {
-#if PENSTOCK_DOT
     __builtin_memcpy(to, x, inputs * 2);
     __builtin_memset(to + inputs, 0, (FP8_GROUP - inputs) * 2);
-#else
+  }
+}
+INLINE void copy_fp8_inputs(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, float* to) {
+  for (int64_t r = 0; r < rows; r++, x += x_stride, to += FP8_GROUP) {
     __builtin_memset(to + inputs / W * W, 0, (FP8_GROUP - inputs / W * W) * 4);
     for_vectors(inputs, EACH_VECTOR { store(to + i, load(x + i, lanes), lanes); });
-#endif
   }
 }
 
 // Computes the outputs of a panel for `rows` rows from `begin` on.
+template <class P>
 static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, const char* panel, int64_t column,
                                float* sums) {
   const int64_t groups = ceil_div(a.K, FP8_GROUP), tiles = ceil_div(rows, TILE_ROWS);
   const bool is_wide = tiles > 2;  // widening once pays off if several tiles read the weights
   const int64_t block = tiles > 1 && !is_wide ? FP8_BLOCK : 1;
-  alignas(64) Fp8Wide wide[FP8_GROUP / 4 * FP8_PARTS * PANEL];
-  alignas(64) Fp8Input x[TILE_ROWS * FP8_GROUP];
+  alignas(64) typename P::Wide wide[FP8_GROUP / 4 * P::PARTS * PANEL];
+  alignas(64) typename P::Input x[TILE_ROWS * FP8_GROUP];
   for (int64_t from = 0; from < groups; from += block) {
     const int64_t to = min(from + block, groups);
     if (is_wide) {
@@ -175,9 +193,9 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, con
         for (int64_t i = 0; i < PANEL; i += W) {
           const vu words[] = {load((const uint32_t*)(record + step * FP8_STEP) + i)};
           const bool subnormal = has_subnormals(words);
-          for (int part = 0; part < FP8_PARTS; part++)
-            store(wide + (step * FP8_PARTS + part) * PANEL + i,
-                  subnormal ? widen_fp8<true>(words[0], part) : widen_fp8<false>(words[0], part));
+          for (int part = 0; part < P::PARTS; part++)
+            store(wide + (step * P::PARTS + part) * PANEL + i,
+                  subnormal ? P::template widen<true>(words[0], part) : P::template widen<false>(words[0], part));
         }
       }
     }
@@ -186,9 +204,10 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, con
       for (int64_t group = from; group < to; group++) {
         const int64_t inputs = min(FP8_GROUP, a.K - group * FP8_GROUP);
         copy_fp8_inputs((const bf16*)a.x + (begin + row) * a.x_stride + group * FP8_GROUP, a.x_stride, height, inputs, x);
-        const Fp8Tile tile = {x, panel + group * FP8_BYTES, wide, ceil_div(inputs, 4), sums + row * PANEL, group == 0};
-        if (is_wide) multiply_fp8_tile<true>(tile, height);
-        else multiply_fp8_tile<false>(tile, height);
+        const Fp8Tile<P> tile = {
+            x, panel + group * FP8_BYTES, wide, ceil_div(inputs, 4), sums + row * PANEL, group == 0};
+        if (is_wide) multiply_fp8_tile<P, true>(tile, height);
+        else multiply_fp8_tile<P, false>(tile, height);
       }
     }
   }
@@ -201,7 +220,7 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, con
   }
 }
 
-static void multiply_fp8(const Linear& a, const Team& team) {
+template <class P> static void multiply_fp8(const Linear& a, const Team& team) {
   const int64_t chunks = max<int64_t>(1, ceil_div(a.rows, CHUNK_ROWS));
   const int64_t bytes = ceil_div(a.K, FP8_GROUP) * FP8_BYTES;
   const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(bf16);
@@ -210,9 +229,19 @@ static void multiply_fp8(const Linear& a, const Team& team) {
   const Pieces pieces(a, team, a.rows, chunks, width);
   over_pieces(team, pieces.count(), [&](int64_t piece) {
     pieces.each(team, piece, [&](int64_t panel, int64_t, int64_t begin, int64_t end) {
-      multiply_fp8_panel(a, begin, end - begin, (const char*)a.panels + panel * bytes, panel * PANEL, sums);
+      multiply_fp8_panel<P>(a, begin, end - begin, (const char*)a.panels + panel * bytes, panel * PANEL, sums);
     });
   });
+}
+
+static void multiply_fp8(const Linear& a, const Team& team) {
+#if PENSTOCK_DOT
+  if (a.rows > 2 && dot_is_slow()) {  // one or two rows are bound by memory
+    const FlushedDenormals mode;
+    return multiply_fp8<Fp8Floats>(a, team);
+  }
+#endif
+  multiply_fp8<Fp8Steps>(a, team);
 }
 
 // ---- packing ----
