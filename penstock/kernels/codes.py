@@ -6,8 +6,11 @@ Panels are little-endian and contiguous, with N outputs, K inputs, and padding o
   the order of `GroupPanels`, the 64 float16 scales, and the 64 zero points (uint8).
 * `CodePanels` of 8 bits: ``[N / 64, K / 32, 2240]`` uint8. A group has its codes ``[8, 64, 4]``, then scales
   and zero points.
-* `Fp8Panels`: ``[N / 64, K / 128, 8448]`` uint8: 32 steps ``[64, 4]`` of 4 inputs, in the order 0, 2, 1, 3,
-  then the 64 float32 scales.
+* `Fp8Panels`: ``[N / 64, K / 128 * 8448 + 64]`` uint8: the codes of each group of 128 inputs, 32 steps
+  ``[64, 4]`` of 4 inputs, in the order 0, 2, 1, 3. A table of as many float32 scales follows as the panel has
+  groups times 64, then two int32 strides and 56 bytes of padding. The scale of group g and output n is number
+  ``g * strides[0] + n * strides[1]`` of the table; the strides are 0 and 1 if all groups have the same
+  scales, 1 and 0 if all outputs have, and 64 and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.dtype import DType
-from penstock.kernels.encodings._sizes import FP8_GROUP, GROUP, PANEL, code_group_bytes
+from penstock.kernels.encodings._sizes import (
+    FP8_GROUP,
+    FP8_STRIDES,
+    GROUP,
+    PANEL,
+    code_group_bytes,
+    fp8_panel_bytes,
+)
 from penstock.kernels.linear import multiply_floats
 from penstock.kernels.panels import PanelLayout, Tensors
 from penstock.kernels.quantized import quantize
@@ -170,13 +180,19 @@ class CodePanels(PanelLayout):
 
 
 def quantize_fp8(weight: Tensor) -> Tensors:
-    """Return the 8-bit floats of a weight ``[out, in]``, each group scaled to the largest one."""
+    """Return the 8-bit floats of a weight ``[out, in]``, each output scaled to the largest one.
+
+    A group with a NaN or an infinity becomes NaN.
+    """
     padded = F.pad(weight.float(), (0, -weight.shape[1] % FP8_GROUP))
     groups = padded.view(len(weight), -1, FP8_GROUP)
-    scales = groups.abs().amax(-1) / LARGEST_FP8
+    largest = groups.abs().amax(-1)  # [out, G]
+    finite = largest.isfinite()
+    scales = torch.where(finite, largest, 0.0).amax(1, keepdim=True) / LARGEST_FP8
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
     numbers = (groups * inverse[..., None]).clamp(-LARGEST_FP8, LARGEST_FP8).flatten(1)[:, : weight.shape[1]]
-    return {"weight": numbers.to(torch.float8_e4m3fn).contiguous().view(torch.uint8), "scales": scales}
+    codes = numbers.nan_to_num().to(torch.float8_e4m3fn).contiguous().view(torch.uint8)
+    return {"weight": codes, "scales": torch.where(finite, scales, torch.nan)}
 
 
 def unpack_fp8(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -197,12 +213,13 @@ def multiply_fp8(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) 
 
 
 class Fp8Panels(PanelLayout):
-    """8-bit floats in groups of 128 inputs, each group followed by its scales."""
+    """8-bit floats in groups of 128 inputs; the scales of a panel follow the codes of all its groups."""
 
     dtype = DType.uint8
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        return (-(-out_features // PANEL), -(-in_features // FP8_GROUP), PANEL * (FP8_GROUP + 4))
+        groups = -(-in_features // FP8_GROUP)
+        return (-(-out_features // PANEL), fp8_panel_bytes(groups))
 
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
         codes, missing = rows["weight"], -len(rows["weight"]) % PANEL
@@ -211,15 +228,42 @@ class Fp8Panels(PanelLayout):
         steps = groups.permute(0, 2, 3, 1, 4)[..., list(_FP8_ORDER)]  # [P, G, 32, 64, 4]
         has_nan = ((groups & 127) == 127).flatten(3).any(-1)  # [P, 64, G]
         scales = F.pad(rows["scales"], (0, 0, 0, missing)).view(-1, PANEL, rows["scales"].shape[1])
-        scales = scales.masked_fill(has_nan, torch.nan).transpose(1, 2).contiguous()
-        return {"panels": torch.cat([steps.flatten(2), scales.view(torch.uint8)], dim=2)}
+        scales = scales.masked_fill(has_nan, torch.nan).transpose(1, 2).contiguous()  # [P, G, 64]
+        counts = [min(PANEL, len(codes) - PANEL * panel) for panel in range(len(scales))]
+        tables = [_scale_table(*pair) for pair in zip(scales, counts, strict=True)]
+        return {"panels": torch.cat([steps.flatten(1), torch.stack(tables)], dim=1)}
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
-        codes, columns = torch.split(tensors["panels"], [PANEL * FP8_GROUP, 4 * PANEL], dim=2)
-        steps = codes.reshape(*codes.shape[:2], -1, PANEL, 4)[..., list(_FP8_ORDER)]
+        groups = -(-in_features // FP8_GROUP)
+        sizes = [PANEL * FP8_GROUP * groups, 4 * PANEL * groups, FP8_STRIDES]
+        codes, tables, strides = torch.split(tensors["panels"], sizes, dim=1)
+        steps = codes.reshape(len(codes), groups, -1, PANEL, 4)[..., list(_FP8_ORDER)]
         weight = steps.transpose(2, 3).flatten(3).transpose(1, 2).flatten(2).flatten(0, 1)
-        scales = columns.contiguous().view(torch.float32).transpose(1, 2).flatten(0, 1)
+        by_group, by_output = (
+            strides.contiguous().view(torch.int32)[:, :2].long().T[..., None, None]
+        )  # [P, 1, 1]
+        places = torch.arange(groups) * by_group + torch.arange(PANEL)[:, None] * by_output  # [P, 64, G]
+        scales = tables.contiguous().view(torch.float32).gather(1, places.flatten(1)).view(-1, groups)
         return {
             "weight": weight[:out_features, :in_features].contiguous(),
             "scales": scales[:out_features].contiguous(),
         }
+
+
+def _scale_table(scales: Tensor, num_outputs: int) -> Tensor:
+    """Return the table of the scales ``[G, 64]`` of a panel and its strides, as bytes.
+
+    Args:
+        scales: float32; those after the first ``num_outputs`` outputs are padding.
+        num_outputs: number of outputs of the panel.
+    """
+    bits, table = scales[:, :num_outputs].view(torch.int32), torch.zeros(scales.numel())
+    if (bits == bits[:1]).all():
+        strides, stored = (0, 1), scales[0]
+    elif (bits == bits[:, :1]).all():
+        strides, stored = (1, 0), scales[:, 0]
+    else:
+        strides, stored = (PANEL, 1), scales.flatten()
+    table[: len(stored)] = stored
+    padded = F.pad(torch.tensor(strides, dtype=torch.int32).view(torch.uint8), (0, FP8_STRIDES - 8))
+    return torch.cat([table.view(torch.uint8), padded])

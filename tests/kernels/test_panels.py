@@ -133,9 +133,11 @@ def test_where_a_weight_lies(outputs: int, inputs: int, data: st.DataObject) -> 
         elif encoding in BLOCKS:
             check_block(panels[panel], rows, encoding, column, (n, k))
         elif encoding == "fp8":
-            record, byte = panels[panel, k // 128], (0, 2, 1, 3)[k % 4]
-            assert record[256 * (k % 128 // 4) + 4 * column + byte] == weight
-            assert record[-256:].view(torch.float32)[column] == rows["scales"][n, k // 128]
+            record, byte = panels[panel], (0, 2, 1, 3)[k % 4]
+            assert record[256 * (k // 4) + 4 * column + byte] == weight
+            by_group, by_output = record[-64:].view(torch.int32)[:2].tolist()
+            table = record[-(-inputs // 128) * 8192 : -64].view(torch.float32)
+            assert table[k // 128 * by_group + column * by_output] == rows["scales"][n, k // 128]
         elif encoding in ("uint8", "uint4"):
             record, step, place = panels[panel, k // 32], k % 32 // 8, k % 8
             if encoding == "uint8":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.dtype import DType
 from penstock.kernels.encodings import LayerRole, LinearEncoding
-from penstock.kernels.encodings._sizes import FP8_GROUP, PANEL, round_up
+from penstock.kernels.encodings._sizes import FP8_GROUP, PANEL, fp8_panel_bytes, round_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,10 +42,10 @@ class Fp8Encoding(LinearEncoding):
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         groups = round_up(in_features, FP8_GROUP) // FP8_GROUP
-        return round_up(out_features, PANEL) * groups * (FP8_GROUP + 4)
+        return round_up(out_features, PANEL) // PANEL * fp8_panel_bytes(groups)
 
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
-        """Scale each group to the largest 8-bit float; ``importance`` has no effect."""
+        """Scale each output to the largest 8-bit float; ``importance`` has no effect."""
         from penstock.kernels.codes import quantize_fp8
 
         return quantize_fp8(weight)

@@ -93,6 +93,33 @@ def test_the_kernel_packs_as_defined(ops: CpuOps, encoding: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("scales", "strides"),
+    [
+        (torch.rand(100, 1).expand(100, 3), (0, 1)),
+        (torch.rand(1, 3).expand(100, 3), (1, 0)),
+        (torch.rand(100, 3), (64, 1)),
+        (torch.ones(1, 1).expand(100, 3), (0, 1)),
+    ],
+    ids=["per output", "per block", "per output and group", "per tensor"],
+)
+def test_scales_of_8_bit_floats(ops: CpuOps, scales: torch.Tensor, strides: tuple[int, int]) -> None:
+    rows = random_rows("fp8", 100, 300) | {"scales": scales.contiguous()}
+    layout, kind = encoding_named("fp8").panels, encoding_named("fp8")
+    assert layout is not None
+    packed = ops.pack_quantized(rows, "fp8")
+    panels = packed.tensors["panels"]
+    assert tuple(panels[0, -64:].view(torch.int32)[:2].tolist()) == strides
+    assert torch.equal(panels, layout.to_panels(rows)["panels"])
+    assert torch.equal(layout.from_panels(packed.tensors, 100, 300)["scales"], rows["scales"])
+    for count in (1, 7, 20):  # one tile, two tiles, and widened weights
+        x = torch.randn(count, 300).bfloat16()
+        expected = kind.multiply(x.float(), rows, None)
+        terms = x.float().abs() @ kind.unpack(rows).abs().T
+        error = (ops.linear(x, packed).float() - expected).abs()
+        assert bool((error <= 2**-8 * expected.abs() + 2**-18 * terms).all())
+
+
 def test_every_8_bit_float(ops: CpuOps) -> None:
     codes = torch.arange(256).to(torch.uint8)
     codes[codes & 127 == 127] = 0

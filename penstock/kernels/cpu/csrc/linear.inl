@@ -356,7 +356,7 @@ static int64_t work(const Linear& a) { return a.rows * a.N * a.K; }
 INLINE int64_t panel_bytes(int64_t encoding, int64_t K) {
   int64_t bytes = encoding == 0   ? K * STEP_BYTES
                   : encoding == 1 ? ceil_div(K, 2) * STEP_BYTES
-                                  : ceil_div(K, FP8_GROUP) * FP8_BYTES;
+                                  : fp8_panel_bytes(K);
   with_units(encoding, [&](auto form) { bytes = ceil_div(K, form.INPUTS) * form.UNIT_BYTES; });
   return bytes;
 }

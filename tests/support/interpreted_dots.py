@@ -1,0 +1,27 @@
+"""Products of matrices in Triton's interpreter whose rows do not depend on other rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+def use_exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``tl.dot`` of floats add in float64 and round the sum to float32.
+
+    The interpreter calls numpy, whose BLAS may add a row in another order if the number of rows differs. A
+    sum in float64 has the same rounded value in any order, so that tests of bits depend on the program only.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def create_exact_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if d.data.dtype != np.float32 or np.float32 not in (a.data.dtype, b.data.dtype):
+            return create_dot(self, a, b, d, *options)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return type(d)(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_exact_dot)
