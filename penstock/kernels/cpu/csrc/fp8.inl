@@ -7,6 +7,7 @@
 // pair of inputs, and the odd bytes the next pair.
 
 constexpr int64_t FP8_GROUP = 128, FP8_STEP = 4 * PANEL, FP8_CODES = FP8_GROUP * PANEL;
+constexpr int64_t FP8_AHEAD = FP8_CODES;  // bytes by which codes are prefetched: a group
 constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's cache while all rows are multiplied
 
 // The scales of a panel. Most checkpoints have one scale for each output, or one for each group of a panel: reading only
@@ -55,14 +56,14 @@ struct Fp8Pairs {
     return (vu)_mm512_mask_mov_epi16((__m512i)normal, is_small, (__m512i)small);
   }
   template <int ROWS, int VECTORS, class Weights>
-  INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const bf16* x, Weights weights) {
+  INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const bf16* x, int64_t x_stride, Weights weights) {
 #pragma GCC unroll 2
     for (int part = 0; part < PARTS; part++) {
       vu numbers[VECTORS];
       for (int v = 0; v < VECTORS; v++) numbers[v] = weights(part, v);
       for (int r = 0; r < ROWS; r++) {
         uint32_t pair;
-        __builtin_memcpy(&pair, x + r * FP8_GROUP + 2 * part, 4);
+        __builtin_memcpy(&pair, x + r * x_stride + 2 * part, 4);
         const __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
         for (int v = 0; v < VECTORS; v++) totals[r][v] = _mm512_dpbf16_ps(totals[r][v], a, (__m512bh)numbers[v]);
       }
@@ -90,12 +91,12 @@ struct Fp8Floats {
   // Processes one vector after the other, so that few registers hold widened numbers. Where there are dot products, the
   // order of additions within a pair is theirs: see WidenedPairs.
   template <int ROWS, int VECTORS, class Weights>
-  INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const float* x, Weights weights) {
+  INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const float* x, int64_t x_stride, Weights weights) {
 #pragma GCC unroll 2
     for (int pair = 0; pair < PARTS; pair += 2) {
       const int first = pair + (PENSTOCK_DOT ? 1 : 0), second = pair + (PENSTOCK_DOT ? 0 : 1);
       vf a[ROWS], b[ROWS];
-      for (int r = 0; r < ROWS; r++) a[r] = all(x[r * FP8_GROUP + first]), b[r] = all(x[r * FP8_GROUP + second]);
+      for (int r = 0; r < ROWS; r++) a[r] = all(x[r * x_stride + first]), b[r] = all(x[r * x_stride + second]);
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) {
         const vf first_weights = weights(first, v), second_weights = weights(second, v);
@@ -136,6 +137,7 @@ template <int COUNT> INLINE bool has_subnormals(const vu (&words)[COUNT]) {
 // Some rows and a group of a panel.
 template <class P> struct Fp8Tile {
   const typename P::Input* x;    // [rows, FP8_GROUP], padded with zeros
+  int64_t x_stride;
   const char* codes;             // of the group
   const typename P::Wide* wide;  // the codes widened to [step, part, PANEL]; null: widened on the fly
   int64_t steps, skipped;        // skipped: bytes between these codes and the next ones
@@ -154,17 +156,17 @@ template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8T
     for (int64_t step = 0; step < tile.steps; step++, codes += FP8_STEP, wide += P::PARTS * PANEL, x += 4) {
       // All lines: a step takes long enough that the hardware prefetchers would not load the lines in between in time.
       if (!WIDE && column == 0) {
-        const char* ahead = codes + STREAM_AHEAD + (step * FP8_STEP + STREAM_AHEAD < FP8_CODES ? 0 : tile.skipped);
+        const char* ahead = codes + FP8_AHEAD + tile.skipped;
         for (int64_t line = 0; line < FP8_STEP; line += LINE) __builtin_prefetch(ahead + line, 0, 2);
       }
       vu words[VECTORS];
       for (int v = 0; v < VECTORS; v++) words[v] = WIDE ? vu{} : load((const uint32_t*)codes + v * W);
       // Subnormal numbers are rare, because weights are scaled to the largest number: use the faster code without them.
 #define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline)) -> typename P::Wides
-      if (WIDE) P::template add_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return load(wide + part * PANEL + v * W); });
+      if (WIDE) P::template add_step<ROWS, VECTORS>(totals, x, tile.x_stride, FP8_WEIGHTS { return load(wide + part * PANEL + v * W); });
       else if (__builtin_expect(has_subnormals(words), 0))
-        P::template add_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return P::template widen<true>(words[v], part); });
-      else P::template add_step<ROWS, VECTORS>(totals, x, FP8_WEIGHTS { return P::template widen<false>(words[v], part); });
+        P::template add_step<ROWS, VECTORS>(totals, x, tile.x_stride, FP8_WEIGHTS { return P::template widen<true>(words[v], part); });
+      else P::template add_step<ROWS, VECTORS>(totals, x, tile.x_stride, FP8_WEIGHTS { return P::template widen<false>(words[v], part); });
     }
     for (int v = 0; v < VECTORS; v++) {
       const vf scales = tile.scales.of(tile.group, column + v * W);
@@ -189,14 +191,21 @@ template <class P, bool WIDE> static void multiply_fp8_tile(const Fp8Tile<P>& ti
   }
 }
 
-// Copies the inputs of a group for some rows to the layout that the product reads.
-INLINE void copy_fp8_inputs(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, bf16* to) {
+// Sets the inputs of a tile: those of a whole group in place, those of a part of a group as a copy.
+template <class P>
+INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, bf16* to) {
+  tile.x = x, tile.x_stride = x_stride;
+  if (inputs == FP8_GROUP) return;
+  tile.x = to, tile.x_stride = FP8_GROUP;
   for (int64_t r = 0; r < rows; r++, x += x_stride, to += FP8_GROUP) {
     __builtin_memcpy(to, x, inputs * 2);
     __builtin_memset(to + inputs, 0, (FP8_GROUP - inputs) * 2);
   }
 }
-INLINE void copy_fp8_inputs(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, float* to) {
+// Sets the inputs of a tile: widened copies.
+template <class P>
+INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, float* to) {
+  tile.x = to, tile.x_stride = FP8_GROUP;
   for (int64_t r = 0; r < rows; r++, x += x_stride, to += FP8_GROUP) {
     __builtin_memset(to + inputs / W * W, 0, (FP8_GROUP - inputs / W * W) * 4);
     for_vectors(inputs, EACH_VECTOR { store(to + i, load(x + i, lanes), lanes); });
@@ -232,10 +241,11 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, con
       const int64_t row = rows * number / tiles, height = rows * (number + 1) / tiles - row;
       for (int64_t group = from; group < to; group++) {
         const int64_t inputs = min(FP8_GROUP, a.K - group * FP8_GROUP);
-        copy_fp8_inputs((const bf16*)a.x + (begin + row) * a.x_stride + group * FP8_GROUP, a.x_stride, height, inputs, x);
         const int64_t skipped = group + 1 < groups ? 0 : Fp8Scales::bytes(groups);
-        const Fp8Tile<P> tile = {
-            x, panel + group * FP8_CODES, wide, ceil_div(inputs, 4), skipped, scales, group, sums + row * PANEL};
+        Fp8Tile<P> tile = {
+            x, FP8_GROUP, panel + group * FP8_CODES, wide, ceil_div(inputs, 4), skipped, scales, group, sums + row * PANEL};
+        const bf16* rows_of_group = (const bf16*)a.x + (begin + row) * a.x_stride + group * FP8_GROUP;
+        set_fp8_inputs(tile, rows_of_group, a.x_stride, height, inputs, x);
         if (is_wide) multiply_fp8_tile<P, true>(tile, height);
         else multiply_fp8_tile<P, false>(tile, height);
       }
