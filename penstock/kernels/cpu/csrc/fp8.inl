@@ -7,7 +7,6 @@
 // pair of inputs, and the odd bytes the next pair.
 
 constexpr int64_t FP8_GROUP = 128, FP8_STEP = 4 * PANEL, FP8_CODES = FP8_GROUP * PANEL;
-constexpr int64_t FP8_AHEAD = FP8_CODES;  // bytes by which codes are prefetched: a group
 constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's cache while all rows are multiplied
 
 // The scales of a panel. Most checkpoints have one scale for each output, or one for each group of a panel: reading only
@@ -154,10 +153,11 @@ template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8T
     const typename P::Wide* wide = tile.wide + column;
     const typename P::Input* x = tile.x;
     for (int64_t step = 0; step < tile.steps; step++, codes += FP8_STEP, wide += P::PARTS * PANEL, x += 4) {
-      // All lines: a step takes long enough that the hardware prefetchers would not load the lines in between in time.
+      // All lines, for the first-level cache only: this reads memory 8 to 15 % faster than prefetching two lines of a
+      // step, or than prefetching for the second-level cache.
       if (!WIDE && column == 0) {
-        const char* ahead = codes + FP8_AHEAD + tile.skipped;
-        for (int64_t line = 0; line < FP8_STEP; line += LINE) __builtin_prefetch(ahead + line, 0, 2);
+        const char* ahead = codes + STREAM_AHEAD + (step * FP8_STEP + STREAM_AHEAD < FP8_CODES ? 0 : tile.skipped);
+        for (int64_t line = 0; line < FP8_STEP; line += LINE) __builtin_prefetch(ahead + line, 0, 0);
       }
       vu words[VECTORS];
       for (int v = 0; v < VECTORS; v++) words[v] = WIDE ? vu{} : load((const uint32_t*)codes + v * W);
