@@ -9,7 +9,7 @@
 constexpr int64_t FP8_GROUP = 128, FP8_STEP = 4 * PANEL, FP8_CODES = FP8_GROUP * PANEL;
 constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's cache while all rows are multiplied
 
-// The scales of a panel. Most checkpoints have one scale for each output, or one for each group of a panel: reading only
+// The scales of a panel. Most checkpoints have one scale for each output, or for each group of a panel: reading only
 // these saves 3 % of the bytes of a panel.
 struct Fp8Scales {
   const float* table;
@@ -41,6 +41,7 @@ struct Fp8Pairs {
   typedef uint32_t Wide;
   typedef vu Wides;
   static constexpr int PARTS = 2;
+  static constexpr bool IN_PLACE = true;  // whether whole groups of inputs are not copied
   // Widens the even or the odd bytes of each word to pairs of bfloat16, exactly. Without SUBNORMAL, all codes must have
   // an exponent above 0: the exponent is shifted into position, and its bias 7 is replaced by 127.
   template <bool SUBNORMAL> INLINE_MEMBER static vu widen(vu words, int part) {
@@ -77,6 +78,7 @@ struct Fp8Floats {
   typedef float Wide;
   typedef vf Wides;
   static constexpr int PARTS = 4;
+  static constexpr bool IN_PLACE = false;
   // Widens one input of each word to float32, through pairs of bfloat16 as above. A code with the exponent 0 becomes
   // 2^-7 * (1 + m / 8) instead of 2^-6 * m / 8.
   template <bool SUBNORMAL> INLINE_MEMBER static vf widen(vu words, int part) {
@@ -133,46 +135,54 @@ template <int COUNT> INLINE bool has_subnormals(const vu (&words)[COUNT]) {
 #endif
 }
 
-// Some rows and a group of a panel.
+// Some rows and adjacent groups of a panel.
 template <class P> struct Fp8Tile {
-  const typename P::Input* x;    // [rows, FP8_GROUP], padded with zeros
+  const typename P::Input* x;    // [rows, groups * FP8_GROUP], a part of a group padded with zeros
   int64_t x_stride;
-  const char* codes;             // of the group
-  const typename P::Wide* wide;  // the codes widened to [step, part, PANEL]; null: widened on the fly
-  int64_t steps, skipped;        // skipped: bytes between these codes and the next ones
+  const char* codes;             // of the groups
+  const typename P::Wide* wide;  // the codes of a single group widened to [step, part, PANEL]
+  int64_t steps;                 // of each group
+  int64_t group, groups;         // the first group, and their number
+  int64_t groups_of_panel;
   const Fp8Scales& scales;
-  int64_t group;
   float* sums;                   // [rows, PANEL]
 };
 
+// Multiplies a tile. WIDE: reads `wide` instead of `codes`.
 template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile<P>& tile) {
   constexpr int VECTORS = vectors_of(ROWS);
   for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
-    vf totals[ROWS][VECTORS] = {};
     const char* codes = tile.codes + column * 4;
-    const typename P::Wide* wide = tile.wide + column;
-    const typename P::Input* x = tile.x;
-    for (int64_t step = 0; step < tile.steps; step++, codes += FP8_STEP, wide += P::PARTS * PANEL, x += 4) {
-      // All lines, for the first-level cache only: this reads memory 8 to 15 % faster than prefetching two lines of a
-      // step, or than prefetching for the second-level cache.
-      if (!WIDE && column == 0) {
-        const char* ahead = codes + STREAM_AHEAD + (step * FP8_STEP + STREAM_AHEAD < FP8_CODES ? 0 : tile.skipped);
-        for (int64_t line = 0; line < FP8_STEP; line += LINE) __builtin_prefetch(ahead + line, 0, 0);
-      }
-      vu words[VECTORS];
-      for (int v = 0; v < VECTORS; v++) words[v] = WIDE ? vu{} : load((const uint32_t*)codes + v * W);
-      // Subnormal numbers are rare, because weights are scaled to the largest number: use the faster code without them.
+    for (int64_t group = tile.group; group < tile.group + tile.groups; group++) {
+      const typename P::Wide* wide = tile.wide + column;
+      const typename P::Input* x = tile.x + (group - tile.group) * FP8_GROUP;
+      const int64_t skipped = group + 1 < tile.groups_of_panel ? 0 : Fp8Scales::bytes(tile.groups_of_panel);
+      vf totals[ROWS][VECTORS] = {};
+      for (int64_t step = 0; step < tile.steps; step++, codes += FP8_STEP, wide += P::PARTS * PANEL, x += 4) {
+        // All lines, for the first-level cache only: this reads memory 8 to 15 % faster than prefetching two lines of a
+        // step, or than prefetching for the second-level cache.
+        if (!WIDE && column == 0) {
+          const char* ahead = codes + STREAM_AHEAD + (step * FP8_STEP + STREAM_AHEAD < FP8_CODES ? 0 : skipped);
+          for (int64_t line = 0; line < FP8_STEP; line += LINE) __builtin_prefetch(ahead + line, 0, 0);
+        }
+        vu words[VECTORS];
+        for (int v = 0; v < VECTORS; v++) words[v] = WIDE ? vu{} : load((const uint32_t*)codes + v * W);
+        auto add = [&](auto weights) __attribute__((always_inline)) {
+          P::template add_step<ROWS, VECTORS>(totals, x, tile.x_stride, weights);
+        };
+        // Subnormal numbers are rare, because weights are scaled to the largest number: the code without them is faster.
 #define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline)) -> typename P::Wides
-      if (WIDE) P::template add_step<ROWS, VECTORS>(totals, x, tile.x_stride, FP8_WEIGHTS { return load(wide + part * PANEL + v * W); });
-      else if (__builtin_expect(has_subnormals(words), 0))
-        P::template add_step<ROWS, VECTORS>(totals, x, tile.x_stride, FP8_WEIGHTS { return P::template widen<true>(words[v], part); });
-      else P::template add_step<ROWS, VECTORS>(totals, x, tile.x_stride, FP8_WEIGHTS { return P::template widen<false>(words[v], part); });
-    }
-    for (int v = 0; v < VECTORS; v++) {
-      const vf scales = tile.scales.of(tile.group, column + v * W);
-      for (int r = 0; r < ROWS; r++) {
-        float* sums = tile.sums + r * PANEL + column + v * W;
-        store(sums, fma(totals[r][v], scales, tile.group ? load(sums) : vf{}));
+        if (WIDE) add(FP8_WEIGHTS { return load(wide + part * PANEL + v * W); });
+        else if (__builtin_expect(has_subnormals(words), 0))
+          add(FP8_WEIGHTS { return P::template widen<true>(words[v], part); });
+        else add(FP8_WEIGHTS { return P::template widen<false>(words[v], part); });
+      }
+      for (int v = 0; v < VECTORS; v++) {
+        const vf scales = tile.scales.of(group, column + v * W);
+        for (int r = 0; r < ROWS; r++) {
+          float* sums = tile.sums + r * PANEL + column + v * W;
+          store(sums, fma(totals[r][v], scales, group ? load(sums) : vf{}));
+        }
       }
     }
   }
@@ -218,7 +228,7 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, con
                                float* sums) {
   const int64_t groups = ceil_div(a.K, FP8_GROUP), tiles = ceil_div(rows, TILE_ROWS);
   const bool is_wide = tiles > 2;  // widening once pays off if several tiles read the weights
-  const int64_t block = tiles > 1 && !is_wide ? FP8_BLOCK : 1;
+  const int64_t block = is_wide ? 1 : tiles > 1 ? FP8_BLOCK : groups;
   const Fp8Scales scales(panel, groups);
   alignas(64) typename P::Wide wide[FP8_GROUP / 4 * P::PARTS * PANEL];
   alignas(64) typename P::Input x[TILE_ROWS * FP8_GROUP];
@@ -239,11 +249,11 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, con
     }
     for (int64_t number = 0; number < tiles; number++) {
       const int64_t row = rows * number / tiles, height = rows * (number + 1) / tiles - row;
-      for (int64_t group = from; group < to; group++) {
+      for (int64_t group = from, run; group < to; group += run) {
         const int64_t inputs = min(FP8_GROUP, a.K - group * FP8_GROUP);
-        const int64_t skipped = group + 1 < groups ? 0 : Fp8Scales::bytes(groups);
-        Fp8Tile<P> tile = {
-            x, FP8_GROUP, panel + group * FP8_CODES, wide, ceil_div(inputs, 4), skipped, scales, group, sums + row * PANEL};
+        run = P::IN_PLACE && !is_wide && inputs == FP8_GROUP ? min(to, a.K / FP8_GROUP) - group : 1;
+        Fp8Tile<P> tile = {x, FP8_GROUP, panel + group * FP8_CODES, wide, ceil_div(inputs, 4), group, run, groups,
+                           scales, sums + row * PANEL};
         const bf16* rows_of_group = (const bf16*)a.x + (begin + row) * a.x_stride + group * FP8_GROUP;
         set_fp8_inputs(tile, rows_of_group, a.x_stride, height, inputs, x);
         if (is_wide) multiply_fp8_tile<P, true>(tile, height);
