@@ -48,7 +48,10 @@ def __dir__() -> list[str]:
 
 
 def _cap_torch() -> None:
-    """Lets ``PENSTOCK_ISA`` cap torch's kernels too; torch reads these variables when it is imported."""
+    """Limit the instruction set of torch's kernels to ``PENSTOCK_ISA``.
+
+    Torch reads the variables that this function sets when it is imported.
+    """
     cap = os.environ.get("PENSTOCK_ISA")
     for variable, values in _CAPS.items():
         if cap in values:

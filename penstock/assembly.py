@@ -112,7 +112,7 @@ def load_serving_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -
     `close_tokenizer` ends them.
     """
     tokenizer = load_tokenizer(config, catalog)
-    if getattr(tokenizer, "reads_images", False):  # a registered `PipelineTokenizer` need not have it
+    if getattr(tokenizer, "reads_images", False):  # registered tokenizers may lack this attribute
         tokenizer.use_processes()
     return tokenizer
 
@@ -227,9 +227,11 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
 
     ops = _load_ops(config)
     if config.parallel.is_divided:
-        raise ConfigError("tensor_parallel_size", "a file of packed weights has whole layers: leave it out")
+        raise ConfigError(
+            "tensor_parallel_size", "packed weights are stored for one rank only: remove this setting"
+        )
     if not ops.packs_weights:
-        raise ConfigError("devices", f"nothing is packed for the {ops.name} kernels: leave out --pack")
+        raise ConfigError("devices", f"the {ops.name} kernels do not pack weights: remove --pack")
     layers, _ = load_packed_layers(config, ops)
     return write_packed(config.model.packed_key, layers)
 
@@ -293,7 +295,8 @@ def _load_network(config: PipelineConfig) -> type[NetworkModel[Any]]:
     model = architecture.load_pipeline_model()
     if not issubclass(model, NetworkModel):
         raise ConfigError(
-            "model_path", f"{architecture.name} has no network of layers that could be checked and packed"
+            "model_path",
+            f"{architecture.name} has no native network, so its weights cannot be checked or packed",
         )
     return model
 

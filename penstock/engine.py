@@ -61,7 +61,7 @@ class InferenceSession:
         if len(self.devices) > 1:
             raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
         self.use_plans = True
-        """False runs every step eagerly, for comparisons."""
+        """Whether recurring steps run as compiled steps. False runs every step eagerly, for comparisons."""
         self.ranks = ranks
         self.prefaulted = prefaulted or PrefaultedMemory()
         self.reservations = MemoryReservations()
@@ -168,7 +168,7 @@ class InferenceSession:
 
     @property
     def planned_steps(self) -> str:
-        """The steps of any model that can run as one call."""
+        """Text that describes which steps of a model can be compiled: ``of up to 512 rows``, or ``none``."""
         plans = self.plans
         if plans is None:
             return "none"

@@ -31,9 +31,9 @@ class WorkerShare:
 
     devices: tuple[DeviceSpec, ...]
     processors: ProcessorShare | None = None
-    """None leaves all processors to the worker."""
+    """The processors of the worker; None: it may use all."""
     memory: int | None = None
-    """Bytes of host memory for weights, activations and KV cache; None leaves them to the configuration."""
+    """Bytes of host memory for weights, activations and KV cache; None: as configured."""
     utilization: float | None = None
     """Fraction of the free memory of a device that several workers share."""
 

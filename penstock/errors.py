@@ -42,12 +42,12 @@ class InputError(PenstockError, ValueError):
 
 
 class PromptTooLongError(InputError):
-    """The prompt leaves no room for a new token under the maximum length, or an embedder's input exceeds it.
+    """A prompt has ``max_length`` tokens or more, or the input of an embedder has more.
 
     Args:
         num_tokens: the number of tokens of the prompt.
         max_length: the maximum length, in tokens.
-        is_exact: whether ``num_tokens`` is the whole prompt instead of its beginning.
+        is_exact: False if only the beginning of the prompt was tokenized, so the prompt has more tokens.
         has_output: whether the maximum length includes generated tokens.
     """
 
@@ -98,7 +98,10 @@ class UnsupportedFeatureError(InputError):
 
 
 class UnsupportedSchemaError(UnsupportedFeatureError):
-    """A JSON schema uses a keyword without a grammar. It is never replaced by a grammar that accepts more."""
+    """A JSON schema uses a keyword that cannot be converted to a grammar.
+
+    Keywords are never ignored, because the grammar would then accept outputs that violate the schema.
+    """
 
     def __init__(self, keyword: str, where: str, reason: str) -> None:
         super().__init__(f"the JSON schema keyword {keyword!r} (at {where})", reason)

@@ -61,8 +61,8 @@ def checked_integer(
     """Return an integer of any type, except bool, as a plain ``int``.
 
     Raises:
-        InputError: the value is not an integer, or not in ``[minimum, maximum]``. The message contains
-            ``rule``.
+        InputError: the value is not an integer, or not in ``[minimum, maximum]``. ``rule`` describes the
+            valid values in the message; by default "an integer of at least ``minimum``".
     """
     number = plain(value)
     if type(number) is not int or not minimum <= number <= maximum:

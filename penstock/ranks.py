@@ -120,7 +120,7 @@ def check_divisible(config: PipelineConfig, architecture: SupportedArchitecture)
         raise ConfigError(
             "tensor_parallel_size",
             f"{model.__name__} ({architecture.name}, {architecture.task.option}) cannot be divided among "
-            "processes: leave it out",
+            "processes: remove this setting",
         )
     if config.speculative.method == "draft_model":
         raise ConfigError(

@@ -44,7 +44,7 @@ START_TIMEOUT = 600.0
 """Seconds within which a rank must have imported its libraries."""
 _END_TIMEOUT = 5.0
 """Seconds to wait for a rank to exit before it is killed."""
-_DIAGNOSIS = 2.0
+_DIAGNOSIS_TIMEOUT = 2.0
 """Seconds to wait, after a collective failed, for the rank that caused the failure to end."""
 
 
@@ -73,7 +73,7 @@ class RankLaunch:
     target: Callable[[Ranks], None]
     """The function that the rank runs."""
     folder: str
-    """The port of the store."""
+    """The folder with the file of the store of torch.distributed."""
     connection: int
     """File descriptor of the connection to rank 0."""
     region: int | None
@@ -137,7 +137,8 @@ class RankProcesses:
         """Wait until all other ranks have marked an event (`Ranks.mark`).
 
         Raises:
-            PenstockError: a rank has ended. It is the error that the rank reported, if any.
+            PenstockError: a rank has ended; the error that it reported, if any.
+            RankFailedError: the event has not occurred within `START_TIMEOUT` seconds.
         """
         deadline = time.monotonic() + START_TIMEOUT
         names = [f"{event}/{rank}" for rank in range(1, self._settings.world)]
@@ -221,7 +222,7 @@ class RankProcesses:
 
     def _diagnose(self, error: Exception) -> PenstockError:
         """Return the error that a rank has reported, or one that names the rank that has ended."""
-        deadline = time.monotonic() + _DIAGNOSIS
+        deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
         while not self._ended and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._store.check(["error"]):
@@ -235,8 +236,8 @@ class RankProcesses:
                 "loaded again"
             )
         return RankFailedError(
-            f"the {self._settings.world} ranks of the model lost each other ({error}): the model must be "
-            "loaded again"
+            f"the {self._settings.world} ranks of the model lost their connection ({error}): the model must "
+            "be loaded again"
         )
 
 
@@ -292,7 +293,7 @@ def _report(store: Store, rank: int, error: BaseException) -> None:
 
 
 def _exit_with_rank_0(folder: str) -> None:
-    """End this process when rank 0 ends, which closes the standard input."""
+    """End this process when rank 0 ends: the standard input is then closed."""
     os.read(0, 1)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -131,7 +131,7 @@ class Shard:
         """Return the number of kv heads of this rank."""
         return self.kv_heads(kv_heads).size
 
-    def most_kv_heads(self, kv_heads: int) -> int:
+    def max_kv_heads(self, kv_heads: int) -> int:
         """Return the largest number of kv heads of any rank."""
         return max(-(-kv_heads // self.world), 1)
 

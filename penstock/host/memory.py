@@ -28,7 +28,7 @@ _PREFAULT_STEP = 16 << 20
 
 
 def advise_huge_pages(pages: mmap.mmap) -> None:
-    """Ask for huge pages. A kernel without them refuses, which only costs speed."""
+    """Request huge pages for a mapping. Does nothing if the operating system does not support them."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -41,7 +41,7 @@ def huge_pages(num_bytes: int) -> Bytes:
 
 
 def _map(num_bytes: int) -> tuple[mmap.mmap, int]:
-    """Return a mapping and the offset of its first huge page, which at least ``num_bytes`` bytes follow."""
+    """Return a mapping and the offset of its first huge page. At least ``num_bytes`` bytes start there."""
     rounded = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
     pages = mmap.mmap(-1, rounded + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise_huge_pages(pages)

@@ -35,7 +35,7 @@ def bound(num_bytes: int) -> None:
     """
     global _limit
     if not sys.platform.startswith("linux"):
-        raise ConfigError("worker_memory_limit", "needs Linux: leave it out")
+        raise ConfigError("worker_memory_limit", "needs Linux: remove this setting")
     _limit = num_bytes
     follow_mapped_files()
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from penstock.kv_cache.spec import KVCacheSpec, KVGroup
 
 
-_WHOLE_INPUTS = 256
-"""Inputs of a step of a task whose inputs run once: short ones then fill the tokens of a step."""
+_EMBEDDINGS_BATCH_SIZE = 256
+"""Minimum default batch size for embeddings, so that short inputs fill the token budget of a step."""
 
 
 def wanted_batch_size(pipeline_config: PipelineConfig) -> int:
@@ -25,7 +25,7 @@ def wanted_batch_size(pipeline_config: PipelineConfig) -> int:
         return pipeline_config.max_batch_size
     size = default_sizes(pipeline_config).max_batch_size
     if pipeline_config.model.pipeline_task is PipelineTask.EMBEDDINGS_GENERATION:
-        size = max(size, _WHOLE_INPUTS)
+        size = max(size, _EMBEDDINGS_BATCH_SIZE)
     return min(size, wanted_step_size(pipeline_config))
 
 
@@ -81,27 +81,36 @@ class BlockDemand:
         return sum(count * size for count, size in zip(num_blocks, self._bytes_per_block, strict=True))
 
     def minimum(self, length: int, batch_size: int) -> tuple[int, ...]:
-        """Return the minimum: one whole sequence or one block per sequence, and the null block."""
-        return tuple(max(self._one(group, length), batch_size) + 1 for group in self._groups)
+        """Return the minimum number of blocks of each group, including the null block.
+
+        It is the larger of the blocks of one whole sequence and one block per sequence of the batch.
+        """
+        return tuple(max(self._of_sequence(group, length), batch_size) + 1 for group in self._groups)
 
     def fill(self, length: int, batch_size: int, budget: int) -> tuple[int, ...]:
-        """Return the maximum blocks within the budget: equal for all groups, up to what a group can use."""
+        """Return the largest numbers of blocks that fit into ``budget`` bytes.
+
+        All groups get the same number, but no group gets more than it can use.
+        """
         lowest = self.minimum(length, batch_size)
-        highest = [self._all(group, length, batch_size) + 1 for group in self._groups]
+        highest = [self._of_batch(group, length, batch_size) + 1 for group in self._groups]
 
         def blocks(count: int) -> tuple[int, ...]:
             return tuple(min(max(low, count), high) for low, high in zip(lowest, highest, strict=True))
 
         return blocks(largest(max(highest), lambda count: self.size(blocks(count)) <= budget))
 
-    def _one(self, group: KVGroup, length: int) -> int:
-        """Return the blocks of one sequence, including the chunk that extends it."""
+    def _of_sequence(self, group: KVGroup, length: int) -> int:
+        """Return the number of blocks of a sequence of ``length`` tokens while a chunk of it is computed."""
         rows = None if self._chunk_size is None else self._chunk_size + self._num_steps - 1
         return group.max_blocks(length, self._block_size, rows)
 
-    def _all(self, group: KVGroup, length: int, batch_size: int) -> int:
-        """Return the blocks of a batch. Sequences share the tokens of a step: not all have a full chunk."""
-        unshared = batch_size * self._one(group, length)
+    def _of_batch(self, group: KVGroup, length: int, batch_size: int) -> int:
+        """Return the number of blocks of a batch.
+
+        The sequences of a step share its token budget, so not all of them compute a full chunk.
+        """
+        unshared = batch_size * self._of_sequence(group, length)
         if self._chunk_size is None:
             return unshared
         decoding = group.max_blocks(length, self._block_size, self._num_steps)

@@ -80,8 +80,8 @@ def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
     """Return the approximate bytes of the weights that a load packs: linear layers and the output head.
 
     It is called before torch is imported, so neither the kernels nor the family's tensor names are known. A
-    matrix with one row for each token is a table or a head. Weights that are packed after the first step
-    (see `penstock.kernels.LazyWeight`) count as 0.
+    matrix with one row per token of the vocabulary is assumed to be an embedding table or an output head.
+    Weights that are packed after the first step (see `penstock.kernels.LazyWeight`) count as 0.
     """
     model, kind = pipeline_config.model, _encoding(pipeline_config)
     if kind.packs_lazily and not kind.needs_calibration:

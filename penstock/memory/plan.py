@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from penstock.kv_cache.spec import KVCacheSpec
 
 MIN_STEP = 512
-"""Tokens per step that still use a processor fully. Smaller steps are the last resort."""
+"""Tokens of the smallest step that still uses a processor fully.
+
+The planner chooses a smaller step only if the model does not fit otherwise.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +257,10 @@ def _plan(
 def _plan_cache(
     pipeline_config: PipelineConfig, spec: KVCacheSpec, model_max_length: int, budget: int
 ) -> tuple[int, int, tuple[int, ...]]:
-    """Return maximum length, batch size and blocks; values that are not fixed are reduced until it fits."""
+    """Return maximum length, batch size and blocks per group of a cache of at most ``budget`` bytes.
+
+    Values that the configuration does not fix are reduced until the cache fits.
+    """
     demand = BlockDemand(pipeline_config, spec)
     fixed_length, fixed_batch = pipeline_config.model.max_length, pipeline_config.max_batch_size
     length = upper_bounded_default(model_max_length, fixed_length)

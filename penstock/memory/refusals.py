@@ -38,7 +38,8 @@ def refuse_static(
     if kv_memory is None and needed < free_memory:
         advice = f"raise --device-memory-utilization, {advice}"
     raise InsufficientMemoryError(
-        f"{parts}, but {format_bytes(available)} may be taken of {format_bytes(free_memory)} free: {advice}",
+        f"{parts}, but only {format_bytes(available)} of the free {format_bytes(free_memory)} may be used: "
+        f"{advice}",
         needed=needed,
         available=available,
     )

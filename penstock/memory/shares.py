@@ -18,7 +18,7 @@ def shares_of_rank(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[
         shard: a rank.
         kv_heads: K, the number of kv heads of the model.
     """
-    of_heads = shard.most_kv_heads(kv_heads) / kv_heads
+    of_heads = shard.max_kv_heads(kv_heads) / kv_heads
     head = names.block.partition("{layer}")[0]
 
     def share(tensor: str) -> float:

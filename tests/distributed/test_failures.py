@@ -27,7 +27,7 @@ from penstock.worker.results import Generation
     ("number", "reason"),
     [
         (signal.SIGKILL, "rank 1 of 2 has ended .killed by SIGKILL."),
-        pytest.param(signal.SIGSTOP, "lost each other .a rank did not answer", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "lost their connection .a rank did not answer", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_lost_rank_ends_the_step(
     tiny: Path, number: signal.Signals, reason: str, shares_memory: bool
 ) -> None:
     if number is signal.SIGSTOP and not shares_memory:
-        reason = "lost each other"
+        reason = "lost their connection"
     pair = RankPair(timeout=5.0, shares_memory=shares_memory)
     try:
         pipeline = pair.load(tiny)

@@ -36,7 +36,7 @@ def test_each_query_head_is_on_one_rank_with_its_kv_head(world: int, heads: int,
             needed = (one.heads.start + local) // (heads // kv_heads)
             assert one.kv_heads.start + local // group == needed
         assert one.kv_heads.size == Shard(rank, world).num_kv_heads(kv_heads)
-        assert one.kv_heads.size <= Shard(0, world).most_kv_heads(kv_heads)
+        assert one.kv_heads.size <= Shard(0, world).max_kv_heads(kv_heads)
 
 
 def test_heads_that_cannot_be_divided_are_refused_with_numbers() -> None:
