@@ -40,9 +40,9 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.on_evict: Callable[[bytes], None] | None = None
-        """Called with the digest of each block whose content is forgotten."""
+        """Called with the digest of each evicted block."""
         self.on_reuse: Callable[[int, bytes], None] | None = None
-        """Called with the block and its digest before that, while the block still has the content."""
+        """Called with each evicted block and its digest, before new content is written to the block."""
 
     @property
     def num_blocks(self) -> int:
@@ -85,7 +85,7 @@ class BlockPool:
         return self._block_of.get(digest)
 
     def find(self, digest: bytes) -> int:
-        """Return the block whose content has this digest; the digest must be registered."""
+        """Return the block with this digest, which must be registered."""
         return self._block_of[digest]
 
     def retain(self, blocks: Iterable[int]) -> None:
@@ -145,13 +145,13 @@ class BlockPool:
         assert self._references[NULL_BLOCK] == 0, f"null block: {self._references[NULL_BLOCK]} references"
         assert len({NULL_BLOCK, *self._free, *self._cached}) == 1 + free + cached, "a block is free twice"
         wrong = sum(map(references, self._free)) + sum(map(references, self._cached))
-        assert wrong == 0, f"{wrong} references to blocks that can be handed out"
+        assert wrong == 0, f"{wrong} references to free or cached blocks"
         assert not any(map(digests, self._free)), "the content of a free block is known"
         assert all(map(digests, self._cached)), "the content of a cached block is not known"
         known = len(self._digests) - self._digests.count(None)
         found = sum(map(operator.eq, map(digests, self._block_of.values()), self._block_of))
         assert known == found == len(self._block_of), (
-            f"{known} blocks know their content, {found} of {len(self._block_of)} are found by it"
+            f"{known} blocks have a digest, {found} of {len(self._block_of)} digests map to their block"
         )
 
     def _evict(self) -> int:

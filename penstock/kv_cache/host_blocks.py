@@ -16,8 +16,8 @@ from penstock.kv_cache.storage import KVCacheStorage
 class HostBlocks:
     """Keeps blocks when the pools evict them, and copies them back into free blocks of the device.
 
-    The least recently used block makes room for a new one. Copies run in the order of the device's work, from
-    and to pinned memory on a GPU: a block is read before its next owner writes to it.
+    If the host memory is full, a new block replaces the least recently used one. On a GPU, copies use pinned
+    memory and are queued with the kernels, so a block is saved before a later step overwrites it.
 
     Args:
         spec: the groups of layers.

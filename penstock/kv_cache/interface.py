@@ -83,8 +83,8 @@ class KVCache(Protocol):
     def reserve(self, context: InputContext, lookahead: int = 0) -> None:
         """Assign blocks for the tokens up to ``active_idx + lookahead``. Does nothing if they are assigned.
 
-        If a context was rolled back into its committed tokens, ``start_idx`` moves down to the block boundary
-        before. Blocks that other contexts can read are therefore never written.
+        If a context was rolled back into its committed tokens, ``start_idx`` moves down to the preceding
+        block boundary. Blocks that other contexts can read are therefore never written.
 
         Raises:
             InsufficientBlocksError: a group of layers has too few blocks. No block is assigned.

@@ -261,7 +261,7 @@ class KVCacheManager(PrefixCacheControls):
         ends = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
         tables = self._tables.of_batch(slots, max_blocks, ends, counts, self.block_size)
         groups = (
-            KVGroupInputs(self._upload(table), self._upload(stored), *group.view)
+            KVGroupInputs(self._upload(table), self._upload(stored), *group.input_options)
             for group, (table, stored) in zip(self.spec.groups, tables, strict=True)
         )
         return KVCacheInputs(

@@ -90,7 +90,7 @@ class PrefixIndex:
             [pool.register(block, digest) for block, digest in zip(table, digests, strict=True)]
             for pool, table in zip(self._pools, tables, strict=True)
         ]
-        if self._events is not None and any(are_new[self._pools.index(self._reported)]):
+        if self._events is not None and any(are_new[self._pools.index(self._recorded_pool)]):
             size = self._block_size
             tokens = context.all_tokens[blocks.start * size : blocks.stop * size].tolist()
             before = parent if blocks.start else None
@@ -101,7 +101,7 @@ class PrefixIndex:
         """Record events from now on, for the first pool without a window, or else for the first pool."""
         if self._events is None:
             self._events = CacheEventLog()
-            self._reported.on_evict = self._events.removed
+            self._recorded_pool.on_evict = self._events.removed
 
     def take_events(self) -> list[CacheEvent]:
         """Return the events since the last call."""
@@ -123,7 +123,7 @@ class PrefixIndex:
             self._events.cleared()
 
     @property
-    def _reported(self) -> BlockPool:
+    def _recorded_pool(self) -> BlockPool:
         return self._whole[0] if self._whole else self._pools[0]
 
     def forget(self, request_id: str) -> None:

@@ -47,8 +47,8 @@ class KVGroup:
         return self.dtype in (DType.int8, DType.float8_e4m3fn)
 
     @property
-    def view(self) -> tuple[int | None, bool, bool]:
-        """``window``, ``is_chunked`` and ``has_fixed_scales``, as `KVGroupInputs` takes them."""
+    def input_options(self) -> tuple[int | None, bool, bool]:
+        """``window``, ``is_chunked`` and ``has_fixed_scales``: arguments of `KVGroupInputs`."""
         return self.window, self.is_chunked, self.has_fixed_scales
 
     @property

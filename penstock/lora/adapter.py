@@ -87,7 +87,7 @@ def read_adapter(
     file = _weights_file(folder)
     weights = Weights.open(file)
     if rename is not None:
-        config = config.of_modules(_modules(_stored_names(file), rename))
+        config = config.of_modules(_decoder_prefix(_stored_names(file), rename))
         weights = weights.renamed(lambda name: _renamed(name, rename))
     keys, copies = _classify_tensors(weights, config, layers)
     adapted = sorted({layer for layer, _ in keys})
@@ -137,22 +137,22 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _renamed(name: str, rename: Rename) -> str:
-    """Return the name of an adapter's tensor with the name of its layer in the base model."""
-    own = name.removeprefix(_PREFIX)
-    match = _HALF.fullmatch(own)
+    """Return the name of an adapter's tensor, with its layer named as in the base model."""
+    stripped = name.removeprefix(_PREFIX)
+    match = _HALF.fullmatch(stripped)
     if match is None:
-        return _PREFIX + (rename(own) or own)
+        return _PREFIX + (rename(stripped) or stripped)
     layer = _layer(match["layer"], rename)
-    return f"{_PREFIX}{layer}{own.removeprefix(match['layer'])}"
+    return f"{_PREFIX}{layer}{stripped.removeprefix(match['layer'])}"
 
 
 def _layer(module: str, rename: Rename) -> str:
-    """Return the name of the layer in the base model."""
+    """Return the name in the base model of a layer of peft's model."""
     return (rename(f"{module}.weight") or f"{module}.weight").removesuffix(".weight")
 
 
-def _modules(names: Iterable[str], rename: Rename) -> str:
-    """Return the prefixes of decoder layers in peft's model, which replace ``model.``."""
+def _decoder_prefix(names: Iterable[str], rename: Rename) -> str:
+    """Return the prefix of decoder layers in peft's model, which replaces ``model.``."""
     for name in names:
         if match := _HALF.fullmatch(name.removeprefix(_PREFIX)):
             layer = _layer(match["layer"], rename)
@@ -236,7 +236,7 @@ def _check_copies(
 ) -> None:
     """Check that copies of the base model's tensors equal them.
 
-    PEFT saves the head and the embedding with an adapter that adapts either.
+    If an adapter changes the head or the embedding, PEFT saves copies of both with it.
     """
     for name in names:
         base_name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
@@ -260,7 +260,7 @@ def _check_copies(
         is_equal = torch.equal(copy.to(expected.dtype), expected) or torch.equal(
             copy, expected.to(copy.dtype)
         )
-        if not is_equal and base_name not in base:  # packing rounded the head: round the copy, too
+        if not is_equal and base_name not in base:  # a packed head is rounded
             is_equal = torch.equal(_as_packed(copy, layers[layer]), expected)
         if not is_equal:
             raise UnsupportedFeatureError(
