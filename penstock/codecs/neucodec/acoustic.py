@@ -23,7 +23,7 @@ _HALF = _FILTER // 2
 class AliasFreeSnake:
     """A snake activation at twice the sampling rate, between two low-pass filters.
 
-    The filter that doubles the rate has two phases, of the even and the odd samples.
+    Doubling the rate takes two convolutions: `even` computes the even output samples, `odd` the odd ones.
     """
 
     even: Conv1d
@@ -36,11 +36,11 @@ class AliasFreeSnake:
         rows, count = x.rows, len(x.rows)
         padded = _padded(rows, _HALF - 1, _HALF - 1)
         phases = [
-            conv(_one(padded[start : start + count + _HALF - 1]), ops).rows
+            conv(_single(padded[start : start + count + _HALF - 1]), ops).rows
             for conv, start in ((self.even, 2), (self.odd, 3))
         ]
         doubled = ops.snake(torch.stack(phases, 1).view(2 * count, -1), self.snake.alpha, self.snake.beta)
-        return self.down(_one(_padded(doubled, _HALF - 1, _HALF)), ops)
+        return self.down(_single(_padded(doubled, _HALF - 1, _HALF)), ops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class DownsamplingBlock:
 
 @dataclass(frozen=True, slots=True)
 class AcousticEncoder:
-    """Samples to rows."""
+    """Converts samples to rows ``[T, E]`` by strided convolutions."""
 
     first: Conv1d
     blocks: tuple[DownsamplingBlock, ...]
@@ -82,8 +82,8 @@ class AcousticEncoder:
     last: Conv1d
 
     def __call__(self, samples: Tensor, ops: Ops) -> Tensor:
-        """``samples [S] -> [S / hop, E]``; S is a multiple of hop."""
-        x = self.first(_one(samples[:, None]), ops)
+        """Return rows ``[S / hop, E]`` of ``samples [S]``; S must be a multiple of hop."""
+        x = self.first(_single(samples[:, None]), ops)
         for block in self.blocks:
             x = block(x, ops)
         return self.last(self.snake(x, ops), ops).rows
@@ -138,13 +138,13 @@ def _read_unit(loader: CodecLoader, name: str, channels: int, dilation: int) -> 
 def _read_snake(loader: CodecLoader, name: str, channels: int) -> AliasFreeSnake:
     taps = low_pass_filter()
 
-    def depthwise(own: Tensor, stride: int = 1) -> Conv1d:
-        weight = own.expand(channels, 1, -1)
+    def depthwise(filter_taps: Tensor, stride: int = 1) -> Conv1d:
+        weight = filter_taps.expand(channels, 1, -1)
         return Conv1d(loader.ops.pack_conv1d(weight, "float32", stride=stride, groups=channels))
 
     alpha = loader.tensor(f"{name}.act.alpha", channels).exp()
     beta = 1 / (loader.tensor(f"{name}.act.beta", channels).exp() + SNAKE_EPS)
-    phases = (2 * taps.flip(0)).view(_HALF, 2).T.contiguous()  # of the even and of the odd samples
+    phases = (2 * taps.flip(0)).view(_HALF, 2).T.contiguous()  # filters of the even and of the odd samples
     return AliasFreeSnake(depthwise(phases[0]), depthwise(phases[1]), Snake(alpha, beta), depthwise(taps, 2))
 
 
@@ -158,7 +158,8 @@ def low_pass_filter() -> Tensor:
     return taps / taps.sum()
 
 
-def _one(rows: Tensor) -> RaggedRows:
+def _single(rows: Tensor) -> RaggedRows:
+    """Return the rows as a ragged batch of one sequence."""
     return RaggedRows(rows, [len(rows)])
 
 

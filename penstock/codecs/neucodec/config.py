@@ -22,7 +22,7 @@ class SemanticConfig:
     heads: int
     kernel_size: int
     left_positions: int
-    """Largest distance before a query with a separate embedding."""
+    """Number of distances of keys before a query that have a separate embedding."""
     right_positions: int
     norm_eps: float
 

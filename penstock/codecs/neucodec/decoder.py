@@ -62,7 +62,7 @@ class TransformerLayer:
 
 @dataclass(frozen=True, slots=True)
 class NeuCodecDecoder:
-    """Codes to samples."""
+    """Converts codes to samples."""
 
     config: NeuCodecConfig
     digits: Tensor  # [codebook_size, number of levels]

@@ -21,7 +21,7 @@ _MARGIN = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class NeuCodecEncoder:
-    """Samples to codes."""
+    """Converts samples to codes."""
 
     semantic: SemanticEncoder
     acoustic: AcousticEncoder
@@ -44,8 +44,7 @@ class NeuCodecEncoder:
     def _codes(self, x: Tensor) -> Tensor:
         """Round ``x [T, N]`` to the levels; return the codes ``[T]``.
 
-        The range is bounded twice: the model was trained with the first stage of a residual quantizer, which
-        bounds its input before the stage does.
+        The input is bounded twice, as in training: by the residual quantizer and by its first stage.
         """
         digits = self._bounded(self._bounded(x)).round().long() + self.levels // 2
         return (digits * torch.cat([torch.ones(1, dtype=torch.int64), self.levels[:-1].cumprod(0)])).sum(1)

@@ -40,7 +40,7 @@ _UNUSED = ("quantizer.project_in.*", "*.inv_freq", "*.original_inv_freq", "*.win
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A block of a chunk."""
+    """The frames of a chunk that are decoded for one block."""
 
     block: FrameBlock
     frames: Tensor
@@ -48,7 +48,7 @@ class _Window:
 
     @property
     def key(self) -> tuple[int, bytes]:
-        """Everything on which the samples of a window depend."""
+        """The key of the window in the cache: everything on which its samples depend."""
         return self.block.index, self.frames.numpy().tobytes()
 
 
@@ -171,35 +171,41 @@ class NeuCodec(AudioCodec):
         """Return the windows of the block before the chunk, if there is one, and of the chunk's blocks."""
         if not chunk.num_frames:
             return []
-        stop, one = chunk.start + chunk.num_frames, block_at(chunk.start)
-        found = [self._window(chunk, block(one.index - 1))] if one.index else []
-        while one.start < stop:
-            found.append(self._window(chunk, one))
-            one = block(one.index + 1)
+        stop, current = chunk.start + chunk.num_frames, block_at(chunk.start)
+        found = [self._window(chunk, block(current.index - 1))] if current.index else []
+        while current.start < stop:
+            found.append(self._window(chunk, current))
+            current = block(current.index + 1)
         return found
 
-    def _window(self, chunk: CodecChunk, one: FrameBlock) -> _Window:
-        origin, (first, end) = chunk.start - chunk.left, one.window
-        return _Window(one, chunk.frames[first - origin : end - origin])
+    def _window(self, chunk: CodecChunk, frame_block: FrameBlock) -> _Window:
+        origin, (first, end) = chunk.start - chunk.left, frame_block.window
+        return _Window(frame_block, chunk.frames[first - origin : end - origin])
 
     def _join(self, chunk: CodecChunk, windows: Sequence[_Window]) -> Tensor:
         """Return the samples of a chunk from those of its windows, blended where two windows overlap."""
         hop, stop, parts = self.samples_per_frame, chunk.start + chunk.num_frames, [torch.zeros(0)]
         tail: Tensor | None = None
         for window in windows:
-            one, samples = window.block, self._cache[window.key]
+            start, end, samples = window.block.start, window.block.stop, self._cache[window.key]
             self._cache.move_to_end(window.key)
-            own = samples[: (one.stop - one.start) * hop]
-            if one.stop > chunk.start:
+            body = samples[: (end - start) * hop]
+            if end > chunk.start:
                 if tail is not None:
-                    own = _blended(tail, own, RIGHT * hop)
-                parts.append(own[max(chunk.start - one.start, 0) * hop : (stop - one.start) * hop])
-            tail = samples[(one.stop - one.start) * hop :]
+                    body = _blended(tail, body, RIGHT * hop)
+                parts.append(body[max(chunk.start - start, 0) * hop : (stop - start) * hop])
+            tail = samples[(end - start) * hop :]
         return torch.cat(parts)
 
 
-def _blended(before: Tensor, own: Tensor, overlap: int) -> Tensor:
-    """Return the samples of a window, the first ones blended with those of the previous window."""
-    count = min(len(before), len(own))
-    share = (torch.arange(count) + 0.5) / overlap
-    return torch.cat([torch.lerp(before[:count], own[:count], share), own[count:]])
+def _blended(before: Tensor, samples: Tensor, overlap: int) -> Tensor:
+    """Return the samples of a window, the first ones blended with those of the previous window.
+
+    Args:
+        before: the samples of the previous window after its block.
+        samples: the samples of the window's block.
+        overlap: the number of samples over which the weights go from 0 to 1.
+    """
+    count = min(len(before), len(samples))
+    weights = (torch.arange(count) + 0.5) / overlap
+    return torch.cat([torch.lerp(before[:count], samples[:count], weights), samples[count:]])

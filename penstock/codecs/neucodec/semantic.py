@@ -43,7 +43,7 @@ class RelativeAttention:
     distances: Tensor  # [left + 1 + right, D]
     heads: int
     left: int
-    """Keys that are farther before their query count as ``left`` before it."""
+    """Maximum distance of a key before its query; larger distances use the embedding of this one."""
 
     def __call__(self, x: Tensor, eps: float, ops: Ops) -> Tensor:  # [T, E] -> [T, E]
         qkv = ops.linear(ops.layer_norm(x, *self.norm, eps), self.qkv)
@@ -53,10 +53,12 @@ class RelativeAttention:
         columns = (positions - positions[:, None]).clamp(-self.left, last) + self.left  # [T, T]
         rows = [
             torch.softmax(
-                (one @ keys.T + (one @ self.distances.T).gather(1, columns)) * one.shape[1] ** -0.5, -1
+                (queries @ keys.T + (queries @ self.distances.T).gather(1, columns))
+                * queries.shape[1] ** -0.5,
+                -1,
             )
             @ values
-            for one, keys, values in zip(q, k, v, strict=True)
+            for queries, keys, values in zip(q, k, v, strict=True)
         ]
         return ops.linear(torch.cat(rows, 1), self.output)
 
@@ -98,7 +100,7 @@ class ConformerLayer:
 
 @dataclass(frozen=True, slots=True)
 class SemanticEncoder:
-    """Features to semantic rows."""
+    """Converts features to rows ``[T, E]`` that represent the content of speech."""
 
     config: SemanticConfig
     norm: NormWeights

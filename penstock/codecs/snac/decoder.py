@@ -29,16 +29,16 @@ class Span:
     begin: int
     """Position of the first row."""
     wanted: int
-    """Position of the first wanted row."""
+    """Position of the first row of the output; rows before it are left context."""
     end: int
-    """Position after the last wanted row."""
+    """Position after the last row of the output; rows from there on are right context."""
 
     def scaled(self, stride: int) -> Span:
         """Return the same time span at a rate ``stride`` times as high."""
         return Span(self.begin * stride, self.wanted * stride, self.end * stride)
 
     def without_context(self, margin: int, length: int) -> tuple[int, int]:
-        """Return the range of rows to keep so that ``margin`` rows of context stay."""
+        """Return the range of the ``length`` rows that keeps ``margin`` rows of context at each side."""
         first = max(self.wanted - margin - self.begin, 0)
         return first, min(self.end + margin - self.begin, length)
 
@@ -53,12 +53,12 @@ class UpsamplingBlock:
     units: tuple[ResidualUnit, ...]
     stride: int
     margin: int
-    """Rows of context on which the wanted rows depend, at the rate of the input."""
+    """Rows of context on which the output depends, at the rate of the block's input."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnacDecoder:
-    """Latent rows to samples."""
+    """Converts latent rows to samples."""
 
     first: tuple[Conv1d, ...]
     blocks: tuple[UpsamplingBlock, ...]
@@ -140,7 +140,7 @@ def read_decoder(loader: CodecLoader, config: SnacConfig) -> SnacDecoder:
 
 def _margins(strides: Sequence[int]) -> list[int]:
     """Return the rows of context that the input of each block needs."""
-    margins, margin = [], _SIDE  # of the last convolution
+    margins, margin = [], _SIDE  # the context that the last convolution needs
     for stride in reversed(strides):
         # Output row o of an upsampling layer depends on the input rows before and after o / stride.
         margin = -(-(margin + REACH) // stride) + 1

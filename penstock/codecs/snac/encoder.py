@@ -23,7 +23,7 @@ class DownsamplingBlock:
 
 @dataclass(frozen=True, slots=True)
 class SnacEncoder:
-    """Samples to latent rows."""
+    """Converts samples to latent rows."""
 
     first: Conv1d
     blocks: tuple[DownsamplingBlock, ...]

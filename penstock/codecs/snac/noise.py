@@ -15,7 +15,7 @@ def noise_at(layer: int, start: int, stop: int) -> Tensor:
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
-    # Box and Muller: the first uniform is above 0.
+    # Box-Muller transform; the first uniform number is above 0, because its logarithm is needed.
     radius = np.sqrt(-2 * np.log(((z >> np.uint64(32)).astype(np.float64) + 1) / 2**32))
     angle = (z & np.uint64(0xFFFFFFFF)).astype(np.float64) * (2 * np.pi / 2**32)
     return torch.from_numpy((radius * np.cos(angle)).astype(np.float32))
