@@ -46,12 +46,12 @@ def open_checkpoint(checkpoint: Path) -> Checkpoint:
         file = checkpoint / "config.json"
         config = read_json_object(file) if checkpoint.is_dir() and file.is_file() else {}
         if checkpoint.is_dir() and not quantization_section(config):
-            config = {**config, **_quantization_beside(checkpoint)}
+            config = {**config, **_separate_quantization_config(checkpoint)}
     found = FORMATS.detect(config, stored)
     return Checkpoint(found, found.headers(config, stored), find_cache_scales(config, stored))
 
 
-_BESIDE = {
+_QUANTIZATION_FILES = {
     "quantization_config.json": "",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -60,9 +60,9 @@ _BESIDE = {
 """Files that may contain ``quantization_config``, with the method to assume if the file names none."""
 
 
-def _quantization_beside(folder: Path) -> Mapping[str, object]:
+def _separate_quantization_config(folder: Path) -> Mapping[str, object]:
     """Return ``quantization_config`` from a file other than ``config.json``; empty without such a file."""
-    for name, method in _BESIDE.items():
+    for name, method in _QUANTIZATION_FILES.items():
         if (folder / name).is_file():
             section = read_json_object(folder / name)
             return {"quantization_config": {"quant_method": method, **section} if method else section}

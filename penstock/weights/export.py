@@ -96,7 +96,7 @@ def _stored(
     weights: Weights, quantized: Mapping[str, tuple[PackedLinear, int, int]], encoding: str
 ) -> Iterator[tuple[str, Tensor]]:
     rows: tuple[PackedLinear | None, Mapping[str, Tensor]] = (None, {})
-    order = sorted(weights.names, key=lambda name: _place(name, quantized))
+    order = sorted(weights.names, key=lambda name: _sort_key(name, quantized))
     for name in order:
         layer = name.removesuffix(".weight")
         if layer not in quantized or layer == name:
@@ -107,12 +107,12 @@ def _stored(
         if rows[0] is not packed:  # the parts of a fused layer are consecutive
             rows = (packed, tensors_in_rows(packed))
             beat()
-        own = {key: tensor[start:stop] for key, tensor in rows[1].items()}
-        for key, tensor in _compressed(own, encoding).items():
+        part = {key: tensor[start:stop] for key, tensor in rows[1].items()}
+        for key, tensor in _compressed(part, encoding).items():
             yield f"{layer}.{key}", tensor.contiguous()
 
 
-def _place(name: str, quantized: Mapping[str, tuple[PackedLinear, int, int]]) -> tuple[str, int]:
+def _sort_key(name: str, quantized: Mapping[str, tuple[PackedLinear, int, int]]) -> tuple[str, int]:
     """Return a sort key that makes the parts of a fused layer consecutive."""
     found = quantized.get(name.removesuffix(".weight"))
     return (name, 0) if found is None else (found[0].slices[0].name, found[1])
@@ -126,8 +126,8 @@ def _compressed(rows: Mapping[str, Tensor], encoding: str) -> dict[str, Tensor]:
     per_word = _WORD_BITS // bits
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word)).view(len(codes), -1, per_word)
     words = torch.zeros(padded.shape[:2], dtype=torch.int32)
-    for place in range(per_word):
-        words |= padded[..., place] << place * bits
+    for index in range(per_word):
+        words |= padded[..., index] << index * bits
     return {
         "weight_packed": words,
         "weight_scale": scales,

@@ -118,7 +118,7 @@ def _mxfp4(blocks: Tensor) -> Tensor:
 def _q2_k(blocks: Tensor) -> Tensor:
     """16 groups of 16, each with a 4-bit scale and a 4-bit minimum."""
     scales, minima = blocks[:, :16] & 15, blocks[:, :16] >> 4
-    codes = _crumbs(blocks[:, 16:80]).view(-1, 16, 16).float()
+    codes = _two_bit_codes(blocks[:, 16:80]).view(-1, 16, 16).float()
     scale = (_float16_at(blocks, 80) * scales.float())[:, :, None]
     return (scale * codes - (_float16_at(blocks, 82) * minima.float())[:, :, None]).flatten(1)
 
@@ -126,7 +126,7 @@ def _q2_k(blocks: Tensor) -> Tensor:
 def _q3_k(blocks: Tensor) -> Tensor:
     """16 groups of 16. The lower two bits of a code are stored together, the third bit separately."""
     third = torch.cat([blocks[:, :32] >> shift & 1 for shift in range(8)], dim=1)
-    codes = (_crumbs(blocks[:, 32:96]) | third << 2).view(-1, 16, 16).float() - 4
+    codes = (_two_bit_codes(blocks[:, 32:96]) | third << 2).view(-1, 16, 16).float() - 4
     low = nibbles(blocks[:, 96:104])
     high = torch.cat([blocks[:, 104:108] >> shift & 3 for shift in (0, 2, 4, 6)], dim=1)
     scales = _float16_at(blocks, 108) * ((low | high << 4).float() - 32)
@@ -173,7 +173,8 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (scales[:, :, None] * codes).flatten(1)
 
 
-def _crumbs(packed: Tensor) -> Tensor:  # [N, 64] -> [N, 256]: 2-bit codes, 128 of them per 32 bytes
+def _two_bit_codes(packed: Tensor) -> Tensor:
+    """Return the 2-bit codes ``[N, 256]`` in ``[N, 64]`` bytes; 32 bytes hold 128 codes."""
     halves = packed.view(-1, 2, 32)
     return torch.cat([halves >> shift & 3 for shift in (0, 2, 4, 6)], dim=2).flatten(1)
 

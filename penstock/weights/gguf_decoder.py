@@ -17,8 +17,8 @@ def decoder_config(
     Args:
         keys: the file's keys.
         partial_rotary: whether the family supports rotary embeddings on a part of each head.
-        eps: the name of the epsilon of norms in ``config.json``. The file has that of layer norms under
-            another key than that of RMS norms.
+        eps: the key of the norms' epsilon in ``config.json``. With ``rms_norm_eps`` the value is read from
+            ``layer_norm_rms_epsilon`` of the file, with any other key from ``layer_norm_epsilon``.
     """
     eps_key = "layer_norm_rms_epsilon" if eps == "rms_norm_eps" else "layer_norm_epsilon"
     heads = keys.count("attention.head_count")

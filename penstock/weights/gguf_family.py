@@ -11,7 +11,7 @@ class GGUFFamily:
     """How a family names and stores its tensors."""
 
     names: Mapping[str, str]
-    """File name -> hub name. ``N`` stands for the layer number, ``X`` for the expert number."""
+    """Name in the file -> name on the hub. ``N`` is the number of a layer, ``X`` the number of an expert."""
     is_interleaved: bool = False
     """Whether query and key rows are interleaved for the rotary embedding."""
     is_transposed: bool = False
@@ -20,7 +20,10 @@ class GGUFFamily:
     has_fused_heads: bool = False
     """Whether the fused matrix of a checkpoint is ordered by head: query, key and value of each."""
     vectors: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """File name without suffix -> full hub name, and its dimensions; with two it is a matrix of one row."""
+    """Vectors: name in the file without suffix -> full name and number of dimensions on the hub.
+
+    A vector with two dimensions is a matrix of one row on the hub.
+    """
 
 
 LLAMA = {

@@ -9,7 +9,7 @@ from penstock.weights.gguf import GGUFFile
 
 
 class GGUFKeys:
-    """The keys of a file's family, ``llama.block_count`` as ``block_count``."""
+    """The metadata keys of a file's family, without prefix: ``block_count`` for ``llama.block_count``."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file = file
@@ -82,12 +82,14 @@ class GGUFKeys:
         return sorted(key for key in keys if key.removeprefix(self._prefix) not in known)
 
     def check_supported(self) -> None:
-        """Check the keys that a family may set only if it reads them.
+        """Check that the file sets no key that its family does not implement.
+
+        Call it after the configuration was read: a key that was read counts as implemented.
 
         Raises:
-            WeightsError: the file sets such a key.
+            WeightsError: names the key and its value.
         """
-        for key in _UNSUPPORTED:
+        for key in _RESTRICTED_KEYS:
             is_read = key in self._read or key in _SUPPORTED_BY.get(self._prefix, ())
             if not is_read and self.get(key):
                 raise self.fail(key, "is not supported")
@@ -105,7 +107,7 @@ class GGUFKeys:
         return self.count("attention.key_length", max(1, self.count("embedding_length") // heads))
 
 
-_UNSUPPORTED = (
+_RESTRICTED_KEYS = (
     "attention.max_alibi_bias",
     "attention.clamp_kqv",
     "use_parallel_residual",
@@ -123,7 +125,7 @@ _SUPPORTED_BY = {
     "stablelm.": ("use_parallel_residual",),
     "olmo.": ("attention.clamp_kqv",),
 }
-"""Prefix of a family -> keys that only this family may set."""
+"""Prefix of a family -> keys of `_RESTRICTED_KEYS` that it implements."""
 _WITHOUT_EFFECT = {
     "vocab_size",  # taken from the shape of the embedding table
     "rope.scaling.finetuned",

@@ -10,7 +10,10 @@ from penstock.weights.gguf_keys import GGUFKeys
 _SOFTMAX, _SIGMOID = 1, 2
 """Values of ``expert_gating_func``."""
 _EXPERTS_OF_MAVERICK = 128
-"""The only Llama 4 without norms of queries and keys, which its metadata does not state."""
+"""Number of experts of Llama 4 Maverick.
+
+Maverick has no norms of queries and keys, but the metadata of a file does not contain this fact.
+"""
 
 
 def _experts(keys: GGUFKeys) -> dict[str, object]:

@@ -113,7 +113,7 @@ def local_name(model_path: str) -> str:
 
 
 def is_on_hub(model_path: str) -> bool:
-    """Return whether a model is searched on the hub: it is not embedded and not a path."""
+    """Return whether a model is looked up on the hub: it is neither an embedded model nor a path."""
     return model_path not in _EMBEDDED and not _is_local(model_path)
 
 

@@ -104,7 +104,7 @@ def delete_model(name: str, revision: str | None = None) -> int:
     folder = _cache_folder() / (_PREFIX + name.replace("/", "--"))
     try:
         if revision is None:
-            size = sum(file.lstat().st_size for file in folder.rglob("*") if _is_own(file))
+            size = sum(file.lstat().st_size for file in folder.rglob("*") if _is_regular(file))
             shutil.rmtree(folder)
             shutil.rmtree(folder.parent / ".locks" / folder.name, ignore_errors=True)
             return size
@@ -155,6 +155,6 @@ def _size_of(files: Sequence[Path]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _is_own(file: Path) -> bool:
+def _is_regular(file: Path) -> bool:
     """Return whether a path is a regular file instead of a link."""
     return file.is_file() and not file.is_symlink()

@@ -55,7 +55,7 @@ def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
     except WeightsError as problem:
         logger.warning("packed weights are not used: %s", problem)
         return None
-    if header.metadata.get("made_of") != _made_of(key, layout):
+    if header.metadata.get("made_of") != _packing_inputs(key, layout):
         logger.info("packed weights are not used: %s is of another checkpoint or version", file)
         return None
     logger.info("packed weights are mapped from %s", file)
@@ -171,7 +171,7 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
-    metadata = {"made_of": _made_of(key, layout), "layers": json.dumps(layers)}
+    metadata = {"made_of": _packing_inputs(key, layout), "layers": json.dumps(layers)}
     text = json.dumps({"__metadata__": metadata, **tensors}).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def _view(content: Tensor, entry: _TensorFields) -> Tensor:
     return content[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
 
 
-def _made_of(key: PackedKey, layout: Layout) -> str:
+def _packing_inputs(key: PackedKey, layout: Layout) -> str:
     """Return all inputs of packing, as JSON.
 
     Checkpoint files are compared by path, size and modification time. Reading their contents would take

@@ -1,7 +1,7 @@
 """Downloads large files from the hub into its cache; an interrupted download continues where it stopped.
 
-The client of the hub keeps only finished files. Here, an unfinished file stays in the cache, and the next
-download requests the rest.
+The library huggingface_hub keeps only finished files. This module leaves an unfinished file in the cache, and
+the next download requests the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 from penstock.errors import CheckpointError, CheckpointNotFoundError
 
 LARGE_BYTES = 8 * 2**20
-"""Minimum size; the client of the hub downloads smaller files."""
+"""Minimum size of a file for this module; huggingface_hub downloads smaller files."""
 _PIECE_BYTES = 2**20
 _ATTEMPTS = 5
 _TIMEOUT = 30.0
@@ -86,8 +86,8 @@ def download_large_files(model_id: str, revision: str, allowed: list[str], ignor
 
 
 def _fetch(model_id: str, request: Request, file: BinaryIO, size: int, bar: ProgressBar) -> None:
-    """Append the rest of a file."""
-    reason = "the server sent too little"
+    """Append the missing bytes of a file of ``size`` bytes, in up to `_ATTEMPTS` requests."""
+    reason = "the server closed the connection early"
     for attempt in range(_ATTEMPTS):
         if attempt > 0:
             time.sleep(2**attempt / 2)
@@ -117,7 +117,7 @@ def _fetch(model_id: str, request: Request, file: BinaryIO, size: int, bar: Prog
 
 
 def _check(model_id: str, name: str, path: Path, etag: str) -> None:
-    """Compare a file with its checksum, which is the tag of large files."""
+    """Compare a file with its SHA-256, which the hub returns as the ETag of large files."""
     if _SHA256.fullmatch(etag):
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()

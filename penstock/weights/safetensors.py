@@ -137,7 +137,7 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """Return the texts that the header of a safetensors file has beside its tensors.
+    """Return the ``__metadata__`` of a safetensors file: text by name.
 
     Raises:
         WeightsError: the file cannot be read.

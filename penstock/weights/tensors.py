@@ -28,9 +28,10 @@ from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 NUM_NAMES_SHOWN = 8
 """Maximum number of tensors of a kind that an error lists. Further ones are counted."""
 _MAX_FAULTS = 1000
+"""Maximum number of missing tensors. A load with more fails at once: ``config.json`` probably belongs to
+another model."""
 _MAX_ZEROS = 2**29
-"""Limits on missing tensors, and on elements of zeros that replace faulty tensors. A load that exceeds one of
-them fails at once: ``config.json`` probably belongs to another model."""
+"""Maximum number of zeros that replace faulty tensors. A load that needs more fails at once."""
 
 
 class Weights:
@@ -113,7 +114,7 @@ class Weights:
 
         The tensor counts as read. Callers that already have its numbers use this instead of `tensor`.
         """
-        header = self._asked_for(name)
+        header = self._mark_read(name)
         if header is None:
             return False
         if not header.is_float:
@@ -127,7 +128,7 @@ class Weights:
         return None if header is None else header.encoding
 
     def input_order(self, name: str) -> bytes:
-        """Return the inputs of a weight, int32, in the order of its stored encoding; empty for their own."""
+        """Return the order of the inputs in a weight's stored encoding, int32; empty: the original order."""
         header = self._found(name)
         return header.order if isinstance(header, QuantizedHeader) else b""
 
@@ -152,7 +153,7 @@ class Weights:
         if header is None or header.encoding is None or not fits or self._files.shapes_only:
             floats = self.tensor(name, expected)
             return None, {"weight": floats.T if transposed else floats}
-        self._asked_for(name)
+        self._mark_read(name)
         return self._files.linear(self._names[name])
 
     def rows(
@@ -166,7 +167,7 @@ class Weights:
         if header is not None and header.shape == shape and not self._files.shapes_only:
             found = self._files.rows(self._names[name], start, stop)
             if found is not None:
-                self._asked_for(name)
+                self._mark_read(name)
                 return found
         encoding, tensors = self.read_linear(name, shape)
         return encoding, {key: one[start:stop] for key, one in tensors.items()}
@@ -236,7 +237,7 @@ class Weights:
         """Number of bytes of all tensors as they are stored."""
         return sum(self._files.headers[stored].num_bytes for stored in self._names.values())
 
-    def _asked_for(self, name: str) -> TensorHeader | None:
+    def _mark_read(self, name: str) -> TensorHeader | None:
         """Mark a tensor as read and return its header. If it is missing, record a fault and return None."""
         header = self._found(name)
         if header is None:
@@ -373,7 +374,7 @@ class _Faults:
     num_zeros: int = 0  # elements of the zeros that replace faulty tensors
 
     def report(self, unexpected: list[str]) -> str:
-        """Return one line, empty if there is no fault."""
+        """Return one line that lists the faults by kind; empty if there is none."""
         kinds = {
             "missing": self.missing,
             "misshapen": self.misshapen,

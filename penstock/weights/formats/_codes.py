@@ -41,7 +41,7 @@ def sorted_encoding(
         groups: number of groups.
 
     Returns:
-        The encoding is None if a group has another number of inputs.
+        The encoding and the order. The encoding is None if a group does not have ``size`` inputs.
 
     Raises:
         WeightsError: a group does not exist.

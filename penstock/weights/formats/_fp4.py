@@ -1,9 +1,9 @@
 """Layers of 4-bit floats (E2M1) with scales per 16 or 32 inputs: NVFP4 and MXFP4 as libraries pack them.
 
-A byte holds two numbers, the first in its lower half. NVFP4 has a scale (E4M3) for 16 inputs and a float32
-scale for the weight. compressed-tensors divides by the latter (``weight_global_scale``), ModelOpt multiplies
-by it (``weight_scale_2``). MXFP4 has a power of two for 32 inputs, stored as its exponent plus 127. The
-encodings nvfp4 and mxfp4 hold them exactly.
+A byte holds two numbers, the first in its lower half. NVFP4 has a scale (E4M3) per 16 inputs and a float32
+scale per weight. compressed-tensors divides by the float32 scale (``weight_global_scale``), ModelOpt
+multiplies by it (``weight_scale_2``). MXFP4 has a power of two per 32 inputs, stored as its exponent plus
+127. The encodings nvfp4 and mxfp4 hold these layers exactly.
 """
 
 from __future__ import annotations

@@ -22,7 +22,11 @@ _WITHOUT_EFFECT = (
     *("input_scale", "input_scale_ub", "input_zero_point", "input_global_scale", "activation_scale"),
     *("output_scale", "k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "prob_output_scale"),
 )
-"""Tensors for quantized activations and KV caches. Activations are quantized by their own values instead."""
+"""Ignored tensors: parameters of quantized activations and KV caches.
+
+The kernels compute the scales of activations from the activations themselves. The scales of 8-bit float KV
+caches are read by `penstock.weights.cache_scales`.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BITS, _PER_WORD = 4, 8
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
 """Positions within a word of the codes of outputs 0 to 7."""
 VERSIONS = ("gemm", "gemv")
 
@@ -114,7 +114,7 @@ def _take_gemv(tensors: StoredTensors, layer: str, size: int) -> None:
 def _read_gemm(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
     def columns(words: Tensor) -> Tensor:  # [n, out / 8] -> [out, n]
         count = words.shape[1] * _PER_WORD
-        ordered = unpack_bits(words, _BITS, count).view(len(words), -1, _PER_WORD)[..., list(_PLACES)]
+        ordered = unpack_bits(words, _BITS, count).view(len(words), -1, _PER_WORD)[..., list(_POSITIONS)]
         return ordered.flatten(1).T.contiguous()
 
     codes, zeros = columns(header.read(source, "weight")), columns(header.read(source, "zeros"))

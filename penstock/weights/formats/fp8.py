@@ -1,7 +1,7 @@
 """fp8: 8-bit floats with scales per tensor, per output or per block, as transformers and DeepSeek write them.
 
 ``<layer>.weight`` is E4M3. ``<layer>.weight_scale_inv`` holds a scale for each block of ``weight_block_size``
-inputs and outputs, ``<layer>.weight_scale`` one for each output or one in all. Layers in
+inputs and outputs, ``<layer>.weight_scale`` one for each output or one for the whole weight. Layers in
 ``modules_to_not_convert`` are floats.
 """
 

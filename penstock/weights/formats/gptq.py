@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-"""Words whose codes are all 1. Adding words carries between codes, which reverts the borrows of the
-writer.
+"""Bits of a code -> the word in which every code is 1.
+
+Adding it to a word of stored zero points restores them: its carries undo the borrows of the writer's
+subtraction.
 """
 
 

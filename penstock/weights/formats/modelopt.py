@@ -1,7 +1,8 @@
 """modelopt: 8-bit floats with a scale per tensor or output, and 4-bit floats (NVFP4), written by ModelOpt.
 
 The tensors of a layer determine its type: ``weight`` E4M3 with ``weight_scale``; or ``weight`` uint8 with
-``weight_scale`` (E4M3, for 16 inputs) and ``weight_scale_2`` (float32, for all). Layers may differ.
+``weight_scale`` (E4M3, one per 16 inputs) and ``weight_scale_2`` (one float32). The layers of a checkpoint
+can have different types.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""MXFP4: blocks of 32 numbers of four bits that share a scale of eight (OCP Microscaling Formats 1.0).
+"""MXFP4: blocks of 32 four-bit numbers that share an eight-bit scale (OCP Microscaling Formats 1.0).
 
 A number is E2M1: a sign, two bits of exponent, one bit of mantissa. A scale is E8M0: 2 to the power of its
 value - 127, and NaN for 255. A byte holds two numbers, the first in its lower half.
 
 A matrix ``x`` is stored as the bytes ``x_blocks [out, in / 32, 16]`` and ``x_scales [out, in / 32]``. The
 matrices of all experts are one tensor with a leading dimension. They appear to the model as ``x.weight``, or
-as ``x.<expert>.weight`` per expert, ``[out, in]`` each. Layers keep the blocks in the encoding mxfp4. Other
-readers get bfloat16.
+as ``x.<expert>.weight`` per expert, ``[out, in]`` each. `read_linear` returns the blocks in the encoding
+mxfp4, `read_tensor` returns bfloat16.
 """
 
 from __future__ import annotations

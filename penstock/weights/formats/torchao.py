@@ -1,4 +1,4 @@
-"""torchao: integers of up to 8 bits and 8-bit floats, flattened for safetensors as by torchao.
+"""torchao: integers of up to 8 bits and 8-bit floats, in torchao's flattened safetensors form.
 
 A layer has ``_weight_qdata`` and ``_weight_scale``, and integers also have ``_weight_zero_point``. The
 metadata of a file names the class of each weight:
