@@ -206,7 +206,7 @@ class DecoderModel(NetworkModel[TextContext]):
         )
 
     def _run(self, model_inputs: ModelInputs) -> tuple[Tensor, ...]:
-        """Run the network, as a compiled step if there is one."""
+        """Run the network, as a compiled step if one exists for this shape."""
         self.begin_step()
         results = self._run_compiled(model_inputs)
         if results is None:
@@ -216,7 +216,10 @@ class DecoderModel(NetworkModel[TextContext]):
 
     @property
     def _plans(self) -> GraphCache | None:
-        """The compiled steps; None if ranks exchange tensors by a method that they cannot contain."""
+        """The compiled steps; None if the ranks exchange tensors by torch.distributed.
+
+        A compiled step contains collectives in shared memory only.
+        """
         ranks = self.session.ranks
         return self.session.plans if ranks is None or ranks.region else None
 

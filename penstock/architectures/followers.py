@@ -1,4 +1,4 @@
-"""The steps of ranks 1 and above, which rank 0 announces.
+"""`Follower`: runs on ranks 1 and above the steps that rank 0 announces.
 
 Rank 0 schedules, prepares inputs and samples. For each forward it sends one message of a few kilobytes with
 the tensors of the step, and then all ranks run the network. The other ranks do not have contexts, text or
@@ -23,11 +23,11 @@ from penstock.kv_cache import KVCacheManager
 
 
 class Follower:
-    """A model on rank 1 or above.
+    """Runs the steps of a model on rank 1 or above.
 
     Args:
         model: the loaded part of this rank.
-        kv: holds the blocks of this rank's heads. Its tables are not used.
+        kv: the KV cache with the heads of this rank. Its block tables are not used.
     """
 
     def __init__(self, model: DecoderModel, kv: KVCacheManager) -> None:
@@ -76,7 +76,7 @@ class Follower:
         self._kv.discard_storage()
 
     def put_adapter(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Put an adapter into a slot. The given matrices are whole; this rank takes its part."""
+        """Put an adapter into a slot. ``matrices`` are those of whole layers; this rank stores its part."""
         adapters = self._model.lora_manager
         assert adapters is not None
         adapters.put(slot, matrices)

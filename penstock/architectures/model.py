@@ -159,7 +159,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         spec, shard = self.kv_spec(pipeline_config, self.huggingface_config), session.shard
         spec = spec and with_stored_scales(spec, pipeline_config)
         # All ranks plan with the largest part of any rank, so that they have the same blocks.
-        self.kv_cache_spec = spec and (spec if shard.is_whole else spec.with_kv_heads(shard.most_kv_heads))
+        self.kv_cache_spec = spec and (spec if shard.is_whole else spec.with_kv_heads(shard.max_kv_heads))
         self.memory_plan = self._plan_memory()
         self.kv_cache_spec = spec and (spec if shard.is_whole else spec.with_kv_heads(shard.num_kv_heads))
         self.max_seq_len = self.memory_plan.max_length

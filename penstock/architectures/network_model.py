@@ -54,7 +54,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         model = self.pipeline_config.model
         ops = self.session.ops
         shard = self.session.shard
-        # the file has whole layers
+        # a file of packed weights holds whole layers, so ranks cannot use it
         has_store = ops.packs_weights and shard.is_whole
         store = open_packed(model.packed_key, ops.layout) if has_store else None
         if store is not None or not ops.packs_weights:
@@ -73,7 +73,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         )
         network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         if shard.by_expert and not loader.has_experts:
-            raise ConfigError("expert_parallel", f"{model.name} has no experts: leave it out")
+            raise ConfigError("expert_parallel", f"{model.name} has no experts: remove this setting")
         self.calibrate(self.pipeline_config, network, loader, ops)
         self._lora_manager = self._load_adapters(loader)
         self.lazy_packing = LazyPacking(loader.layers, self.session.reservations)
@@ -143,9 +143,9 @@ class NetworkModel(PipelineModel[BaseContextType]):
         num_bytes = sum(part.nbytes for one in lazy_weights for part in one.parts)
         with torch.inference_mode(), LoadingProgress(num_bytes, title="quantising") as progress:
 
-            def pack(one: LazyWeight, importance: Tensor | None = None) -> None:
-                parts = one.parts
-                one.pack(importance)
+            def pack(weight: LazyWeight, importance: Tensor | None = None) -> None:
+                parts = weight.parts
+                weight.pack(importance)
                 beat()
                 progress.advance(sum(part.nbytes for part in parts))
 
@@ -154,8 +154,8 @@ class NetworkModel(PipelineModel[BaseContextType]):
             if spec is not None and not shard.is_whole:
                 spec = spec.with_kv_heads(shard.num_kv_heads)
             pack_calibrated(network, spec, ops, config, pack)
-            for one in lazy_weights:
-                pack(one)  # layers that the calibration forward did not use
+            for weight in lazy_weights:
+                pack(weight)  # layers that the calibration forward did not use
 
     def measure_memory(self) -> None:
         memory, spec = self.session.memory, self.kv_cache_spec
@@ -213,7 +213,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         return None
 
     def _warn_of_widened_weights(self) -> None:
-        """Log the memory of quantized weights that are stored as floats because no encoding holds them."""
+        """Log how many quantized weights of the checkpoint are widened to floats, and the memory they take."""
         model = self.pipeline_config.model
         if not model.keeps_stored_layers:
             return

@@ -95,7 +95,8 @@ def _layer_of(module: nn.Module, spec: KVCacheSpec) -> int:
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or not 0 <= layer < spec.num_layers:
         raise UnsupportedFeatureError(
-            type(module).__name__, f"its layer_idx is {layer!r}, of {spec.num_layers} layers of the KV cache"
+            type(module).__name__,
+            f"its layer_idx is {layer!r}, but the KV cache has {spec.num_layers} layers",
         )
     return layer
 
@@ -112,13 +113,15 @@ def _check(
     attention_mask: Tensor | None,
     options: Mapping[str, object],
 ) -> None:
-    """Refuse an attention that differs from that of the layer's group of the cache."""
+    """Refuse an attention whose shapes, window or mask do not match the layer's group of the KV cache."""
     name = type(module).__name__
     wanted = (group.kv_heads, group.head_dim)
     for part, tensor in (("keys", key), ("values", value)):
         shape = (tensor.shape[1], tensor.shape[3])
         if shape != wanted:
-            raise UnsupportedFeatureError(name, f"its {part} have [heads, size] {shape}, the cache {wanted}")
+            raise UnsupportedFeatureError(
+                name, f"its {part} have [heads, size] {shape}, those of the cache have {wanted}"
+            )
     window = options.get("sliding_window")
     if (
         isinstance(window, int)
@@ -126,7 +129,7 @@ def _check(
         and window != group.window
         and not (group.window is None and window >= _NO_WINDOW)
     ):
-        raise UnsupportedFeatureError(name, f"its window is {window}, that of the cache {group.window}")
+        raise UnsupportedFeatureError(name, f"its window is {window}, that of the cache is {group.window}")
     if attention_mask is not None:
         raise UnsupportedFeatureError(name, "it creates an attention mask")
     is_causal = options.get("is_causal")

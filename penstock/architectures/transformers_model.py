@@ -45,7 +45,7 @@ class ModuleNetwork:
     length_dependent: bool = False
 
     def logits(self, tokens: Tensor, step: StepInputs, rows: Tensor) -> Tensor:
-        """``tokens [T]`` and ``rows [R]`` -> ``[R, V]``."""
+        """Return the logits ``[R, V]`` of the rows ``rows [R]`` of ``tokens [T]``."""
         given = ModuleStep(step, self.spec)
         outputs = self.module(
             tokens[None],
@@ -57,7 +57,8 @@ class ModuleNetwork:
         if sorted(given.calls) != list(range(self.spec.num_layers)):
             raise UnsupportedFeatureError(
                 type(self.module).__name__,
-                f"its layers {sorted(given.calls)} called the attention interface, of {self.spec.num_layers}",
+                f"only its layers {sorted(given.calls)} of {self.spec.num_layers} called the attention "
+                "interface",
             )
         logits: Tensor = outputs.logits[0]
         return logits
@@ -217,7 +218,7 @@ def _check(pipeline_config: PipelineConfig) -> None:
     if pipeline_config.lora.is_enabled:
         raise ConfigError("enable_lora", "adapters cannot be applied to the module of transformers")
     if pipeline_config.deterministic:
-        raise ConfigError("deterministic", "the bits of the module of transformers depend on the batch")
+        raise ConfigError("deterministic", "the results of the module of transformers depend on the batch")
     config = _module_config(pipeline_config)
     problem = _problem_of_config(config) or _problem_of_class(config, pipeline_config)
     if problem:

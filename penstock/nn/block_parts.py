@@ -62,15 +62,15 @@ def gated_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
 
 
 def plain_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
-    """Return a function that reads `MLP` layers of a blueprint; the up matrix is ``gate_up[-1]``."""
+    """Return a function that reads `MLP` layers; the up matrix has the last name in ``names.gate_up``."""
     hidden, inner, bias = blueprint.hidden, blueprint.inner, blueprint.mlp_bias
     up, down = blueprint.names.gate_up[-1], blueprint.names.down
 
     def read(name: str, layer: int) -> MLP:
-        own = load.inner_part(f"{name}.{down}", inner)
-        inputs = None if load.shard.is_whole else own
+        part = load.inner_part(f"{name}.{down}", inner)
+        inputs = None if load.shard.is_whole else part
         return MLP(
-            load.linear(f"{name}.{up}", inner, hidden, bias=bias, outputs=load.divided([own])),
+            load.linear(f"{name}.{up}", inner, hidden, bias=bias, outputs=load.divided([part])),
             load.linear(f"{name}.{down}", hidden, inner, bias=bias, inputs=inputs),
             blueprint.activation,
         )

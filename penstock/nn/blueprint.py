@@ -281,13 +281,17 @@ def windows_of(
 
 
 def same_windows(config: ConfigValues, default: int | None = None) -> tuple[int | None, ...]:
-    """Return ``sliding_window`` for every layer, in families with equal layers. Null means no window.
+    """Return ``sliding_window`` for each layer, in families where all layers have the same window.
+
+    The window is None if the value is null.
 
     Raises:
-        ConfigError: ``layer_types`` contradicts it.
+        ConfigError: ``layer_types`` contradicts ``sliding_window``.
     """
     kind = FULL if config.optional_integer("sliding_window", default) is None else SLIDING
     types = (kind,) * num_layers(config)
     if layer_types(config, types) != types:
-        raise ConfigError("layer_types", f"must all be {kind}, as sliding_window says in this family")
+        raise ConfigError(
+            "layer_types", f"must all be {kind}, because sliding_window applies to all layers in this family"
+        )
     return windows_of(config, types, default or 1)

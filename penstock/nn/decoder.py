@@ -259,7 +259,7 @@ def load_embedding(load: Loader, table: Tensor, vocabulary: int, scale: float = 
     """Return the embedding of a table that `Loader.table` has read.
 
     Args:
-        load: has read the table.
+        load: the loader that has read the table.
         table: this rank's rows.
         vocabulary: V, the number of rows of the whole table.
         scale: see `Embedding`.

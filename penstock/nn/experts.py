@@ -21,7 +21,10 @@ from penstock.nn.mlp import GatedMLP
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Each row's chosen experts; their outputs are summed with the weights from the router."""
+    """A router and its experts: ``x [T, E] -> [T, E]``.
+
+    The router selects `top` experts for each row. Their outputs are summed with weights from the router.
+    """
 
     router: Linear  # [E] -> [N]
     packed: PackedExperts
@@ -29,7 +32,7 @@ class Experts:
     """The number of experts for each row."""
     routing: Routing
     gating: Gating
-    bias: Tensor | None = None  # [N] float32: selects experts, see `ScoreRouting`
+    bias: Tensor | None = None  # [N] float32, added to the scores for the selection; see `ScoreRouting`
     is_wide: bool = False
     """Whether the router computes in float32."""
 
@@ -74,16 +77,16 @@ def num_experts_per_token(
         has_shared: whether the family has experts that every token uses.
 
     Raises:
-        ConfigError: the number exceeds ``experts``, or the file asks for shared experts in a family without.
+        ConfigError: the number exceeds ``experts``, or the file has shared experts in a family without them.
     """
     top = config.integer(key, default=default)
     if top > experts:
-        raise ConfigError(key, f"{top} experts for each token cannot be topk_ids of {experts}")
+        raise ConfigError(key, f"{top} experts per token exceed the {experts} experts of a layer")
     if has_shared:
         return top
     for key in ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"):
         if config.get(key):
-            raise ConfigError(key, f"was {config[key]!r}: experts that every token visits are not supported")
+            raise ConfigError(key, f"was {config[key]!r}: shared experts are not supported in this family")
     return top
 
 
@@ -103,7 +106,7 @@ def load_router(
 
 
 def load_correction_bias(load: Loader, name: str, *shape: int) -> Tensor:
-    """Read the bias that selects experts, ``[N]`` float32; ``shape`` is that of the file."""
+    """Read the bias for the selection of experts, ``[N]`` float32; ``shape`` is the stored shape."""
     return load.source.tensor(name, shape).float().flatten().contiguous().to(load.device)
 
 
@@ -173,7 +176,7 @@ class ExpertPart:
         return [i for i in range(experts) if i not in self.experts]
 
     def packed(self, gate_ups: Iterable[Linear], downs: Iterable[Linear]) -> PackedExperts:
-        """Return the experts, read in this order."""
+        """Return the experts of these layers. All gate-and-up layers are read before the down layers."""
         first = tuple(linear.packed for linear in gate_ups)
         second = tuple(linear.packed for linear in downs)
         return PackedExperts(first, second, self.experts.start, self.is_part, self.ranks)
@@ -183,18 +186,18 @@ def expert_part(load: Loader, experts: int, inner: int, down: str) -> ExpertPart
     """Return the part of a layer's experts on this rank.
 
     Args:
-        load: has the rank.
+        load: the loader of the rank.
         experts: N.
         inner: F.
-        down: the name of a down matrix, whose groups of inputs are not cut.
+        down: the name of a down matrix. Its groups of inputs that share a scale are not cut.
     """
     load.has_experts = True
     ranks = load.shard.collectives
     if load.shard.is_whole:
         return ExpertPart(range(experts), None, False, ranks)
     if load.shard.by_expert:
-        own = load.shard.part(experts, "experts")
-        return ExpertPart(range(own.start, own.stop), None, True, ranks)
+        part = load.shard.part(experts, "experts")
+        return ExpertPart(range(part.start, part.stop), None, True, ranks)
     return ExpertPart(range(experts), load.inner_part(down, inner), False, ranks)
 
 

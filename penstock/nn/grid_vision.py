@@ -1,8 +1,8 @@
 """Layout and positions of vision encoders for images of any size: grids of patches, merged in squares.
 
-The rows of an image are patches. Patches that merge into one output row are adjacent: merged rows are ordered
-from left to right and from top to bottom, and so are the patches of each (Wang et al. 2024,
-arXiv:2409.12191).
+The rows of an image are patches. A square of ``merge`` x ``merge`` patches becomes one output row, and its
+patches are adjacent rows. Squares are ordered from left to right and from top to bottom, and so are the
+patches within a square (Wang et al. 2024, arXiv:2409.12191).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GridSizes:
     depth: int
     heads: int
     channels: int  # C
-    frames: int  # frames of a patch; an image is repeated
+    frames: int  # frames of a patch; an image is repeated for all of them
     patch: int  # p
     merge: int  # patches per merged patch, in each direction
     base: float  # base of the rotary embedding
@@ -122,7 +122,7 @@ class GridSizes:
         )
 
     @property
-    def wide(self) -> int:
+    def merged_size(self) -> int:
         """The size of a merged patch, ``merge^2 E``."""
         return self.hidden * self.merge**2
 
@@ -147,8 +147,8 @@ class GridSizes:
     def load_merger(self, load: Loader, first: str, second: str) -> MLP:
         """Return the feed-forward layer that maps a merged patch to a row of the decoder."""
         return MLP(
-            load.linear(first, self.wide, self.wide, bias=True),
-            load.linear(second, self.out, self.wide, bias=True),
+            load.linear(first, self.merged_size, self.merged_size, bias=True),
+            load.linear(second, self.out, self.merged_size, bias=True),
             "gelu",
         )
 

@@ -118,11 +118,13 @@ def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], floats
     orders = {source.input_order(f"{name}.weight") for name in parts}
     problem = None
     if len(stored) > 1:
-        problem = f"are one layer but stored as {' and '.join(sorted(one or 'floats' for one in stored))}"
+        problem = (
+            f"form one layer but are stored as {' and '.join(sorted(one or 'floats' for one in stored))}"
+        )
     elif len(orders) > 1:
-        problem = "are one layer but stored with inputs in different orders (desc_act)"
+        problem = "form one layer but are stored with inputs in different orders (desc_act)"
     elif orders != {b""} and any(part.inputs is not None for part in parts.values()):
-        problem = "have inputs that ranks divide, but are stored with inputs in another order (desc_act)"
+        problem = "are stored with permuted inputs (desc_act), which ranks cannot divide"
     if problem is not None:
         _logger.warning("%s %s: they are widened to %s", ", ".join(parts), problem, floats)
         return None
@@ -134,11 +136,11 @@ def order_of(source: TensorSource, parts: Iterable[str], encoding: str) -> Tenso
 
     Args:
         source: where the layer is stored.
-        parts: the names of its parts, which have the same order.
+        parts: the names of its parts.
         encoding: the encoding of the layer. A part that is stored in another one is converted.
 
     Returns:
-        None if the inputs are in their original order.
+        The order, which all parts share; None if the inputs are in their original order.
     """
     weights = [f"{name}.weight" for name in parts]
     found = [source.input_order(one) for one in weights if source.stored_encoding(one) == encoding]

@@ -158,7 +158,7 @@ class Loader:
         return self._read(named, bias, is_expert=is_expert)
 
     def divided(self, outputs: Sequence[Part]) -> Sequence[Part]:
-        """Return ``outputs``, or an empty mapping (all outputs) if there is only one rank."""
+        """Return ``outputs``, or an empty sequence (all outputs) if there is only one rank."""
         return () if self.shard.is_whole else outputs
 
     def inner_part(self, name: str, size: int) -> Part:
@@ -166,16 +166,16 @@ class Loader:
         return inner_part_of(self.shard, self.source, self._kind, name, size)
 
     def has_separate_values(self, name: str, out_features: int, in_features: int, *, beside: str) -> bool:
-        """Return whether attention's values cannot be fused with queries and keys.
+        """Return whether the value projection of attention cannot be fused with queries and keys.
 
-        They cannot if they have another encoding or order of inputs, unless they are already stored in the
-        model's encoding.
+        It cannot if it has another encoding or order of inputs, unless it is already stored in the model's
+        encoding.
 
         Args:
-            name: name of the layer of the values.
+            name: name of the value projection.
             out_features: its outputs.
             in_features: its inputs.
-            beside: name of a layer with which the values would be fused.
+            beside: name of a layer with which it would be fused.
         """
         stored = self.source.stored_encoding(f"{name}.weight")
         if self._keep_stored:
@@ -193,7 +193,7 @@ class Loader:
         bias: bool = False,
         outputs: Sequence[Part] = (),
     ) -> Linear:
-        """Return the layer of attention's values called ``name``, in the encoding of values."""
+        """Return the value projection called ``name``, in the encoding for the role ``values``."""
         encoding = self._kind.for_layer("values", out_features, in_features)
         part = LayerPart(out_features, in_features, tuple(outputs))
         return self._read({name: part}, bias, encoding=encoding)

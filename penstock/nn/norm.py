@@ -115,5 +115,6 @@ def selected(norm: Norm, parts: Sequence[Part]) -> Norm:
     if isinstance(norm, LayerNorm):
         return LayerNorm(of(norm.weight), of(norm.bias), norm.eps)
     raise ConfigError(
-        "tensor_parallel_size", f"{type(norm).__name__} of heads cannot be divided: leave it out"
+        "tensor_parallel_size",
+        f"{type(norm).__name__} of heads cannot be divided among ranks: remove this setting",
     )

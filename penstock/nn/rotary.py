@@ -198,11 +198,16 @@ class Rotary:
     def _rows_of_axes(self, positions: Tensor) -> RotaryRows:  # [A, T]
         """Return rows whose pairs of dims rotate by different position axes (multimodal rope)."""
         axes = torch.tensor(self.config.axes, device=positions.device)  # [R / 2]
-        places = positions[axes].T  # [T, R / 2]
-        return self.cos.gather(0, places), self.sin.gather(0, places)
+        rows = positions[axes].T  # [T, R / 2]
+        return self.cos.gather(0, rows), self.sin.gather(0, rows)
 
     def _stretched_rows(self, positions: Tensor, lengths: Tensor) -> RotaryRows:
-        """Return rows of dynamic scaling: the base grows with the length beyond ``max_positions``."""
+        """Return the rows of dynamic scaling. The base grows with lengths beyond ``max_positions``.
+
+        Args:
+            positions: ``[T]``.
+            lengths: ``[T]``, the sequence length that determines the base of each row.
+        """
         config = self.config
         factor = _number(config.parameters, "factor")
         length = lengths.clamp_min(config.max_positions).double()  # [T]

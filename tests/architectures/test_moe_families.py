@@ -250,7 +250,7 @@ def test_bfloat16_is_no_worse_than_that_of_transformers(family: str, tmp_path: P
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: was 8.0"),
-    "too many experts": ("qwen2_moe", {"num_experts_per_tok": 8}, "8 experts .* of 7"),
+    "too many experts": ("qwen2_moe", {"num_experts_per_tok": 8}, "8 experts per token exceed the 7 experts"),
     "groups that do not divide": ("glm4_moe", {"n_group": 5}, "n_group: 5 groups do not divide 12"),
     "more groups than there are": ("glm4_moe", {"topk_group": 5}, "topk_group: must be at most n_group, 4"),
     "windows unused": ("qwen2_moe", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),

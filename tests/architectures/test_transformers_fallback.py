@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "positions of rope type dynamic depend on the longest sequence",
     ),
     "adapters": ("llama", {}, {"enable_lora": True}, "enable_lora: adapters cannot be applied"),
-    "determinism": ("llama", {}, {"deterministic": True}, "deterministic: the bits of the module"),
+    "determinism": ("llama", {}, {"deterministic": True}, "deterministic: the results of the module"),
     "int8": ("llama", {}, {"quantization_encoding": "int8"}, "llama does not run in 'int8'"),
     "quantized weights": (
         "llama",

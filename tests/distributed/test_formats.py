@@ -53,7 +53,7 @@ def test_gptq(
     section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
     section["desc_act"] = order != "none"
     compare(pair, write_packed_checkpoint(wide, tmp_path, gptq(4, 32, order=order), section))
-    assert ("mlp.down_proj have inputs that ranks divide" in caplog.text) == (order != "none")
+    assert ("mlp.down_proj are stored with permuted inputs" in caplog.text) == (order != "none")
     assert "gate_proj" not in caplog.text
 
 

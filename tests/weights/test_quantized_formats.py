@@ -266,7 +266,7 @@ def test_parts_of_a_fused_layer_in_different_orders(
     assert found["model.layers.0.self_attn.v_proj"].encoding == "uint4"
     assert found["model.layers.0.self_attn.q_proj"].encoding == "uint4"
     assert found["model.layers.1.self_attn.q_proj"].encoding == "bfloat16"
-    assert "are one layer but stored with inputs in different orders (desc_act)" in caplog.text
+    assert "form one layer but are stored with inputs in different orders (desc_act)" in caplog.text
 
 
 def test_groups_of_layers(llama: Path, tmp_path: Path) -> None:
@@ -296,7 +296,9 @@ def test_parts_of_a_fused_layer_in_different_encodings_are_widened(
     linears = [one for one in parts_of(model.network) if isinstance(one, PackedLinear)]
     (fused,) = {one.encoding for one in linears if len(one.slices) == 3}
     assert fused == "bfloat16"
-    assert "v_proj are one layer but stored as uint4 and uint8: they are widened to bfloat16" in caplog.text
+    assert (
+        "v_proj form one layer but are stored as uint4 and uint8: they are widened to bfloat16" in caplog.text
+    )
     assert error_of(logits_of(folder), oracle_logits(oracle(tmp_path / "plain"), TOKENS)) < 0.06
 
 

@@ -45,22 +45,22 @@ class NormedAttention:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """``norm(project(activation(gate(x)) * own))``, with the block's input ``own [T, P]``."""
+    """The per-layer input of a block: ``norm(project(activation(gate(x)) * per_layer))``."""
 
     gate: Linear  # [E] -> [P]
     project: Linear  # [P] -> [E]
     norm: RMSNorm
     activation: Activation
 
-    def __call__(self, x: Tensor, own: Tensor, step: StepInputs) -> Tensor:
-        """``x [T, E] -> [T, E]``."""
+    def __call__(self, x: Tensor, per_layer: Tensor, step: StepInputs) -> Tensor:
+        """``x [T, E] -> [T, E]``; ``per_layer [T, P]`` is the block's part of the projected embeddings."""
         gated = step.ops.activation(self.gate(x, step), self.activation)
-        return self.norm(self.project(step.ops.multiply(gated, own), step), step)
+        return self.norm(self.project(step.ops.multiply(gated, per_layer), step), step)
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingGemma2Block:
-    """Attention, feed-forward layer and per-layer input, each with norms; then a factor."""
+    """Attention, feed-forward layer and per-layer input, each with norms. `factor` scales the output."""
 
     attention_norms: tuple[RMSNorm, RMSNorm]
     attention: NormedAttention
@@ -69,14 +69,14 @@ class EmbeddingGemma2Block:
     layer_input: LayerInput
     factor: float
 
-    def __call__(self, x: Tensor, own: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
+    def __call__(self, x: Tensor, per_layer: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
         """``x [T, E]`` and the block's per-layer input ``[T, P]`` -> ``[T, E]``."""
         before, after = self.attention_norms
         attended = after(self.attention(before(x, step), rows, step), step)
         before, after = self.mlp_norms
         normed, x = before.add(attended, x, step)
         x = step.ops.add(after(self.mlp(normed, step), step), x)
-        x = step.ops.add(self.layer_input(x, own, step), x)
+        x = step.ops.add(self.layer_input(x, per_layer, step), x)
         return x if self.factor == 1 else step.ops.scale(x, self.factor)
 
 
@@ -104,9 +104,9 @@ class EmbeddingGemma2Network:
         """``tokens [T]`` -> hidden states ``[T, embedding_dim]``; the family has no token types."""
         x = self.embedding(tokens, step)
         projected = step.ops.scale(self.layer_inputs(x, step), self.layer_input_scale)
-        own = self.layer_input_norm(projected.view(len(x), len(self.blocks), -1), step)  # [T, L, P]
+        per_layer = self.layer_input_norm(projected.view(len(x), len(self.blocks), -1), step)  # [T, L, P]
         rows = [rotary.rows(step) for rotary in self.rotaries]
         for layer, block in enumerate(self.blocks):
-            x = block(x, own[:, layer], rows, step)
+            x = block(x, per_layer[:, layer], rows, step)
             beat()
         return self.projection(self.norm(x, step), step)

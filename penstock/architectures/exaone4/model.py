@@ -31,10 +31,10 @@ class Exaone4Model(TransformerModel):
 
 
 def _default_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[str, ...]:  # [L]
-    """Return the types of layers of a file without ``layer_types``.
+    """Return the types of the layers for a file without ``layer_types``.
 
-    ``sliding_window_pattern`` is the distance of the full layers, or a text such as LLLG of one letter for
-    each layer of a period: L for a layer with a window.
+    ``sliding_window_pattern`` is a number n, where each n-th layer has full attention, or a text such as
+    LLLG, which repeats over the layers: L is a layer with a window, G a layer with full attention.
     """
     layers, pattern = range(num_layers(config)), config.get("sliding_window_pattern")
     if not has_windows:

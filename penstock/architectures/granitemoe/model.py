@@ -51,7 +51,7 @@ class GraniteMoeModel(TransformerModel):
             tensors = f"{name}.input_linear.weight", f"{name}.output_linear.weight"
             if tensors[0] in load.source:
                 packed = load_stacked_experts(load, tensors, experts, hidden, inner)
-            else:  # of a GGUF file
+            else:  # a GGUF file is read as one tensor per expert
                 packed = load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner)
             return Experts(
                 load_router(load, f"{name}.{_NAMES.router}", experts, hidden),

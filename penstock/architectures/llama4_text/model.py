@@ -1,5 +1,5 @@
-"""Llama 4 (Meta 2025, The Llama 4 herd): chunked attention, layers without positions, and experts that scale
-their inputs.
+"""Llama 4 (Meta 2025, The Llama 4 herd): chunked attention, layers without positions, and experts with scaled
+inputs.
 
 Layers with positions rotate interleaved pairs, then norm queries and keys, and attend within chunks of
 consecutive tokens. Layers without positions see all keys; their queries are scaled by a factor that grows
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Llama4Attention(Attention):
-    """Attention that norms after the rotation, or scales queries by their positions."""
+    """Attention with norms after the rotation, or, without a rotation, with queries scaled by position."""
 
     def _positioned(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
@@ -78,7 +78,7 @@ class QueryScale(Rotary):
 
 @dataclass(frozen=True, slots=True)
 class Llama4Experts:
-    """Experts whose inputs are scaled by the router, and a shared expert."""
+    """Experts whose inputs are multiplied by the router's scores, and a shared expert."""
 
     router: Linear  # [E] -> [N]
     packed: PackedExperts
@@ -173,7 +173,7 @@ class Llama4TextModel(TransformerModel):
             tensors = f"{path}.gate_up_proj", f"{path}.down_proj"
             if tensors[0] in load.source:
                 packed = load_stacked_experts(load, tensors, experts, hidden, inner, transposed=True)
-            else:  # of a GGUF file
+            else:  # a GGUF file is read as one tensor per expert
                 packed = load_experts(load, path, experts, hidden, inner)
             return Llama4Experts(
                 load_router(load, f"{name}.{_NAMES.router}", experts, hidden),

@@ -53,7 +53,7 @@ class NewModel(GteModel):
             raise ConfigError("rope_scaling.factor", "is missing, but rope type 'ntk' needs it")
         if scaling.get("mixed_b") is not None:
             raise ConfigError(
-                "rope_scaling.mixed_b", f"{scaling.get('mixed_b')!r} is not supported: leave it out"
+                "rope_scaling.mixed_b", f"{scaling.get('mixed_b')!r} is not supported: remove it"
             )
         factor = scaling.number("factor", 1.0)
         base = config.number("rope_theta", 10000.0) * factor

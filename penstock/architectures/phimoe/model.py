@@ -1,6 +1,6 @@
-"""Phi 3.5 MoE (Abdin et al. 2024, arXiv:2404.14219): experts of a sparse mixer, layer norms, and biases.
+"""Phi 3.5 MoE (Abdin et al. 2024, arXiv:2404.14219): experts, layer norms, and biases.
 
-The sparse mixer is `penstock.kernels.SparseMixer`. LongRoPE uses the factor ``short_mscale`` of the file.
+The router is `penstock.kernels.SparseMixer`. LongRoPE uses the factor ``short_mscale`` of the file.
 Sequences beyond its original length are refused.
 """
 

@@ -130,7 +130,7 @@ class Qwen25Vision:
                 x, residual = block(x, residual, images if index in self.full_blocks else windows, rows)
                 beat()
             normed, _ = self.norm.add(x, residual, images)
-            merged = self.merger(normed.view(-1, self.sizes.wide), images)
+            merged = self.merger(normed.view(-1, self.sizes.merged_size), images)
             return [ops.take_rows(merged, given["inverse"])]
 
         inputs = {

@@ -74,7 +74,7 @@ class Qwen2MoeModel(TransformerModel):
 
 
 def _windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
-    """Return the window of each layer: every other layer before ``max_window_layers``."""
+    """Return the window of each layer. By default every other layer before ``max_window_layers`` has one."""
     is_used = config.flag("use_sliding_window")
     last = config.integer("max_window_layers", 28, minimum=0) if is_used else 0
     layers = range(num_layers(config))

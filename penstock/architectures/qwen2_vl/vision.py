@@ -95,7 +95,7 @@ class Qwen2Vision:
                 x, residual = block(x, residual, own, rows)
                 beat()
             normed, _ = self.norm.add(x, residual, own)
-            return [self.merger(normed.view(-1, self.sizes.wide), own)]
+            return [self.merger(normed.view(-1, self.sizes.merged_size), own)]
 
         inputs = {"patches": patches, "cos": cos, "sin": sin, **inputs_of(step)}
         return run((id(self), *grids), inputs, forward)[0]

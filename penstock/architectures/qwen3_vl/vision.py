@@ -46,9 +46,9 @@ class PatchMerger:
     def load(cls, load: Loader, name: str, sizes: GridSizes, *, merges_first: bool) -> PatchMerger:
         """Read the layer called ``name``."""
         return cls(
-            load.layer_norm(f"{name}.norm", sizes.wide if merges_first else sizes.hidden, _NORM_EPS),
+            load.layer_norm(f"{name}.norm", sizes.merged_size if merges_first else sizes.hidden, _NORM_EPS),
             sizes.load_merger(load, f"{name}.linear_fc1", f"{name}.linear_fc2"),
-            sizes.wide,
+            sizes.merged_size,
             merges_first,
         )
 
