@@ -12,8 +12,8 @@
 
 constexpr int64_t TILE = 64;
 constexpr int64_t CHUNK = 512;
-constexpr int64_t QUERIES = 64;  // maximum of an item
-constexpr int64_t FEW = 8;       // keys and values are packed only for more queries than this
+constexpr int64_t MAX_QUERIES = 64;  // maximum number of queries of an item
+constexpr int64_t FEW_QUERIES = 8;   // keys and values are packed only for items with more queries than this
 
 struct Attention {
   int64_t type, cache_type;  // cache_type 2: int8
@@ -54,11 +54,11 @@ struct Item {
 static Items items_of(const Attention& a, int64_t* first) {
   Items items = {};
   items.group = a.H / a.K;
-  items.heads = min(items.group, QUERIES);
+  items.heads = min(items.group, MAX_QUERIES);
   items.head_tiles = ceil_div(items.group, items.heads);
   int64_t longest = 0;
   for (int64_t b = 0; b < a.B; b++) longest = max<int64_t>(longest, a.row_offsets[b + 1] - a.row_offsets[b]);
-  items.rows = max<int64_t>(1, min(QUERIES / items.heads, longest));
+  items.rows = max<int64_t>(1, min(MAX_QUERIES / items.heads, longest));
   items.first = first;
   for (int64_t b = 0; b < a.B; b++) {
     int64_t rows = a.row_offsets[b + 1] - a.row_offsets[b];
@@ -96,7 +96,7 @@ static Item item_of(const Attention& a, const Items& items, int64_t number) {
 
 #include "attention_tile.inl"
 
-// Computes the unmerged softmax of chunk `chunk` into `sums`.
+// Computes the partial softmax of one chunk of keys into `sums`.
 template <class P, class TC>
 static void attend_chunk(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t chunk) {
   const int64_t Dp = padded_width(a.D), M = padded_count(item.rows * item.heads);
@@ -108,12 +108,12 @@ static void attend_chunk(const Attention& a, const Item& item, Packed<P>& packed
 }
 
 static void merge(Partial& sums, const Partial& next, int64_t M, int64_t Dp) {
-  const float nothing = -__builtin_inff();
+  const float masked = -__builtin_inff();
   for (int64_t m = 0; m < M; m++) {
-    if (next.top[m] == nothing) continue;
+    if (next.top[m] == masked) continue;
     float top = max(sums.top[m], next.top[m]);
-    // The first chunk of a query is copied.
-    vf old_share = sums.top[m] == nothing ? vf{} : exp(all(sums.top[m] - top));
+    // If no earlier chunk had visible keys, the sums of this chunk are copied.
+    vf old_share = sums.top[m] == masked ? vf{} : exp(all(sums.top[m] - top));
     vf new_share = exp(all(next.top[m] - top));
     auto add = [&](float* to, const float* from) { store(to, load(to) * old_share + load(from) * new_share); };
     sums.top[m] = top;
@@ -190,7 +190,7 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   if (split) {
     chunks = items.max_chunks;
     team.barrier();  // all threads have read the items
-    if (team.rank == 0) {  // the memory may move: compute the numbering again
+    if (team.rank == 0) {  // a larger request may return other memory: compute the numbering again
       memory = (char*)penstock_scratch(SHARED, header + items.count * chunks * partial * 4);
       number();
     }
@@ -208,11 +208,11 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
       int64_t chunk = first + task % chunks;
       if (chunk > last) return;
       pack_queries<P, TQ>(a, item, packed);
-      Partial own(partials + task * partial, M, Dp);
-      attend_chunk<P, TC>(a, item, packed, own, chunk);
+      Partial task_sums(partials + task * partial, M, Dp);
+      attend_chunk<P, TC>(a, item, packed, task_sums, chunk);
       return;
     }
-    if (task == team.rank) Coming<TC>(a, item).prefetch_all();
+    if (task == team.rank) NextTile<TC>(a, item).prefetch_all();
     if (task + team.size < items.count) {
       later = item_of(a, items, task + team.size);
       item.next = &later;
@@ -248,11 +248,11 @@ static int64_t work(const Attention& a) {
   return 2 * total;  // products with the keys and with the values
 }
 #if PENSTOCK_DOT
-// Whether an item has more than FEW queries.
+// Returns whether an item has more than FEW_QUERIES queries.
 static bool has_many_queries(const Attention& a) {
-  const int64_t most = (FEW + 1) * a.K;
+  const int64_t threshold = (FEW_QUERIES + 1) * a.K;  // an item has rows * H / K queries
   for (int64_t b = 0; b < a.B; b++)
-    if ((a.row_offsets[b + 1] - a.row_offsets[b]) * a.H >= most) return true;
+    if ((a.row_offsets[b + 1] - a.row_offsets[b]) * a.H >= threshold) return true;
   return false;
 }
 #endif

@@ -4,7 +4,7 @@
 // queries to a power of 2.
 INLINE int64_t padded_width(int64_t D) { return round_up(D, 2 * W); }
 template <class P> INLINE int64_t padded_units(int64_t D) { return round_up(ceil_div(D, P::TERMS), W); }
-INLINE int64_t padded_count(int64_t M) { return M > FEW || M < 3 ? M : M > 4 ? 8 : 4; }
+INLINE int64_t padded_count(int64_t M) { return M > FEW_QUERIES || M < 3 ? M : M > 4 ? 8 : 4; }
 
 // The keys (side 0) or values (side 1) of the sequence and kv head of an item, by position. W consecutive keys starting
 // at a multiple of W are contiguous in one block.
@@ -17,8 +17,9 @@ template <class TC> struct Rows {
       : base((const TC*)a.cache + (side * a.N * a.K + item.kv_head) * a.S * a.D),
         scales(a.scales + (side * a.N * a.K + item.kv_head) * a.S), table(a.tables + item.b * a.table_stride),
         shift(__builtin_ctzll(a.S)), mask(a.S - 1), block_stride(a.K * a.S), D(a.D) {}
-  INLINE_MEMBER int64_t place(int64_t key) const { return table[key >> shift] * block_stride + (key & mask); }
-  INLINE_MEMBER const TC* operator[](int64_t key) const { return base + place(key) * D; }
+  // Returns the row of a key relative to `base`, in units of D numbers.
+  INLINE_MEMBER int64_t row_of(int64_t key) const { return table[key >> shift] * block_stride + (key & mask); }
+  INLINE_MEMBER const TC* operator[](int64_t key) const { return base + row_of(key) * D; }
   INLINE_MEMBER void prefetch(int64_t key, int64_t end) const {
     if (key >= end) return;
     const char* from = (const char*)(*this)[key];
@@ -27,17 +28,17 @@ template <class TC> struct Rows {
   }
 };
 
-// The next tile of keys of a thread, of this item or the next one. It is prefetched during this tile.
-template <class TC> struct Coming {
+// The tile of keys that a thread processes next, of the same item or the next one. It is prefetched during this tile.
+template <class TC> struct NextTile {
   Rows<TC> keys;
   int64_t tile, end;
-  Coming(const Attention& a, const Item& item) : keys(a, item, 0), tile(item.begin / TILE * TILE), end(item.end) {}
-  static Coming after(const Attention& a, const Item& item, int64_t tile) {
+  NextTile(const Attention& a, const Item& item) : keys(a, item, 0), tile(item.begin / TILE * TILE), end(item.end) {}
+  static NextTile after(const Attention& a, const Item& item, int64_t tile) {
     const bool is_last = tile + TILE >= item.end;
-    Coming coming(a, is_last && item.next ? *item.next : item);
-    if (!is_last) coming.tile = tile + TILE;
-    else if (!item.next) coming.end = 0;  // nothing to prefetch
-    return coming;
+    NextTile next_tile(a, is_last && item.next ? *item.next : item);
+    if (!is_last) next_tile.tile = tile + TILE;
+    else if (!item.next) next_tile.end = 0;  // nothing to prefetch
+    return next_tile;
   }
   INLINE_MEMBER void prefetch(int64_t i) const { keys.prefetch(tile + i, end); }
   INLINE_MEMBER void prefetch_all(int64_t from = 0) const {
@@ -234,14 +235,14 @@ INLINE void pack_values(typename P::Unit* packed, int64_t D, int64_t begin, int6
 // from `d` on. The pass over the first columns also prefetches the next keys, a few at a time: prefetching all at once
 // would delay the values.
 template <class P, int ROWS, int CHUNKS, class TC>
-INLINE void add_values(const Rows<TC>& values, const Coming<TC>& coming, int64_t tile, int64_t begin, int64_t end,
+INLINE void add_values(const Rows<TC>& values, const NextTile<TC>& next_tile, int64_t tile, int64_t begin, int64_t end,
                        int64_t d, const Packed<P>& packed, float* out, int64_t D) {
   const int64_t Dp = padded_width(D);
   typename P::Sums sums[ROWS][2 * CHUNKS];
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < 2 * CHUNKS; v++) begin_sum(sums[m][v], out + m * Dp + d + v * W, true);
   for (int64_t i = begin / W * W; i < end; i += W) {
-    if (d == 0) coming.prefetch(i);
+    if (d == 0) next_tile.prefetch(i);
     const TC* rows = values[tile + i];
     const int64_t first = max(begin, i), last = min<int64_t>(end, i + W);
     for (int64_t j = first / P::TERMS * P::TERMS; j < last; j += P::TERMS)
@@ -261,13 +262,16 @@ INLINE void add_values(const Rows<TC>& values, const Coming<TC>& coming, int64_t
 
 // ---- the softmax ----
 
+// Returns scores as floats; those of integer products are stored as integers.
 INLINE vf as_score(const float* sums, Floats) { return load(sums); }
+
+// Stores the weights of W * COUNT keys, rounded as the products need, and adds the exponentials to the total.
 template <int COUNT>
-INLINE void store_weights(float* weights, const vf (&own)[COUNT], const vf (&weighted)[COUNT], vf& total, float&,
-                          Floats) {
+INLINE void store_weights(float* weights, const vf (&exponentials)[COUNT], const vf (&weighted)[COUNT], vf& total,
+                          float&, Floats) {
   for (int i = 0; i < COUNT; i++) {
     store(weights + i * W, weighted[i]);
-    total += own[i];
+    total += exponentials[i];
   }
 }
 #if PENSTOCK_DOT
@@ -292,15 +296,15 @@ INLINE void store_weights(float* weights, const vf (&)[COUNT], const vf (&weight
     total += rounded;
   }
 }
-INLINE void store_weights(uint32_t* weights, const vf (&own)[TILE / W], const vf (&weighted)[TILE / W], vf& total,
-                          float& factor, Shorts) {
+INLINE void store_weights(uint32_t* weights, const vf (&exponentials)[TILE / W], const vf (&weighted)[TILE / W],
+                          vf& total, float& factor, Shorts) {
   constexpr float LIMIT = 32767;  // 64 products of this and a byte fit in 32 bits
   vf tops = vmax(vmax(weighted[0], weighted[1]), vmax(weighted[2], weighted[3]));
   const float top = largest(tops), inverse = top > 0 ? LIMIT / top : 0;
   factor = top / LIMIT;
   for (int i = 0; i < TILE / W; i++) {
     store_shorts(weights, i * W, weighted[i] * inverse);
-    total = fma(weighted[i], vf{}, total + own[i]);  // an integer score cannot represent a NaN scale
+    total = fma(weighted[i], vf{}, total + exponentials[i]);  // an integer score cannot represent a NaN scale
   }
 }
 #endif
@@ -309,13 +313,13 @@ INLINE void store_weights(uint32_t* weights, const vf (&own)[TILE / W], const vf
 // than multiplying the sums whenever a tile has a larger score, which no processor predicts.
 INLINE float slack_of(const Attention& a) { return a.ahead ? 8 : 0; }
 
-// Computes the softmax of one query over the keys begin:end of a tile. SCALED: keys and values have scales. COUNT:
+// Updates the partial softmax of query m with the keys begin:end of a tile. SCALED: keys and values have scales. COUNT:
 // vectors of the tile that hold keys.
 template <class P, bool SCALED, int COUNT>
-INLINE void soften(const Attention& a, Packed<P>& packed, Partial& sums, int64_t m, int64_t Dp, int64_t begin,
+INLINE void softmax_of_query(const Attention& a, Packed<P>& packed, Partial& sums, int64_t m, int64_t Dp, int64_t begin,
                    int64_t end, const float* bias) {
   constexpr int TERMS = P::INTEGER ? 4 : P::SPAN == 2 ? 3 : 5;  // terms of e^x
-  const vf nothing = all(-__builtin_inff());
+  const vf masked = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
   const bool whole = begin == 0 && end == COUNT * W;
   vf scores[COUNT], tops = all(sums.top[m]);
@@ -330,15 +334,15 @@ INLINE void soften(const Attention& a, Packed<P>& packed, Partial& sums, int64_t
   if (!whole)
     for (int i = 0; i < COUNT; i++) {
       vi j = lane_index() + i * W;
-      scores[i] = j >= (int32_t)begin ? scores[i] : nothing;
-      scores[i] = j < (int32_t)end ? scores[i] : nothing;
+      scores[i] = j >= (int32_t)begin ? scores[i] : masked;
+      scores[i] = j < (int32_t)end ? scores[i] : masked;
     }
   for (int i = 0; i < COUNT; i++) tops = vmax(tops, scores[i]);
   vf top = largest_everywhere(tops);
   vf total = load(sums.total + m * W);
   const float before = sums.top[m];
   if (before != top[0] && !(top[0] <= before + slack_of(a))) {  // true for NaN
-    if (before != nothing[0]) {
+    if (before != masked[0]) {
       vf shrink = exp_below<5>(all(before) - top);
       total *= shrink;
       float* out = sums.out + m * Dp;
@@ -348,20 +352,20 @@ INLINE void soften(const Attention& a, Packed<P>& packed, Partial& sums, int64_t
   } else {
     top = all(before);
   }
-  vf own[COUNT], weighted[COUNT];
+  vf exponentials[COUNT], weighted[COUNT];
   for (int i = 0; i < COUNT; i++) {
-    weighted[i] = own[i] = exp_below<TERMS>(scores[i] - top);
+    weighted[i] = exponentials[i] = exp_below<TERMS>(scores[i] - top);
     if (SCALED) {
       weighted[i] *= load(packed.value_scales + i * W);
-      if (!whole) weighted[i] = scores[i] == nothing ? vf{} : weighted[i];  // a stale scale may be NaN
+      if (!whole) weighted[i] = scores[i] == masked ? vf{} : weighted[i];  // a stale scale may be NaN
     }
   }
-  store_weights(packed.weights + m * (TILE / P::TERMS), own, weighted, total, packed.factors[m], P{});
+  store_weights(packed.weights + m * (TILE / P::TERMS), exponentials, weighted, total, packed.factors[m], P{});
   store(sums.total + m * W, total);
 }
 
 template <class P, bool SCALED, int COUNT>
-static void soften_all(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile) {
+static void softmax_of_tile(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile) {
   const int64_t Dp = padded_width(a.D);
   for (int64_t row = 0, m = 0; row < item.rows; row++) {
     int64_t position = item.position + row - tile;
@@ -371,7 +375,7 @@ static void soften_all(const Attention& a, const Item& item, Packed<P>& packed, 
       if (first <= last) {
         const int64_t number = item.kv_head * (a.H / a.K) + item.first_head + head;
         const float* bias = a.bias ? a.bias + number * a.bias_head - position : nullptr;
-        soften<P, SCALED, COUNT>(a, packed, sums, m, Dp, first, last + 1, bias);
+        softmax_of_query<P, SCALED, COUNT>(a, packed, sums, m, Dp, first, last + 1, bias);
       } else {  // sees no key of this tile
         __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);
         packed.factors[m] = 0;
@@ -381,14 +385,14 @@ static void soften_all(const Attention& a, const Item& item, Packed<P>& packed, 
 }
 
 template <class P, class TC>
-INLINE void soften_all(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile) {
+INLINE void softmax_of_tile(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile) {
   constexpr bool SCALED = sizeof(TC) == 1;
   constexpr int ALL = TILE / W;
   const int64_t count = ceil_div(item.end - tile, W);
-  if (SCALED || ALL != 4 || count > 3) soften_all<P, SCALED, ALL>(a, item, packed, sums, tile);
-  else if (count == 1) soften_all<P, SCALED, SCALED ? ALL : 1>(a, item, packed, sums, tile);
-  else if (count == 2) soften_all<P, SCALED, SCALED ? ALL : 2>(a, item, packed, sums, tile);
-  else soften_all<P, SCALED, SCALED ? ALL : 3>(a, item, packed, sums, tile);
+  if (SCALED || ALL != 4 || count > 3) softmax_of_tile<P, SCALED, ALL>(a, item, packed, sums, tile);
+  else if (count == 1) softmax_of_tile<P, SCALED, SCALED ? ALL : 1>(a, item, packed, sums, tile);
+  else if (count == 2) softmax_of_tile<P, SCALED, SCALED ? ALL : 2>(a, item, packed, sums, tile);
+  else softmax_of_tile<P, SCALED, SCALED ? ALL : 3>(a, item, packed, sums, tile);
 }
 
 // ---- a tile ----
@@ -401,13 +405,13 @@ static void attend_tile_of_few(const Attention& a, const Item& item, Packed<P>& 
     values.prefetch(tile + i, item.end);
     score_keys<P, ROWS>(keys[tile + i], packed.q, packed.scores + i, a.D);
   }
-  soften_all<P, TC>(a, item, packed, sums, tile);
-  const auto coming = Coming<TC>::after(a, item, tile);
+  softmax_of_tile<P, TC>(a, item, packed, sums, tile);
+  const auto next_tile = NextTile<TC>::after(a, item, tile);
   int64_t d = 0;
   for (; d + 2 * W * CHUNKS <= padded_width(a.D); d += 2 * W * CHUNKS)
-    add_values<P, ROWS, CHUNKS>(values, coming, tile, begin, end, d, packed, sums.out, a.D);
-  for (; d < a.D; d += 2 * W) add_values<P, ROWS, 1>(values, coming, tile, begin, end, d, packed, sums.out, a.D);
-  coming.prefetch_all(round_up(end, W));
+    add_values<P, ROWS, CHUNKS>(values, next_tile, tile, begin, end, d, packed, sums.out, a.D);
+  for (; d < a.D; d += 2 * W) add_values<P, ROWS, 1>(values, next_tile, tile, begin, end, d, packed, sums.out, a.D);
+  next_tile.prefetch_all(round_up(end, W));
 }
 
 template <class P, class TC>
@@ -425,10 +429,10 @@ static void attend_tile_of_many(const Attention& a, const Item& item, Packed<P>&
     product<P>(packed.q, padded_units<P>(D), packed.keys + from, TILE, packed.scores + from, TILE, M, columns,
                D / P::TERMS, false, none);
   }
-  soften_all<P, TC>(a, item, packed, sums, tile);
-  const auto coming = Coming<TC>::after(a, item, tile);
+  softmax_of_tile<P, TC>(a, item, packed, sums, tile);
+  const auto next_tile = NextTile<TC>::after(a, item, tile);
   for (int64_t i = begin / W * W; i < end; i += W) {
-    coming.prefetch(i);
+    next_tile.prefetch(i);
     pack_values<P>(packed.values, D, max(begin, i), min<int64_t>(end, i + W), i, values[tile + i]);
   }
   constexpr int64_t UNITS = P::SPAN / P::TERMS;
@@ -444,8 +448,8 @@ static void attend_tile(const Attention& a, const Item& item, Packed<P>& packed,
   const Rows<TC> keys(a, item, 0), values(a, item, 1);
   if (sizeof(TC) == 1)
     for (int64_t i = begin / W * W; i < end; i += W) {
-      store(packed.key_scales + i, load(keys.scales + keys.place(tile + i)));
-      store(packed.value_scales + i, load(values.scales + values.place(tile + i)));
+      store(packed.key_scales + i, load(keys.scales + keys.row_of(tile + i)));
+      store(packed.value_scales + i, load(values.scales + values.row_of(tile + i)));
     }
   const int64_t M = padded_count(item.rows * item.heads);
   if constexpr (P::SWAP) return attend_tile_of_many<P>(a, item, packed, sums, tile, keys, values, begin, end);

@@ -157,25 +157,25 @@ template <class Kind> struct Blocks {
     if (KIND.bits == 5) return low | Groups<5>::fifth_bits(load((const uint32_t*)(w + HIGH) + v * W), 2 * step + half);
     if (KIND.bits == 6) {
       const vu bits = load((const uint32_t*)(w + HIGH + step / 2 * 4 * PANEL) + v * W);
-      const int place = 2 * (step % 2 * 2 + half);
-      return low | ((place < 4 ? bits << (4 - place) : bits >> (place - 4)) & 0x30303030);
+      const int position = 2 * (step % 2 * 2 + half);
+      return low | ((position < 4 ? bits << (4 - position) : bits >> (position - 4)) & 0x30303030);
     }
     return KIND.is_e2m1 ? looked_up(E2M1_CODES, low) : low;
   }
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS), STEPS = SIZE / 8;
-    constexpr int64_t ON = fetched_by<FETCHED>(LINES);
+    constexpr int64_t ADVANCE = fetched_by<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
-      float* kept = (float*)block.sums + column;
+      float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(kept + r * PANEL + v * W);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(stored + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
       const float* x_scales = block.x.scales;
       const int32_t* starts = block.x.starts;
-      const char *unit = block.w, *ahead = block.ahead + column / (VECTORS * W) * ON * block.units * PASSES;
+      const char *unit = block.w, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units * PASSES;
       for (int64_t u = 0; u < block.units; u++, unit += UNIT_BYTES) {
         vf factors[VECTORS], min_factors[VECTORS];
         // Prefetches the factors of the next unit. The stream would prefetch them too late: all groups of a unit need them.
@@ -187,7 +187,7 @@ template <class Kind> struct Blocks {
             if (KIND.min_bytes) min_factors[v] = load_half((const uint16_t*)(unit + MIN_FACTORS) + column + v * W);
           }
         const char* w = unit;
-        for (int64_t g = 0; g < GROUPS; g++, w += GROUP_BYTES, ahead += ON) {
+        for (int64_t g = 0; g < GROUPS; g++, w += GROUP_BYTES, ahead += ADVANCE) {
 #pragma GCC unroll 2
           for (int scaled = 0; scaled < SCALED; scaled++, x += SIZE, x_scales++, starts++) {
             GroupSum<HAS_TABLE ? 16 : KIND.is_e2m1 ? 5 : KIND.bits> totals[ROWS][VECTORS];
@@ -218,10 +218,10 @@ template <class Kind> struct Blocks {
             }
             vf scales[VECTORS], minima[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
-              const int64_t place = column + v * W;
-              scales[v] = Scale::read(w + SCALES + (scaled * PANEL + place) * Scale::BYTES);
-              if (KIND.min_bytes == 1) minima[v] = load((const uint8_t*)(w + MINIMA) + place);
-              if (KIND.min_bytes == 2) minima[v] = load_half((const uint16_t*)(w + MINIMA) + place);
+              const int64_t output = column + v * W;
+              scales[v] = Scale::read(w + SCALES + (scaled * PANEL + output) * Scale::BYTES);
+              if (KIND.min_bytes == 1) minima[v] = load((const uint8_t*)(w + MINIMA) + output);
+              if (KIND.min_bytes == 2) minima[v] = load_half((const uint16_t*)(w + MINIMA) + output);
               if (HAS_UNIT_SCALES) scales[v] = factors[v];
               else if (GROUPS > 1) scales[v] *= factors[v];
               if (GROUPS > 1 && KIND.min_bytes) minima[v] *= min_factors[v];
@@ -240,7 +240,7 @@ template <class Kind> struct Blocks {
         }
       }
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, sums[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(stored + r * PANEL + v * W, sums[r][v]);
     }
   }
 

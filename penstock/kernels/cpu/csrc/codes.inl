@@ -14,16 +14,16 @@ template <int BITS> struct CodeGroups {
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS), STEPS = BITS == 4 ? 4 : 8;
-    constexpr int64_t ON = fetched_by<FETCHED>(LINES);
+    constexpr int64_t ADVANCE = fetched_by<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
-      float* kept = (float*)block.sums + column;
+      float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(kept + r * PANEL + v * W);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(stored + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
-      const char *w = block.w, *ahead = block.ahead + column / (VECTORS * W) * ON * block.units;
-      for (int64_t g = 0; g < block.units; g++, x += GROUP, w += UNIT_BYTES, ahead += ON) {
+      const char *w = block.w, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units;
+      for (int64_t g = 0; g < block.units; g++, x += GROUP, w += UNIT_BYTES, ahead += ADVANCE) {
         GroupSum<BITS> totals[ROWS][VECTORS];
         for (int r = 0; r < ROWS; r++)
           for (int v = 0; v < VECTORS; v++) totals[r][v].start(0);
@@ -59,7 +59,7 @@ template <int BITS> struct CodeGroups {
         }
       }
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, sums[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(stored + r * PANEL + v * W, sums[r][v]);
     }
   }
 

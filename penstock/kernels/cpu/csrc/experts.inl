@@ -1,9 +1,9 @@
 // Experts: out [rows, E] = the weighted sum over each row's top-k experts of down(gate(gate_up(x))).
 //
-// A place is a pair of a row and one of its experts. Places are sorted by expert, so that the weights of an expert are
-// read once for all of its rows. The products are those of linear.inl and quantized.inl, panel by panel, and the
-// activations those of elementwise.inl. The outputs of a row are added in the order of the expert numbers, so that a
-// row's bits do not depend on other rows.
+// A pair consists of a row and one of its experts. Pairs are sorted by expert, so that the weights of an expert are
+// read once for all of its rows. They are processed in rounds of limited size. The products are those of linear.inl and
+// quantized.inl, panel by panel, and the activations those of elementwise.inl. The outputs of a row are added in the
+// order of the expert numbers, so that a row's bits do not depend on other rows.
 
 struct ExpertWeights {  // one row of the table; null: the encoding or layer has no such tensor
   const void* panels;
@@ -27,12 +27,13 @@ struct Experts {  // x, topk_ids and topk_weights have strided rows; out is cont
   double alpha, limit;
 };
 
-constexpr int64_t JOB_ROWS = 240;                // rows whose sums fit in the cache of a core
-constexpr int64_t ROUND_BYTES = 16 << 20;        // bytes of intermediate values of all places
-constexpr int64_t FEWEST_PLACES = 256;           // minimum number of places per round; at least JOB_ROWS
-constexpr int64_t RUNS_A_THREAD = 8, LONGEST_RUN = 4;  // several panels are assigned at once, see linear.inl
+constexpr int64_t JOB_ROWS = 240;          // maximum rows of a job: their sums fit in the cache of a core
+constexpr int64_t ROUND_BYTES = 16 << 20;  // bytes of the intermediate values of a round
+constexpr int64_t MIN_PAIRS = 256;         // minimum number of pairs per round; at least JOB_ROWS
+// A thread gets up to MAX_RUN consecutive panels at once. Runs are shorter if there are fewer than RUNS_PER_THREAD.
+constexpr int64_t RUNS_PER_THREAD = 8, MAX_RUN = 4;
 
-// Some places of one expert, in sorted order.
+// The pairs begin:begin + rows of the sorted order, all of one expert.
 struct Job {
   int64_t expert, begin, rows;
 };
@@ -44,21 +45,22 @@ INLINE int64_t input_bytes(int64_t encoding, int64_t element, int64_t rows, int6
 
 // Memory that the threads share. Each thread computes the same layout.
 struct ExpertsMemory {
-  // Of all places:
-  int64_t *ends, *order, *sorted, *filled;  // [count + 1], [places], [rows, top], [rows]
-  Job* jobs;                                // [<= places]
+  int64_t* ends;    // [count + 1]: end of each expert in `order`
+  int64_t* order;   // [pairs]: the numbers of the pairs, sorted by expert; pair p belongs to row p / top
+  int64_t* sorted;  // [rows, top]: positions in `order` of the pairs of each row, ascending
+  int64_t* filled;  // [rows]: number of positions in `sorted`; less than top if experts are on other ranks
+  Job* jobs;        // [<= pairs]
   int64_t* num_jobs;
-  float* totals;                            // [rows, E], if there are several rounds
-  // Of the places of a round:
-  int64_t most;
+  float* totals;      // [rows, E], if there are several rounds
+  int64_t max_pairs;  // per round; the following memory is that of one round
   char *x, *gates, *inner, *quantized, *y;
   int64_t bytes;
 
   ExpertsMemory(const Experts& a, char* memory) {
-    const int64_t places = a.rows * a.top, element = a.type == 0 ? 4 : 2;
-    const int64_t place_bytes = input_bytes(a.gate_up_encoding, element, 1, a.E) + 3 * a.F * element +
-                                input_bytes(a.down_encoding, element, 1, a.F) + a.E * element;
-    most = min(places, max(ROUND_BYTES / place_bytes, FEWEST_PLACES));
+    const int64_t pairs = a.rows * a.top, element = a.type == 0 ? 4 : 2;
+    const int64_t pair_bytes = input_bytes(a.gate_up_encoding, element, 1, a.E) + 3 * a.F * element +
+                               input_bytes(a.down_encoding, element, 1, a.F) + a.E * element;
+    max_pairs = min(pairs, max(ROUND_BYTES / pair_bytes, MIN_PAIRS));
     bytes = 0;
     auto take = [&](int64_t size) __attribute__((always_inline)) {
       char* begin = memory + bytes;
@@ -66,41 +68,41 @@ struct ExpertsMemory {
       return begin;
     };
     ends = (int64_t*)take((a.count + 1) * 8);
-    order = (int64_t*)take(places * 8);
-    sorted = (int64_t*)take(places * 8);
+    order = (int64_t*)take(pairs * 8);
+    sorted = (int64_t*)take(pairs * 8);
     filled = (int64_t*)take(a.rows * 8);
-    jobs = (Job*)take(places * sizeof(Job));
+    jobs = (Job*)take(pairs * sizeof(Job));
     num_jobs = (int64_t*)take(8);
-    totals = (float*)take(most < places ? a.rows * a.E * 4 : 0);
-    x = take(input_bytes(a.gate_up_encoding, element, most, a.E));
-    gates = take(most * 2 * a.F * element);
-    inner = take(most * a.F * element);
-    quantized = !is_quantized(a.down_encoding) ? inner : take(input_bytes(a.down_encoding, element, most, a.F));
-    y = take(most * a.E * element);
+    totals = (float*)take(max_pairs < pairs ? a.rows * a.E * 4 : 0);
+    x = take(input_bytes(a.gate_up_encoding, element, max_pairs, a.E));
+    gates = take(max_pairs * 2 * a.F * element);
+    inner = take(max_pairs * a.F * element);
+    quantized = !is_quantized(a.down_encoding) ? inner : take(input_bytes(a.down_encoding, element, max_pairs, a.F));
+    y = take(max_pairs * a.E * element);
   }
 };
 
-// Sorts the places by expert, without those of other ranks. Fails with the number of a place whose expert is missing.
-static void sort_places(const Experts& a, const ExpertsMemory& memory, const Team& team) {
-  const int64_t places = a.rows * a.top;
+// Sorts the pairs by expert, without those of other ranks. Fails with the number of a pair whose expert does not exist.
+static void sort_pairs(const Experts& a, const ExpertsMemory& memory, const Team& team) {
+  const int64_t pairs = a.rows * a.top;
   int64_t* ends = memory.ends;
-  auto expert_of = [&](int64_t place) __attribute__((always_inline)) {
-    const int64_t expert = a.topk_ids[place / a.top * a.topk_ids_stride + place % a.top] - a.first;
+  auto expert_of = [&](int64_t pair) __attribute__((always_inline)) {
+    const int64_t expert = a.topk_ids[pair / a.top * a.topk_ids_stride + pair % a.top] - a.first;
     if (expert >= 0 && expert < a.count) return expert;
     if (a.is_part) return (int64_t)-1;
-    team.fail(place);
+    team.fail(pair);
     return (int64_t)0;
   };
   __builtin_memset(ends, 0, (a.count + 1) * 8);
   __builtin_memset(memory.filled, 0, a.rows * 8);
-  for (int64_t place = 0; place < places; place++) {
-    const int64_t expert = expert_of(place);
+  for (int64_t pair = 0; pair < pairs; pair++) {
+    const int64_t expert = expert_of(pair);
     if (expert >= 0) ends[expert + 1]++;
   }
   for (int64_t expert = 0; expert < a.count; expert++) ends[expert + 1] += ends[expert];
-  for (int64_t place = 0; place < places; place++) {
-    const int64_t expert = expert_of(place);
-    if (expert >= 0) memory.order[ends[expert]++] = place;
+  for (int64_t pair = 0; pair < pairs; pair++) {
+    const int64_t expert = expert_of(pair);
+    if (expert >= 0) memory.order[ends[expert]++] = pair;
   }
   for (int64_t i = 0; i < ends[a.count - 1]; i++) {
     const int64_t row = memory.order[i] / a.top;
@@ -134,36 +136,36 @@ static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin,
 }
 
 // Computes one layer of all experts of a round on their rows. `layer` has all fields except the weights.
-static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t most, const Job* jobs, int64_t count,
+static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t max_pairs, const Job* jobs, int64_t count,
                           const Team& team) {
-  const QuantizedRows x((char*)layer.x, most, layer.K, groups_of(layer.encoding, layer.K));
+  const QuantizedRows x((char*)layer.x, max_pairs, layer.K, groups_of(layer.encoding, layer.K));
   const int64_t panels = ceil_div(layer.N, PANEL);
-  const int64_t run = min(max<int64_t>(panels * count / (team.size * RUNS_A_THREAD), 1), LONGEST_RUN);
+  const int64_t run = min(max<int64_t>(panels * count / (team.size * RUNS_PER_THREAD), 1), MAX_RUN);
   const int64_t runs = ceil_div(panels, run);
   void* sums = penstock_scratch(OWN, JOB_ROWS * PANEL * sizeof(float));
   over_pieces(team, runs * count, [&](int64_t piece) {
     const Job& job = jobs[piece / runs];
     const ExpertWeights& weights = a.table[2 * job.expert + which];
-    Linear own = layer;
-    own.panels = weights.panels, own.scales = weights.scales, own.bias = weights.bias;  // x is already in this order
+    Linear linear = layer;
+    linear.panels = weights.panels, linear.scales = weights.scales, linear.bias = weights.bias;  // x is reordered
     const int64_t first = piece % runs * run;
-    multiply_run(own, x, job.begin - jobs->begin, job.rows, first, min(first + run, panels), sums);
+    multiply_run(linear, x, job.begin - jobs->begin, job.rows, first, min(first + run, panels), sums);
   });
 }
 
 template <class T>
 static void multiply_round(const Experts& a, const ExpertsMemory& memory, const Job* jobs, int64_t count,
                            const Team& team) {
-  const int64_t first = jobs->begin, places = jobs[count - 1].begin + jobs[count - 1].rows - first;
-  const Team alone = {1, 0, team.state, team.record};
-  const QuantizedRows x(memory.x, memory.most, a.E, groups_of(a.gate_up_encoding, a.E));
-  const QuantizedRows inner(memory.quantized, memory.most, a.F, groups_of(a.down_encoding, a.F));
+  const int64_t first = jobs->begin, pairs = jobs[count - 1].begin + jobs[count - 1].rows - first;
+  const Team this_thread = {1, 0, team.state, team.record};
+  const QuantizedRows x(memory.x, memory.max_pairs, a.E, groups_of(a.gate_up_encoding, a.E));
+  const QuantizedRows inner(memory.quantized, memory.max_pairs, a.F, groups_of(a.down_encoding, a.F));
   auto order_of = [&](int64_t i, int64_t which) __attribute__((always_inline)) {
-    const int64_t place = memory.order[first + i];
-    const int64_t expert = a.topk_ids[place / a.top * a.topk_ids_stride + place % a.top] - a.first;
+    const int64_t pair = memory.order[first + i];
+    const int64_t expert = a.topk_ids[pair / a.top * a.topk_ids_stride + pair % a.top] - a.first;
     return a.table[2 * expert + which].order;
   };
-  over_rows(team, places, [&](int64_t begin, int64_t end) {
+  over_rows(team, pairs, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const T* row = (const T*)a.x + memory.order[first + i] / a.top * a.x_stride;
       if (!is_quantized(a.gate_up_encoding)) __builtin_memcpy((T*)memory.x + i * a.E, row, a.E * sizeof(T));
@@ -172,36 +174,36 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   });
   team.barrier();
   const Linear gate_up = {a.gate_up_encoding, a.type,       memory.x, a.E,    nullptr,   nullptr, nullptr, nullptr,
-                          memory.gates,       2 * a.F, places,   2 * a.F, a.E,     0};
-  multiply_jobs(a, gate_up, 0, memory.most, jobs, count, team);
+                          memory.gates,       2 * a.F, pairs,   2 * a.F, a.E,     0};
+  multiply_jobs(a, gate_up, 0, memory.max_pairs, jobs, count, team);
   team.barrier();
-  over_rows(team, places, [&](int64_t begin, int64_t end) {
+  over_rows(team, pairs, [&](int64_t begin, int64_t end) {
     const T* gates = (const T*)memory.gates + begin * 2 * a.F;
     T* gated = (T*)memory.inner + begin * a.F;
-    if (a.gating < 5) run(GatedActivation{a.type, a.gating, gates, gated, end - begin, a.F, 2 * a.F}, alone);
-    else run(ClampedSwiGLU{a.type, gates, gated, end - begin, a.F, 2 * a.F, a.alpha, a.limit}, alone);
+    if (a.gating < 5) run(GatedActivation{a.type, a.gating, gates, gated, end - begin, a.F, 2 * a.F}, this_thread);
+    else run(ClampedSwiGLU{a.type, gates, gated, end - begin, a.F, 2 * a.F, a.alpha, a.limit}, this_thread);
     if (!is_quantized(a.down_encoding)) return;
     for (int64_t i = begin; i < end; i++)
       quantize_row((const T*)memory.inner + i * a.F, a.F, a.down_encoding, inner.below(i), order_of(i, 1));
   });
   team.barrier();
   const Linear down = {a.down_encoding, a.type, memory.quantized, a.F, nullptr, nullptr, nullptr, nullptr,
-                       memory.y,        a.E,    places,           a.E, a.F,     0};
-  multiply_jobs(a, down, 1, memory.most, jobs, count, team);
+                       memory.y,        a.E,    pairs,           a.E, a.F,     0};
+  multiply_jobs(a, down, 1, memory.max_pairs, jobs, count, team);
   team.barrier();
-  const bool last = first + places == memory.ends[a.count - 1];
+  const bool last = first + pairs == memory.ends[a.count - 1];
   over_rows(team, a.rows, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
-      const int64_t *own = memory.sorted + row * a.top, count = memory.filled[row];
+      const int64_t *sorted = memory.sorted + row * a.top, count = memory.filled[row];
       int64_t from = 0, to = 0;
-      while (from < count && own[from] < first) from++;
-      for (to = from; to < count && own[to] < first + places;) to++;
+      while (from < count && sorted[from] < first) from++;
+      for (to = from; to < count && sorted[to] < first + pairs;) to++;
       const float* topk_weights = a.topk_weights + row * a.topk_weights_stride;
       for_vectors(a.E, EACH_VECTOR {
         vf total = first ? load(memory.totals + row * a.E + i, lanes) : vf{};
         for (int64_t j = from; j < to; j++)
-          total += load((const T*)memory.y + (own[j] - first) * a.E + i, lanes) *
-                   topk_weights[memory.order[own[j]] - row * a.top];
+          total += load((const T*)memory.y + (sorted[j] - first) * a.E + i, lanes) *
+                   topk_weights[memory.order[sorted[j]] - row * a.top];
         if (last) store((T*)a.out + row * a.E + i, total, lanes);
         else store(memory.totals + row * a.E + i, total, lanes);
       });
@@ -215,15 +217,15 @@ static void run(const Experts& a, const Team& team) {
   char* shared = nullptr;
   if (team.rank == 0) {
     shared = (char*)penstock_scratch(SHARED, ExpertsMemory(a, nullptr).bytes);
-    sort_places(a, ExpertsMemory(a, shared), team);
+    sort_pairs(a, ExpertsMemory(a, shared), team);
   }
   const ExpertsMemory memory(a, team.share(shared));
   const int64_t jobs = *memory.num_jobs;
   if (!jobs && team.rank == 0) __builtin_memset(a.out, 0, a.rows * a.E * (a.type == 0 ? 4 : 2));
   for (int64_t first = 0, next; first < jobs; first = next) {
-    int64_t places = 0;
-    for (next = first; next < jobs && places + memory.jobs[next].rows <= memory.most; next++)
-      places += memory.jobs[next].rows;
+    int64_t pairs = 0;
+    for (next = first; next < jobs && pairs + memory.jobs[next].rows <= memory.max_pairs; next++)
+      pairs += memory.jobs[next].rows;
     WITH_TYPE(a.type, T, multiply_round<T>(a, memory, memory.jobs + first, next - first, team));
   }
 }

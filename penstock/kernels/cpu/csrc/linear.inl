@@ -29,7 +29,7 @@ constexpr int64_t STEP_BYTES = 4 * PANEL;     // bytes of a panel per step: a fl
 constexpr int64_t BLOCK_STEPS = 512;          // steps per block: two blocks (used, prefetched) fit in the cache
 constexpr int64_t STRIP_STEPS = W == 16 ? 256 : 64;  // steps of a block whose x is widened at once
 constexpr int64_t CACHED_BYTES = 8 << 20;     // bytes of x that stay in the last-level cache while all weights are read
-constexpr int64_t CHUNK_ROWS = 252;           // rows of x whose sums stay in that cache, too
+constexpr int64_t CHUNK_ROWS = 252;           // rows of a chunk: their sums stay in the last-level cache, too
 constexpr int64_t LINE = 64;                  // bytes
 constexpr int64_t FEW_ROWS = 8;               // up to this many rows, a thread gets most of its panels at once
 constexpr int64_t FETCHED_BYTES = 256 << 10;  // bytes of the next layer that a waiting thread prefetches
@@ -88,7 +88,8 @@ struct PairSteps {
 };
 #endif
 
-// Pairs by multiply-adds of widened numbers. Where there are dot products, in their order: see WidenedPairs.
+// Pairs of bfloat16, widened to floats and multiplied by multiply-adds. If the instruction set has dot products, the
+// order of additions is that of the dot product instruction, see WidenedPairs.
 struct WidenedPairSteps {
   typedef bf16 T;
   typedef float X;  // widened once for all outputs of a panel
@@ -115,7 +116,7 @@ struct WidenedPairSteps {
 typedef WidenedPairSteps PairSteps;
 #endif
 
-// The rows of x of a tile for some steps, in place or widened, as S reads them.
+// The rows of x of a tile in the form that S reads: x itself, or a copy of up to STRIP_STEPS steps, widened to X.
 template <class S, class X, int ROWS> struct StripRows {
   X widened[ROWS * STRIP_STEPS * S::TERMS];
   static constexpr bool WHOLE = false;
@@ -194,13 +195,13 @@ template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       const auto* x = rows;
       const auto* w = block.w + from * PANEL + column * S::TERMS;
-      const int64_t pass = column / (VECTORS * W) * (block.terms / S::TERMS), on = fetched_by<FETCHED>(LINES);
-      const char* ahead = block.ahead + (pass + from / S::TERMS) * on;
-      float* kept = block.sums + column;
+      const int64_t pass = column / (VECTORS * W) * (block.terms / S::TERMS), advance = fetched_by<FETCHED>(LINES);
+      const char* ahead = block.ahead + (pass + from / S::TERMS) * advance;
+      float* stored = block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = first ? vf{} : load(kept + r * PANEL + v * W);
-      for (int64_t i = 0; i < steps; i++, x += S::TERMS, w += PANEL * S::TERMS, ahead += on) {
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = first ? vf{} : load(stored + r * PANEL + v * W);
+      for (int64_t i = 0; i < steps; i++, x += S::TERMS, w += PANEL * S::TERMS, ahead += advance) {
         fetch<FETCHED>(ahead, LINES, 0, 1);
         S::template add<S::TERMS>(sums, x, x_stride, w);
       }
@@ -210,7 +211,7 @@ template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<
         continue;
       }
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, sums[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(stored + r * PANEL + v * W, sums[r][v]);
     }
   }
 }
@@ -283,7 +284,8 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
   if (a.activation) activate<T>(a, begin, rows, column);
 }
 
-// Pairs of a panel and a chunk of rows, assigned to threads on request: a thread whose core is busy gets fewer.
+// The pieces of work of a layer: pairs of a panel and a chunk of rows. They are assigned to threads dynamically, so a
+// thread whose core is busy gets fewer.
 // - Few rows: each thread gets an equal run of consecutive panels, because long runs read memory fastest. The remaining
 //   panels are assigned one by one.
 // - Many rows: one panel at a time. Longer runs would let threads wait for the last one.
@@ -340,7 +342,7 @@ static void multiply_pairs(const Linear& a, const Team& team) {
   multiply<PairSteps>(a, team);
 }
 
-// The first panels of a thread with few rows, of `bytes` each: see `over_pieces`.
+// Returns the memory of the panels that `over_pieces` assigns to this thread first; a panel has `bytes` bytes.
 INLINE Ahead first_panels(const Linear& a, const Team& team, int64_t bytes) {
   const Pieces pieces(a, team, a.rows, 1, 1);
   const int64_t panel = pieces.first_of(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);
@@ -361,7 +363,7 @@ INLINE int64_t panel_bytes(int64_t encoding, int64_t K) {
   return bytes;
 }
 INLINE Ahead first_read(const Linear& a, const Team& team) {
-  return work(a) < ALONE_IN_PLAN ? Ahead{} : first_panels(a, team, panel_bytes(a.encoding, a.K));
+  return work(a) < MIN_PARALLEL_WORK_IN_PLAN ? Ahead{} : first_panels(a, team, panel_bytes(a.encoding, a.K));
 }
 static void run(const Linear& a, const Team& team) {
   if (!a.rows) return;

@@ -8,8 +8,8 @@
 constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // rows per tile
 constexpr int RANKS = W == 16 ? 4 : 2;         // rows of A per tile: the registers hold ADAPTED_ROWS sums for each
 constexpr int FETCHING_ROWS = 4;               // up to this many rows, a tile is memory-bound
-constexpr int64_t TILES_A_THREAD = 4;          // from this many on, threads divide tiles, not ranks and outputs
-constexpr int64_t LEAST_OUTPUTS = 64;          // per thread, so that threads do not share cache lines of y
+constexpr int64_t TILES_PER_THREAD = 4;        // with at least this many, threads divide tiles, not ranks and outputs
+constexpr int64_t MIN_OUTPUTS = 64;            // per thread, so that threads do not share cache lines of y
 
 // An adapted slice of the outputs.
 struct LoraPart {
@@ -69,48 +69,48 @@ struct Adapted {
   }
 };
 
-// h [XS, ranks] = x [XS, n] A^T for RANKS rows of A. Each lane is summed first, then the lanes.
-template <class T, int RANKS, int XS>
+// h [ROWS, RANKS] = x [ROWS, n] A^T for RANKS rows of A. Each lane is summed first, then the lanes.
+template <class T, int RANKS, int ROWS>
 INLINE void dot_rows(const T* const* x, const T* down, float* h, int64_t h_stride, int64_t n) {
-  vf sums[XS][RANKS] = {};
+  vf sums[ROWS][RANKS] = {};
   for_vectors(n, EACH_VECTOR {
     vf weights[RANKS];
     for (int r = 0; r < RANKS; r++) {
       weights[r] = load(down + r * n + i, lanes);
-      if (XS <= FETCHING_ROWS && i % (LINE / (int64_t)sizeof(T)) == 0) __builtin_prefetch(down + (RANKS + r) * n + i);
+      if (ROWS <= FETCHING_ROWS && i % (LINE / (int64_t)sizeof(T)) == 0) __builtin_prefetch(down + (RANKS + r) * n + i);
     }
-    for (int t = 0; t < XS; t++) {
+    for (int t = 0; t < ROWS; t++) {
       vf units = load(x[t] + i, lanes);
       for (int r = 0; r < RANKS; r++) sums[t][r] = fma(units, weights[r], sums[t][r]);
     }
   });
-  for (int t = 0; t < XS; t++) store(h + t * h_stride, sum_each(sums[t]), Some{RANKS});
+  for (int t = 0; t < ROWS; t++) store(h + t * h_stride, sum_each(sums[t]), Some{RANKS});
 }
 
-// y [XS rows] += h [XS, rank] B [rank, N], for the outputs of VECTORS vectors.
-template <class T, int XS, int VECTORS, class L>
+// y [ROWS, N] += h [ROWS, rank] B [rank, N], for VECTORS vectors of outputs.
+template <class T, int ROWS, int VECTORS, class L>
 INLINE void add_outputs(const float* h, int64_t h_stride, const T* b, int64_t rank, int64_t N, T* const* y, int64_t i,
                         L lanes) {
-  vf sums[XS][VECTORS] = {};
+  vf sums[ROWS][VECTORS] = {};
   for (int64_t r = 0; r < rank; r++) {
     for (int v = 0; v < VECTORS; v++) {
       const T* from = b + r * N + i + v * W;
       vf weights = load(from, lanes);
-      if (XS <= FETCHING_ROWS && v * W * (int64_t)sizeof(T) % LINE == 0) __builtin_prefetch(from + VECTORS * W);
-      for (int t = 0; t < XS; t++) sums[t][v] = fma(all(h[t * h_stride + r]), weights, sums[t][v]);
+      if (ROWS <= FETCHING_ROWS && v * W * (int64_t)sizeof(T) % LINE == 0) __builtin_prefetch(from + VECTORS * W);
+      for (int t = 0; t < ROWS; t++) sums[t][v] = fma(all(h[t * h_stride + r]), weights, sums[t][v]);
     }
   }
-  for (int t = 0; t < XS; t++)
+  for (int t = 0; t < ROWS; t++)
     for (int v = 0; v < VECTORS; v++) {
       T* to = y[t] + i + v * W;
       store(to, load(to, lanes) + sums[t][v], lanes);
     }
 }
 
-// Computes one tile (XS rows of one adapter) of a slice. h [XS, ..] has the intermediate values between A and B.
-template <class T, int XS> struct Tile {
-  const T* x[XS];
-  T* y[XS];
+// Computes one tile (ROWS rows of one adapter) of a slice. h [ROWS, ..] has the intermediate values between A and B.
+template <class T, int ROWS> struct Tile {
+  const T* x[ROWS];
+  T* y[ROWS];
   const T *down, *up;
   float* h;
   int64_t h_stride, rank, n, N;
@@ -119,22 +119,22 @@ template <class T, int XS> struct Tile {
                      int64_t h_stride)
       : down((const T*)part.a + tile.adapter * part.R * a.n), up((const T*)part.b + tile.adapter * part.R * part.N),
         h(h), h_stride(h_stride), rank(part.rank_of(tile.adapter)), n(a.n), N(part.N) {
-    for (int t = 0; t < XS; t++) {
+    for (int t = 0; t < ROWS; t++) {
       const int64_t row = order[tile.begin + t];
       x[t] = (const T*)a.x + row * a.x_stride;
       y[t] = (T*)a.y + row * a.y_stride + part.start;
     }
   }
   INLINE_MEMBER void multiply_down(int64_t r, int64_t end) const {
-    for (; r + RANKS <= end; r += RANKS) dot_rows<T, RANKS, XS>(x, down + r * n, h + r, h_stride, n);
-    for (; r < end; r++) dot_rows<T, 1, XS>(x, down + r * n, h + r, h_stride, n);
+    for (; r + RANKS <= end; r += RANKS) dot_rows<T, RANKS, ROWS>(x, down + r * n, h + r, h_stride, n);
+    for (; r < end; r++) dot_rows<T, 1, ROWS>(x, down + r * n, h + r, h_stride, n);
   }
   INLINE_MEMBER void multiply_up(int64_t i, int64_t end) const {
-    constexpr int VECTORS = XS == 1 ? 8 : XS == 2 ? 4 : XS <= 4 ? 2 : 1;
+    constexpr int VECTORS = ROWS == 1 ? 8 : ROWS == 2 ? 4 : ROWS <= 4 ? 2 : 1;
     for (; i + VECTORS * W <= end; i += VECTORS * W)
-      add_outputs<T, XS, VECTORS>(h, h_stride, up, rank, N, y, i, Whole{});
-    for (; i + W <= end; i += W) add_outputs<T, XS, 1>(h, h_stride, up, rank, N, y, i, Whole{});
-    if (i < end) add_outputs<T, XS, 1>(h, h_stride, up, rank, N, y, i, Some{end - i});
+      add_outputs<T, ROWS, VECTORS>(h, h_stride, up, rank, N, y, i, Whole{});
+    for (; i + W <= end; i += W) add_outputs<T, ROWS, 1>(h, h_stride, up, rank, N, y, i, Whole{});
+    if (i < end) add_outputs<T, ROWS, 1>(h, h_stride, up, rank, N, y, i, Some{end - i});
   }
 };
 
@@ -143,10 +143,10 @@ struct Extent {
   int64_t first_rank, last_rank, first_output, last_output;
 };
 
-template <class T, int XS>
+template <class T, int ROWS>
 static void multiply_lora(const Lora& a, const LoraPart& part, const int64_t* order, const Segment& rows, float* h,
                           int64_t h_stride, const Extent& extent) {
-  const Tile<T, XS> tile(a, part, order, rows, h, h_stride);
+  const Tile<T, ROWS> tile(a, part, order, rows, h, h_stride);
   tile.multiply_down(extent.first_rank, min(extent.last_rank, tile.rank));
   if (tile.rank) tile.multiply_up(extent.first_output, extent.last_output);
 }
@@ -183,16 +183,16 @@ template <class T> static void multiply_tiles(const Lora& a, const Team& team, c
 template <class T> static void multiply_shares(const Lora& a, const Team& team, const Adapted& adapted) {
   int64_t width = 0;
   for (int64_t p = 0; p < a.num_parts; p++) width += a.parts[p].R;
-  const int64_t places = adapted.segments[adapted.count - 1].end;
+  const int64_t num_rows = adapted.segments[adapted.count - 1].end;
   float* h = team.share(
-      team.rank ? nullptr : (float*)penstock_scratch(SHARED, places * width * (int64_t)sizeof(float)));
+      team.rank ? nullptr : (float*)penstock_scratch(SHARED, num_rows * width * (int64_t)sizeof(float)));
   auto share = [&](bool up) __attribute__((always_inline)) {
     over_pieces(team, adapted.count * a.num_parts * team.size, [&](int64_t piece) {
       const int64_t number = piece % team.size, p = piece / team.size % a.num_parts;
       const Segment& segment = adapted.segments[piece / team.size / a.num_parts];
       const LoraPart& part = a.parts[p];
       const int64_t whole = up ? part.N : part.rank_of(segment.adapter);
-      const int64_t step = round_up(ceil_div(whole, team.size), up ? LEAST_OUTPUTS : RANKS);
+      const int64_t step = round_up(ceil_div(whole, team.size), up ? MIN_OUTPUTS : RANKS);
       const int64_t begin = min(number * step, whole), end = min(begin + step, whole);
       if (begin == end) return;
       float* own = h + segment.begin * width;
@@ -210,12 +210,12 @@ template <class T> static void multiply_shares(const Lora& a, const Team& team, 
 }
 
 template <class T> static void lora(const Lora& a, const Team& team) {
-  int64_t most = 0;
-  for (int64_t p = 0; p < a.num_parts; p++) most = max(most, a.parts[p].R);
+  int64_t max_rank = 0;
+  for (int64_t p = 0; p < a.num_parts; p++) max_rank = max(max_rank, a.parts[p].R);
   const int64_t bytes = round_up(Adapted::bytes(a), LINE);
-  char* memory = (char*)penstock_scratch(OWN, bytes + ADAPTED_ROWS * most * sizeof(float));
+  char* memory = (char*)penstock_scratch(OWN, bytes + ADAPTED_ROWS * max_rank * sizeof(float));
   const Adapted adapted(a, memory);
-  if (team.size == 1 || adapted.tiles >= TILES_A_THREAD * team.size)
+  if (team.size == 1 || adapted.tiles >= TILES_PER_THREAD * team.size)
     multiply_tiles<T>(a, team, adapted, (float*)(memory + bytes));
   else if (adapted.count) multiply_shares<T>(a, team, adapted);
 }
@@ -225,9 +225,9 @@ static int64_t work(const Lora& a) {
   int64_t total = 0;
   for (int64_t p = 0; p < a.num_parts; p++) {
     const LoraPart& part = a.parts[p];
-    int64_t most = part.ranks ? 0 : part.R;
-    for (int64_t s = 0; part.ranks && s < a.adapters; s++) most = max(most, part.ranks[s]);
-    total += most * (a.n + part.N);
+    int64_t max_rank = part.ranks ? 0 : part.R;
+    for (int64_t s = 0; part.ranks && s < a.adapters; s++) max_rank = max(max_rank, part.ranks[s]);
+    total += max_rank * (a.n + part.N);
   }
   return a.count * total;
 }

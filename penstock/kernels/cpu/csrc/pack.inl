@@ -97,7 +97,7 @@ static void turn_rows(const T* rows, int64_t stride, int64_t count, int64_t K, u
 
 constexpr float LARGEST_HALF = 65504;
 constexpr int DIVISORS = 7;
-constexpr float LEAST_WEIGHT = 1e-30f;  // a group with a smaller maximum is treated as 0
+constexpr float MIN_WEIGHT = 1e-30f;  // a group with a smaller maximum is treated as 0
 
 INLINE vf vmin(vf a, vf b) {
 #if PENSTOCK_LANES == 16
@@ -128,7 +128,7 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
   }
   vf best = all(-1), scale = all(__builtin_nanf(""));  // NaN if no scale is valid
   for (int i = 0; i < DIVISORS; i++) {
-    const vf divisor = all(-(7 + i / 3.0) * (1 << (BITS - 4))), inverse = top < LEAST_WEIGHT ? vf{} : divisor / largest;
+    const vf divisor = all(-(7 + i / 3.0) * (1 << (BITS - 4))), inverse = top < MIN_WEIGHT ? vf{} : divisor / largest;
     vf product = {}, square = {};
 #pragma GCC unroll 32
     for (int k = 0; k < GROUP; k++) {

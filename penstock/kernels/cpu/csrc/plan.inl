@@ -12,14 +12,14 @@ struct CoreContention {
   int64_t pause;        // ns: length of the last single-threaded period; 0 after a run without waiting
 };
 
-constexpr int64_t FARTHEST = 8;  // steps to search ahead
-constexpr int64_t LONG_WAIT = 1000000;                             // ns waited in a step before the team is dissolved
+constexpr int64_t MAX_LOOKAHEAD = 8;    // steps to search ahead
+constexpr int64_t LONG_WAIT = 1000000;  // ns waited in a step before the team is dissolved
 constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;  // ns; doubled while the waiting continues
 
 // Returns what this thread reads first in the next operation that has a `first_read`. The thread prefetches it while
 // it waits at a barrier, when the memory is otherwise idle.
 static Ahead next_read(const Step* steps, int64_t from, int64_t count, const Team& team) {
-  for (int64_t i = from; i < min(from + FARTHEST, count); i++) {
+  for (int64_t i = from; i < min(from + MAX_LOOKAHEAD, count); i++) {
     Ahead ahead = steps[i].operation->first_read(steps[i].arguments, team);
     if (ahead.next) return ahead;
   }
@@ -30,21 +30,21 @@ static Ahead next_read(const Step* steps, int64_t from, int64_t count, const Tea
 static void run_steps(const Step* steps, int64_t count, Team team) {
   TeamState& state = *team.state;
   const int64_t begin = nanoseconds();
-  bool alone = false;  // whether thread 0 has run steps since the last barrier
+  bool needs_barrier = false;  // whether thread 0 has run steps since the last barrier
   Ahead ahead = team.size > 1 ? next_read(steps, 0, count, team) : Ahead{};
   for (int64_t i = 0; i < count; i++) {
     const Step& step = steps[i];
     team.record = i;
-    if (team.size == 1 || step.operation->work(step.arguments) < ALONE_IN_PLAN) {
+    if (team.size == 1 || step.operation->work(step.arguments) < MIN_PARALLEL_WORK_IN_PLAN) {
       if (team.rank == 0) step.operation->run(step.arguments, Team{1, 0, &state, i});
-      alone = true;
+      needs_barrier = true;
       continue;
     }
     // An uneven distribution of the work does not explain waiting for a third of the time.
     if (team.rank == 0 && state.waited > LONG_WAIT && 3 * state.waited > nanoseconds() - begin)
       __atomic_store_n(&state.last, i, __ATOMIC_RELAXED);  // the other threads read it after the next barrier
-    if (alone) team.barrier(ahead);
-    alone = false;
+    if (needs_barrier) team.barrier(ahead);
+    needs_barrier = false;
     step.operation->run(step.arguments, team);
     if (step.operation->first_read(step.arguments, team).next) ahead = next_read(steps, i + 1, count, team);
     team.barrier(ahead);

@@ -12,12 +12,12 @@ struct Floats {
   static constexpr bool INTEGER = false;
   typedef vf Units;
   typedef vf Sums;
-  struct Mode {};  // of the processor during a product
+  struct Mode {};  // sets the floating-point mode of the processor while it exists; here: nothing to set
   INLINE_MEMBER static Sums add_product(Sums sum, float a, Units b) { return fma(all(a), b, sum); }
 };
 
 #if PENSTOCK_DOT
-struct Pairs {  // of bfloat16
+struct Pairs {  // pairs of bfloat16
   typedef uint32_t Unit;
   static constexpr int TERMS = 2, SPAN = 2, SWAP = 0;
   static constexpr bool INTEGER = false;
@@ -55,8 +55,9 @@ struct FlushedDenormals {
   }
 };
 
-// Pairs by multiply-adds of widened numbers, with the same bits: the instruction adds the product of the second numbers
-// first, then that of the first numbers, each with one rounding.
+// Pairs of bfloat16, widened to floats and multiplied by multiply-adds. The results have the bits of the dot product
+// instruction, which adds the product of the second numbers first, then that of the first numbers, each with one
+// rounding.
 struct WidenedPairs : Floats {
   static constexpr int SPAN = 2, SWAP = 1;
   typedef FlushedDenormals Mode;

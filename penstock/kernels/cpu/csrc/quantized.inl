@@ -12,16 +12,17 @@ constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantised x that stay in t
 
 // ---- rows in 8 bits ----
 
-// The excess of a row's integers beyond -127 and 127: bytes multiplied with the weights of a unit (four inputs) again.
-constexpr int64_t MOST_EXTRAS = 15, INPUTS_AN_EXTRA = 32;
-constexpr float REACHES[] = {1.5, 2, 3, 4, 6, 8, 12, 16};  // candidates of the largest magnitude, in units of 127
+// The excess of a row's integers beyond -127 and 127. Each excess is stored as bytes of a unit (four inputs), which are
+// multiplied with the weights of the unit in addition.
+constexpr int64_t MAX_EXTRAS = 15, INPUTS_PER_EXTRA = 32;
+constexpr float RANGES[] = {1.5, 2, 3, 4, 6, 8, 12, 16};  // candidates for the largest integer of a row / 127
 struct Extras {
   struct Bytes {
     int32_t unit;
     int8_t bytes[4];
   };
   int64_t count;
-  Bytes of[MOST_EXTRAS];
+  Bytes units[MAX_EXTRAS];
 };
 
 // Rows as integers [rows, stride]; each row and group has a scale and a start value of its sums, [rows, groups].
@@ -121,14 +122,15 @@ template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inve
   return sum(count);
 }
 
-// Returns the largest factor to 127 that the reaches allow with at most `room` extras; `top` is the largest magnitude.
-template <class T> static float most_with_extras(const T* x, int64_t n, float top, int64_t room) {
-  float most = 127;
-  for (float reach : REACHES) {
-    if (count_extras(x, n, 127 * reach / top) > room) break;
-    most = 127 * reach;
+// Returns the integer to which the largest magnitude `top` is scaled: 127 times the largest of RANGES that needs at
+// most `room` extras.
+template <class T> static float target_with_extras(const T* x, int64_t n, float top, int64_t room) {
+  float target = 127;
+  for (float range : RANGES) {
+    if (count_extras(x, n, 127 * range / top) > room) break;
+    target = 127 * range;
   }
-  return most;
+  return target;
 }
 
 // Stores an integer beyond 127 as a byte at its position and extras.
@@ -136,18 +138,18 @@ INLINE void split_integer(int64_t i, int32_t integer, int8_t* integers, Extras* 
   auto byte_of = [](int32_t rest) { return (int8_t)max(min(rest, 127), -127); };
   integers[i] = byte_of(integer);
   for (int32_t rest = integer - integers[i]; rest;) {
-    Extras::Bytes& extra = extras->of[extras->count++];
+    Extras::Bytes& extra = extras->units[extras->count++];
     extra = {(int32_t)(i / 4), {}};
     rest -= extra.bytes[i % 4] = byte_of(rest);
   }
 }
 
 #if PENSTOCK_LANES == 16
-// Large numbers of a row and their places.
+// The largest numbers of a row and their positions.
 struct Large {
   static constexpr int64_t ROOM = 256;
   float numbers[ROOM];
-  int32_t places[ROOM];
+  int32_t positions[ROOM];
   int64_t count;
 
   // Collects the numbers with at least the magnitude of the bits `least`. Returns whether there is room for them.
@@ -159,7 +161,7 @@ struct Large {
       const __mmask16 large = _mm512_cmpge_epu32_mask((__m512i)(as_bits(number) & 0x7fffffff), bound);
       const int64_t at = min(count, ROOM - W);
       store(numbers + at, (vf)_mm512_maskz_compress_ps(large, number));
-      store((uint32_t*)places + at, (vu)_mm512_maskz_compress_epi32(large, (__m512i)(lane_index() + (int32_t)i)));
+      store((uint32_t*)positions + at, (vu)_mm512_maskz_compress_epi32(large, (__m512i)(lane_index() + (int32_t)i)));
       count += __builtin_popcount(large);
     });
     return count <= ROOM - W;
@@ -237,28 +239,28 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   const float top = largest_magnitude(tops);
   extras->count = 0;
   if (is_degenerate(top, n, integers, scale)) return 0;
-  const int64_t room = min(MOST_EXTRAS, n / INPUTS_AN_EXTRA);
+  const int64_t room = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
 #if PENSTOCK_LANES == 16
-  // Each number beyond 127 is an extra, so that only the largest MOST_EXTRAS numbers matter. At least W numbers, which are
-  // more, have the smallest magnitude of `tops`.
-  static_assert(MOST_EXTRAS < W);
+  // Each number beyond 127 is an extra, so only the MAX_EXTRAS largest numbers of the row matter. `tops` has the
+  // largest magnitude of each lane, so at least W numbers are not below its minimum: collecting those is enough.
+  static_assert(MAX_EXTRAS < W);
   Large large;
   if (large.collect(x, n, ~largest(~tops))) {
-    const float most = most_with_extras(large.numbers, large.count, top, room), inverse = most / top;
-    *scale = top / most;
+    const float target = target_with_extras(large.numbers, large.count, top, room), inverse = target / top;
+    *scale = top / target;
     const int32_t total = store_integers(x, n, inverse, integers);
-    if (most == 127) return total;
+    if (target == 127) return total;
     for (int64_t i = 0; i < large.count; i++) {
       const int32_t whole = rounded_to_integers(all(large.numbers[i] * inverse))[0];
-      if (whole > 127 || whole < -127) split_integer(large.places[i], whole, integers, extras);
+      if (whole > 127 || whole < -127) split_integer(large.positions[i], whole, integers, extras);
     }
     return total;
   }
 #endif
-  const float most = most_with_extras(x, n, top, room), inverse = most / top;
-  *scale = top / most;
+  const float target = target_with_extras(x, n, top, room), inverse = target / top;
+  *scale = top / target;
   const int32_t total = store_integers(x, n, inverse, integers);
-  if (most == 127) return total;
+  if (target == 127) return total;
   for_vectors(n, EACH_VECTOR {
     const vi whole = rounded_to_integers(load(x + i, lanes) * inverse);
     for (uint32_t beyond = lanes_that_hold((whole > 127) | (whole < -127)); beyond; beyond &= beyond - 1)
@@ -433,17 +435,17 @@ struct Bytes {
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS);
-    constexpr int64_t ON = fetched_by<FETCHED>(LINES);
+    constexpr int64_t ADVANCE = fetched_by<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
-      uint32_t* kept = block.sums + column;
+      uint32_t* stored = block.sums + column;
       vi sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++)
-          sums[r][v] = block.first ? block.x.starts[r * block.x.groups] - vi{} : (vi)load(kept + r * PANEL + v * W);
+          sums[r][v] = block.first ? block.x.starts[r * block.x.groups] - vi{} : (vi)load(stored + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride;
-      const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ON * block.units;
-      for (int64_t i = 0; i < block.units; i++, x += 4, w += UNIT_BYTES, ahead += ON) {
+      const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units;
+      for (int64_t i = 0; i < block.units; i++, x += 4, w += UNIT_BYTES, ahead += ADVANCE) {
         fetch<FETCHED>(ahead, LINES, 0, 1);
         vu weights[VECTORS];
         for (int v = 0; v < VECTORS; v++) weights[v] = load((const uint32_t*)w + v * W);
@@ -458,7 +460,7 @@ struct Bytes {
         continue;
       }
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, (vu)sums[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(stored + r * PANEL + v * W, (vu)sums[r][v]);
     }
   }
 
@@ -468,8 +470,8 @@ struct Bytes {
     for (int r = 0; r < ROWS; r++) {
       const Extras& extras = block.x.extras[r];
       for (int64_t i = 0; i < extras.count; i++) {
-        const uint32_t* w = (const uint32_t*)(block.panel + extras.of[i].unit * UNIT_BYTES) + column;
-        const vu bytes = four_bytes(extras.of[i].bytes);
+        const uint32_t* w = (const uint32_t*)(block.panel + extras.units[i].unit * UNIT_BYTES) + column;
+        const vu bytes = four_bytes(extras.units[i].bytes);
         for (int v = 0; v < VECTORS; v++) sums[r][v] = add_bytes(sums[r][v], load(w + v * W), bytes);
       }
     }
@@ -506,23 +508,23 @@ template <int BITS> struct Groups {
   // The whole panel if 32 registers hold the sums of these rows and the unpacked weights.
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (BITS > 4 ? 1 : 3) ? 4 : GROUP_VECTORS; }
 
-  // Moves bit `place` of each of the four bytes to the fifth bit.
-  INLINE vu fifth_bits(vu bits, int place) {
-    return (place < 4 ? bits << (4 - place) : bits >> (place - 4)) & 0x10101010;
+  // Returns four bytes with bit number `bit` of each byte at the position of the fifth bit.
+  INLINE vu fifth_bits(vu bits, int bit) {
+    return (bit < 4 ? bits << (4 - bit) : bits >> (bit - 4)) & 0x10101010;
   }
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS);
-    constexpr int64_t ON = fetched_by<FETCHED>(LINES);
+    constexpr int64_t ADVANCE = fetched_by<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
-      float* kept = (float*)block.sums + column;
+      float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(kept + r * PANEL + v * W);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(stored + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
-      const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ON * block.units;
-      for (int64_t g = 0; g < block.units; g++, x += GROUP, w += UNIT_BYTES, ahead += ON) {
+      const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units;
+      for (int64_t g = 0; g < block.units; g++, x += GROUP, w += UNIT_BYTES, ahead += ADVANCE) {
         GroupSum<BITS> totals[ROWS][VECTORS];
         for (int r = 0; r < ROWS; r++)
           for (int v = 0; v < VECTORS; v++) totals[r][v].start(block.x.starts[r * groups + g]);
@@ -560,7 +562,7 @@ template <int BITS> struct Groups {
           }
       }
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, sums[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(stored + r * PANEL + v * W, sums[r][v]);
     }
   }
 
@@ -649,15 +651,16 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
 template <class S> static void multiply_quantized(const Linear& a, const Team& team) {
   const int64_t groups = groups_of(a.encoding, a.K);
   const int64_t row_bytes = QuantizedRows::bytes(1, a.K, groups);
-  const int64_t most = min(a.rows, max<int64_t>(CHUNK_BYTES / row_bytes, 256)), tall = min<int64_t>(most, 240);
+  const int64_t max_rows = min(a.rows, max<int64_t>(CHUNK_BYTES / row_bytes, 256));
+  const int64_t chunk_rows = min<int64_t>(max_rows, 240);
   const bool redundant = team.size == 1 || a.rows <= 3;  // all threads quantise: faster than a barrier
-  const int64_t bytes = round_up(QuantizedRows::bytes(most, a.K, groups), 64);
-  char* own = (char*)penstock_scratch(OWN, tall * PANEL * 4 + (redundant ? bytes : 0));
-  char* memory = own + tall * PANEL * 4;
+  const int64_t bytes = round_up(QuantizedRows::bytes(max_rows, a.K, groups), 64);
+  char* own = (char*)penstock_scratch(OWN, chunk_rows * PANEL * 4 + (redundant ? bytes : 0));
+  char* memory = own + chunk_rows * PANEL * 4;
   if (!redundant) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, bytes) : nullptr);
-  const QuantizedRows x(memory, most, a.K, groups);
-  for (int64_t first = 0; first < a.rows; first += most) {
-    const int64_t rows = min(most, a.rows - first), chunks = ceil_div(rows, tall);
+  const QuantizedRows x(memory, max_rows, a.K, groups);
+  for (int64_t first = 0; first < a.rows; first += max_rows) {
+    const int64_t rows = min(max_rows, a.rows - first), chunks = ceil_div(rows, chunk_rows);
     if (first) team.barrier();  // other threads may still read the previous rows
     auto quantize_rows = [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)

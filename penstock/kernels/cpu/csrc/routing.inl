@@ -8,7 +8,7 @@ struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
   int64_t n, N, top, stride;
 };
 
-constexpr float NOTHING = -__builtin_inff();
+constexpr float REMOVED = -__builtin_inff();  // rank of an expert that cannot be selected any more
 
 // Returns the smallest index that is not in the list. If all logits are NaN, any distinct indices are valid.
 INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
@@ -23,11 +23,11 @@ INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
 // in ids already are not selected again.
 INLINE int64_t take_largest(float* ranks, int64_t N, int64_t* ids, int64_t k) {
   int64_t best = -1;
-  float most = NOTHING;
+  float largest = REMOVED;
   for (int64_t i = 0; i < N; i++)
-    if (ranks[i] > most) most = ranks[i], best = i;
+    if (ranks[i] > largest) largest = ranks[i], best = i;
   if (best < 0) best = smallest_missing(ids, k);
-  ranks[best] = NOTHING;
+  ranks[best] = REMOVED;
   return ids[k] = best;
 }
 
@@ -37,7 +37,7 @@ template <class T> static void route(const Route& a, const Team& team) {
     float *wide = left + a.N, *scores = wide + a.N;
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;
-      vf tops = all(NOTHING), total = {};
+      vf tops = all(REMOVED), total = {};
       for_vectors(a.N, EACH_VECTOR {
         vf logit = load(logits + i, lanes);
         store(left + i, logit, lanes);
@@ -76,7 +76,7 @@ struct RouteScores {  // as Route; bias [N] or null
 static void keep_groups(const RouteScores& a, float* ranks, float* sums, int64_t* chosen) {
   const int64_t size = a.N / a.groups;
   for (int64_t group = 0; group < a.groups; group++) {
-    float first = NOTHING, second = NOTHING;
+    float first = REMOVED, second = REMOVED;
     for (int64_t i = group * size; i < (group + 1) * size; i++) {
       if (ranks[i] > first) second = first, first = ranks[i];
       else if (ranks[i] > second) second = ranks[i];
@@ -88,7 +88,7 @@ static void keep_groups(const RouteScores& a, float* ranks, float* sums, int64_t
     bool is_kept = false;
     for (int64_t k = 0; k < a.top_groups; k++) is_kept |= chosen[k] == group;
     for (int64_t i = group * size; i < (group + 1) * size; i++)
-      if (!is_kept) ranks[i] = NOTHING;
+      if (!is_kept) ranks[i] = REMOVED;
   }
 }
 
@@ -101,7 +101,7 @@ template <class T> static void route_scores(const RouteScores& a, const Team& te
     const bool by_logits = !a.bias && a.groups == 1;
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;
-      vf tops = all(NOTHING), totals = {};
+      vf tops = all(REMOVED), totals = {};
       for_vectors(a.N, EACH_VECTOR { tops = vmax(tops, visible_lanes(load(logits + i, lanes), lanes)); });
       const float top = a.is_sigmoid ? 0 : largest(tops);
       for_vectors(a.N, EACH_VECTOR {
@@ -154,12 +154,12 @@ template <class T> static void route_sparse_mixer(const RouteSparseMixer& a, con
       });
       for (int64_t k = 0; k < a.top; k++) {
         const int64_t best = take_largest(left, a.N, a.topk_ids + row * a.top, k);
-        const float most = wide[best];
+        const float best_logit = wide[best];
         float total = 1;  // the selected expert
         for (int64_t i = 0; i < a.N; i++) {
           const float size = wide[i] < 0 ? -wide[i] : wide[i];
-          const bool is_far = (most - wide[i]) / max(size, most) > (float)(2 * a.eps);
-          if (!is_far && left[i] != NOTHING) total += exp(all(left[i] - most))[0];
+          const bool is_far = (best_logit - wide[i]) / max(size, best_logit) > (float)(2 * a.eps);
+          if (!is_far && left[i] != REMOVED) total += exp(all(left[i] - best_logit))[0];
         }
         a.topk_weights[row * a.top + k] = 1 / total;
       }

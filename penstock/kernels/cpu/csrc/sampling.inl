@@ -1,8 +1,8 @@
 // Samples one token per row of logits by the rule of Ops.sample, without sorting the vocabulary.
 //
-// In descending order (ties by id), top_k and top_p keep a token if the amount before it is below a target: k tokens,
-// or top_p of the probability mass. A lower bound of the cut score leaves few candidates. Partitioning finds the cut
-// among them.
+// Tokens are ordered by descending score, then by id. top_k and top_p keep a token if the amount before it is below a
+// target: k tokens, or top_p of the probability mass. The score of the last kept token is the cut. A lower bound of it
+// leaves few candidates, and partitioning finds the cut among them.
 
 typedef double vd __attribute__((vector_size(W * 4)));
 typedef int64_t vl __attribute__((vector_size(W * 4)));
@@ -181,15 +181,15 @@ static int64_t draw(const Candidates& c, double u, double* sums) {
 
 // Converts scores to floats; masked scores become -inf. Returns the maximum, or NaN if a logit is NaN or +inf.
 template <class T> static float fill_scores(const T* logits, const uint32_t* bitmask, float* scores, int64_t n) {
-  const vf nothing = all(-__builtin_inff());
-  vf tops = nothing;
+  const vf masked = all(-__builtin_inff());
+  vf tops = masked;
   vi unsound = {};
   for_vectors(n, EACH_VECTOR {
     vf score = load(logits + i, lanes);
     unsound |= ~(vi)(score < __builtin_inff());
     if (bitmask) {
       vu allowed = (bitmask[i / 32] >> (vu)(lane_index() + (int32_t)(i % 32))) & 1;
-      score = allowed != 0 ? score : nothing;
+      score = allowed != 0 ? score : masked;
     }
     store(scores + i, score, lanes);
     tops = vmax(tops, visible_lanes(score, lanes));

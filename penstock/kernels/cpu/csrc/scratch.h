@@ -3,8 +3,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// Memory that a thread keeps between calls, so that warm kernels do not allocate.
-
+// Memory that a thread keeps between calls, so that later calls do not allocate.
 enum Scratch { OWN, SHARED, SCRATCHES };  // private to the thread; shared with its team
 
 // Returns at least `bytes` bytes, aligned to 64. Previous contents may be lost.

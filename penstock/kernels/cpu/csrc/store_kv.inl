@@ -29,11 +29,11 @@ template <class T, class TC> static void store_kv(const StoreKV& a, const Team& 
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++)
       for (int64_t h = 0; h < a.K; h++) {
-        int64_t place = (a.slots[t] / a.S * a.K + h) * a.S + a.slots[t] % a.S, side = a.N * a.K * a.S;
+        int64_t row = (a.slots[t] / a.S * a.K + h) * a.S + a.slots[t] % a.S, side = a.N * a.K * a.S;
         TC* cache = (TC*)a.cache;
-        store_head((const T*)a.k + t * a.k_row + h * a.k_head, cache + place * a.D, a.scales + place, a.D);
-        place += side;
-        store_head((const T*)a.v + t * a.v_row + h * a.v_head, cache + place * a.D, a.scales + place, a.D);
+        store_head((const T*)a.k + t * a.k_row + h * a.k_head, cache + row * a.D, a.scales + row, a.D);
+        row += side;
+        store_head((const T*)a.v + t * a.v_row + h * a.v_head, cache + row * a.D, a.scales + row, a.D);
       }
   });
 }

@@ -99,11 +99,11 @@ struct Team {
     return (T*)*slot;
   }
 
-  // Reports a bad argument. A single operation returns its index `place`; a plan returns the first record that
-  // failed. The operation continues, and its result is undefined.
-  INLINE_MEMBER void fail(int64_t place) const {
+  // Reports the index of a bad value, such as a row number outside its table. A single operation returns this index; a
+  // plan returns the number of the first failed record. The operation continues, and its result is undefined.
+  INLINE_MEMBER void fail(int64_t argument) const {
     int64_t none = -1;
-    __atomic_compare_exchange_n(&state->failed, &none, record < 0 ? place : record, false, __ATOMIC_RELAXED,
+    __atomic_compare_exchange_n(&state->failed, &none, record < 0 ? argument : record, false, __ATOMIC_RELAXED,
                                 __ATOMIC_RELAXED);
   }
 };
@@ -137,17 +137,16 @@ template <class Body> INLINE void over_rows(const Team& team, int64_t rows, Body
   if (begin < end) body(begin, end);
 }
 
-// Work, in multiply-adds, below which a single thread runs an operation. For a single call, waking the other threads
-// costs more than they save. In a plan the threads are awake, and the cost is one or two barriers.
-constexpr int64_t PARALLEL_WORK = 1 << 16;
-constexpr int64_t ALONE = 4 * PARALLEL_WORK, ALONE_IN_PLAN = PARALLEL_WORK;
+// Operations with less work than this, in multiply-adds, run on a single thread, because starting the other threads
+// would take longer than they save. In a plan the threads already run, so parallel work costs only one or two barriers.
+constexpr int64_t MIN_PARALLEL_WORK_IN_PLAN = 1 << 16, MIN_PARALLEL_WORK = 4 * MIN_PARALLEL_WORK_IN_PLAN;
 constexpr int64_t ELEMENT = 4;  // cost of loading, changing and storing an element, in multiply-adds
 
 // Runs a single operation. Returns -1, or the argument of `fail`.
-template <class Args> INLINE int64_t run_alone(const Args& a) {
+template <class Args> INLINE int64_t run_single(const Args& a) {
   TeamState state = {};
   state.failed = state.last = -1;
-  if (work(a) < ALONE) {
+  if (work(a) < MIN_PARALLEL_WORK) {
     run(a, Team{1, 0, &state, -1});
     return state.failed;
   }
@@ -173,7 +172,7 @@ struct Operation {
 // and optionally
 //   Ahead first_read(const Args&, const Team&)
 #define KERNEL(name, Args)                                                                          \
-  EXPORT(int64_t, name)(const Args& a) { return run_alone(a); }                                     \
+  EXPORT(int64_t, name)(const Args& a) { return run_single(a); }                                     \
   extern "C" {                                                                                      \
   VISIBLE extern const Operation SYMBOL(name##_operation);                                          \
   const Operation SYMBOL(name##_operation) = {                                                      \
