@@ -102,7 +102,7 @@ def measured(folder: str, arguments: argparse.Namespace) -> None:
             report = works[name](llm, SHAPES[arguments.shape], arguments.requests, begin)
             state = {
                 "kernels": llm.pipeline.session.kernels,
-                "plan": llm.pipeline.session.plan_status,
+                "plan": llm.pipeline.session.graph_status,
                 "overlap": llm.pipeline.overlapped_steps is not None,
                 "memory_plan": dict(llm.pipeline.memory_plan.rows()),
             }

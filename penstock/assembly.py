@@ -124,8 +124,11 @@ def close_tokenizer(tokenizer: object) -> None:
         close()
 
 
-def memory_of_weights(config: PipelineConfig) -> PrefaultedMemory:
-    """Start to prefault memory for packed weights in a thread; call it before importing libraries."""
+def prefault_weights(config: PipelineConfig) -> PrefaultedMemory:
+    """Start a thread that prefaults memory for packed weights, and return this memory.
+
+    Call it before importing torch, so that the thread runs during the imports.
+    """
     from penstock.kernels.backend import BACKENDS
     from penstock.memory import estimate_packed_size
 
@@ -152,7 +155,7 @@ def load_pipeline(
         config: the configuration.
         tokenizer: from `load_tokenizer`.
         catalog: the architectures and tasks.
-        prefaulted: memory for packed weights, from `memory_of_weights`.
+        prefaulted: memory for packed weights, from `prefault_weights`.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -325,8 +328,8 @@ def load_scheduler(
     )
 
 
-def load_work(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRuntime:
-    """Load the runtime of a worker. The worker's process calls ``functools.partial(load_work, config)``.
+def load_runtime(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRuntime:
+    """Load the runtime of a worker. The worker's process calls ``functools.partial(load_runtime, config)``.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -334,7 +337,7 @@ def load_work(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRunti
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
     times = [perf_counter()]
-    with memory_of_weights(config) as prefaulted:
+    with prefault_weights(config) as prefaulted:
         tokenizer = load_tokenizer(config, catalog)  # first: a missing model is reported at once
         times.append(perf_counter())
         catalog.resolve(config)[1].load_factory()  # imports torch and other libraries, which takes longest
@@ -343,10 +346,10 @@ def load_work(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRunti
     scheduler = load_scheduler(config, pipeline, isolates_faults=True)
     times.append(perf_counter())
     seconds = [end - begin for begin, end in pairwise(times)]
-    return _as_work(config, pipeline, scheduler, list(zip(_PHASES, seconds, strict=True)))
+    return _runtime_of(config, pipeline, scheduler, list(zip(_PHASES, seconds, strict=True)))
 
 
-def _as_work(
+def _runtime_of(
     config: PipelineConfig,
     pipeline: AnyTaskPipeline,
     scheduler: AnyScheduler,

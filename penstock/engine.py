@@ -60,7 +60,7 @@ class InferenceSession:
         self.devices = list(devices or [CPU()])
         if len(self.devices) > 1:
             raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
-        self.use_plans = True
+        self.use_graphs = True
         """Whether recurring steps run as compiled steps. False runs every step eagerly, for comparisons."""
         self.ranks = ranks
         self.prefaulted = prefaulted or PrefaultedMemory()
@@ -140,7 +140,7 @@ class InferenceSession:
         """The compiled steps of this session's models; None if operations run eagerly."""
         from penstock.kernels.graph import GraphCache
 
-        if not self.use_plans:
+        if not self.use_graphs:
             return None
         if self._plans_of is not self.ops:
             compiler = self.backend.graphs(self.ops)
@@ -159,11 +159,13 @@ class InferenceSession:
         return self.backend.memory(self.ops, self.devices[0].torch_device)
 
     @property
-    def plan_status(self) -> str:
-        """The mode of the last step: ``planned`` (one call), or ``eager`` and the reason."""
+    def graph_status(self) -> str:
+        """The mode of the last step: ``compiled`` (one call), or ``eager`` and the reason."""
         plans = self.plans
         if plans is None:
-            return f"eager: no plans for {self.ops.name} kernels" if self.use_plans else "eager: as asked for"
+            if not self.use_graphs:
+                return "eager: compiled steps are disabled"
+            return f"eager: the {self.ops.name} kernels cannot compile steps"
         return plans.status or "no step yet"
 
     @property

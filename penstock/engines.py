@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.assembly import load_work
+from penstock.assembly import load_runtime
 from penstock.config import PipelineConfig
 from penstock.driver import CPU, DeviceSpec
 from penstock.errors import ConfigError
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("penstock.worker")
 
-LoadWork: TypeAlias = "Callable[[PipelineConfig], WorkerRuntime]"
-"""Loads the runtime of a worker, in its process; `load_work` or a picklable function that calls it."""
+LoadRuntime: TypeAlias = "Callable[[PipelineConfig], WorkerRuntime]"
+"""Loads the runtime of a worker, in its process; `load_runtime` or a picklable function that calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class WorkerShare:
 
 def make_engine(
     config: PipelineConfig,
-    load: LoadWork = load_work,
+    load: LoadRuntime = load_runtime,
     *,
     max_queue_size: int | None = None,
     hang_limit: float = 20.0,
@@ -110,7 +110,7 @@ def divide(config: PipelineConfig, memory: int | None = None) -> list[WorkerShar
     ]
 
 
-def load_share(config: PipelineConfig, share: WorkerShare, load: LoadWork) -> WorkerRuntime:
+def load_share(config: PipelineConfig, share: WorkerShare, load: LoadRuntime) -> WorkerRuntime:
     """Load the runtime of a worker within its share. Runs in the worker's process, before torch is loaded."""
     num_threads = config.num_threads
     if share.processors is not None:

@@ -215,7 +215,7 @@ class DecoderModel(NetworkModel[TextContext]):
         return results
 
     @property
-    def _plans(self) -> GraphCache | None:
+    def _graphs(self) -> GraphCache | None:
         """The compiled steps; None if the ranks exchange tensors by torch.distributed.
 
         A compiled step contains collectives in shared memory only.
@@ -225,15 +225,15 @@ class DecoderModel(NetworkModel[TextContext]):
 
     def _run_compiled(self, model_inputs: ModelInputs) -> tuple[Tensor, ...] | None:
         """Return the results of `_run_eagerly` from a compiled step; None if the step must run eagerly."""
-        plans = self._plans
-        if plans is None:
+        graphs = self._graphs
+        if graphs is None:
             return None
-        reason = eager_reason(model_inputs, plans.max_rows)
+        reason = eager_reason(model_inputs, graphs.max_rows)
         if reason is not None:
-            plans.skip(reason)
+            graphs.skip(reason)
             return None
-        return plans.run(
-            self._plan_key(model_inputs, plans),
+        return graphs.run(
+            self._graph_key(model_inputs, graphs),
             tensors_of_step(model_inputs),
             lambda ops, tensors: self._run_eagerly(with_tensors(model_inputs, tensors), ops),
         )
@@ -245,18 +245,18 @@ class DecoderModel(NetworkModel[TextContext]):
         uniforms: Tensor,  # [n, B]
         ends: Tensor,  # [B, E]
     ) -> Tensor | None:  # [m, B]
-        plans, ranks = self._plans, self.session.ranks
-        if plans is None or eager_reason(model_inputs, plans.max_rows) is not None:
+        graphs, ranks = self._graphs, self.session.ranks
+        if graphs is None or eager_reason(model_inputs, graphs.max_rows) is not None:
             return None
-        key = self._plan_key(model_inputs, plans)
-        if ranks is not None and ranks.rank == 0 and not plans.has(key):
+        key = self._graph_key(model_inputs, graphs)
+        if ranks is not None and ranks.rank == 0 and not graphs.has(key):
             return None
         with nullcontext() if ranks is None else ranks.step():
             if ranks is not None and ranks.rank == 0:
                 self.announce(
                     "execute_steps", StepMessage.of(model_inputs), len(uniforms), ends.cpu().numpy()
                 )
-            return plans.run_loop(
+            return graphs.run_loop(
                 key,
                 tensors_of_step(model_inputs),
                 tensors_of_later_steps(model_inputs, len(uniforms)),
@@ -266,8 +266,8 @@ class DecoderModel(NetworkModel[TextContext]):
                 ranks,
             )
 
-    def _plan_key(self, model_inputs: ModelInputs, plans: GraphCache) -> Hashable:
-        return (id(self.network), self.return_hidden_states, shape_of(model_inputs, plans.columns))
+    def _graph_key(self, model_inputs: ModelInputs, graphs: GraphCache) -> Hashable:
+        return (id(self.network), self.return_hidden_states, shape_of(model_inputs, graphs.columns))
 
     def _run_eagerly(self, model_inputs: ModelInputs, ops: Ops) -> tuple[Tensor, ...]:
         """Return logits, and the hidden states of all rows if any are requested."""

@@ -28,7 +28,7 @@ def measured_plan(model: PipelineModel[Any], spec: KVCacheSpec, memory: DeviceMe
         memory: counts the memory of its device.
 
     Raises:
-        InsufficientMemoryError: the largest step, or the smallest useful KV cache beside it, does not fit.
+        InsufficientMemoryError: the largest step and the smallest useful KV cache do not fit together.
     """
     plan, config = model.memory_plan, model.pipeline_config
     weights_size = max(model.free_memory - memory.free(), 0)

@@ -213,7 +213,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         return None
 
     def _warn_of_widened_weights(self) -> None:
-        """Log how many quantized weights of the checkpoint are widened to floats, and the memory they take."""
+        """Log the number and the memory of quantized weights that are widened to floats."""
         model = self.pipeline_config.model
         if not model.keeps_stored_layers:
             return

@@ -174,13 +174,13 @@ class VisionLanguageModel(VisionModel, TransformerModel):
 
     def _graphs_of_encoder(self) -> GraphCache | None:
         """Return the graphs of the encoder; None if operations run eagerly."""
-        plans = self.session.plans
-        if plans is None or self.session.ranks is not None:
+        graphs = self.session.plans
+        if graphs is None or self.session.ranks is not None:
             return None
-        if self.encoder_graphs is None or self.encoder_graphs.compiler is not plans.compiler:
+        if self.encoder_graphs is None or self.encoder_graphs.compiler is not graphs.compiler:
             rows = self.encoder_row_size(self.pipeline_config, self.huggingface_config)
             self.encoder_graphs = GraphCache(
-                plans.compiler,
+                graphs.compiler,
                 max_graphs=MAX_ENCODER_GRAPHS,
                 max_bytes=self.max_encoder_rows * rows,
                 pads_columns=False,

@@ -131,7 +131,7 @@ class Bench:
         self._random = np.random.default_rng(0)
         self._llm = InstrumentedLLM.from_config(self.config)
         self._llm.pipeline.pack_all_pending()
-        self._plan_status = "decoding was not measured"
+        self._graph_status = "decoding was not measured"
 
     def __enter__(self) -> Self:
         return self
@@ -145,9 +145,9 @@ class Bench:
         return str(self._llm.pipeline.session.kernels)
 
     @property
-    def plan_status(self) -> str:
-        """Whether decode steps ran compiled: ``planned``, or ``eager`` with the cause."""
-        return self._plan_status
+    def graph_status(self) -> str:
+        """Whether decode steps ran compiled: ``compiled``, or ``eager`` with the cause."""
+        return self._graph_status
 
     def check(self, works: Sequence[str]) -> None:
         """Refuse workloads that exceed the model's maximum length.
@@ -253,7 +253,7 @@ class Bench:
         whole = _seconds(llm, prompts, count)
         later = perf_counter() - llm.first_time
         if llm is self._llm:
-            self._plan_status = llm.pipeline.session.plan_status
+            self._graph_status = llm.pipeline.session.graph_status
         if llm.num_first_tokens < count:
             return later / (count - llm.num_first_tokens)
         return max(whole - _seconds(llm, prompts, 1), 1e-9) / (count - 1)  # all tokens arrived at once

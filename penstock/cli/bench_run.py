@@ -127,7 +127,7 @@ def _measured(config: PipelineConfig, sizes: Sizes, works: list[str]) -> tuple[l
         for work in works:
             click.echo(f"penstock: measuring {work}", err=True)
             figures += bench.measure(work)
-        return figures, bench.kernels, bench.plan_status
+        return figures, bench.kernels, bench.graph_status
 
 
 def _report(

@@ -103,12 +103,12 @@ def served_engine(
 
 def load_served_runtime(pipeline_config: PipelineConfig, serve_config: ServeConfig) -> WorkerRuntime:
     """Load the runtime of the worker, in the worker's process, with the log format of the server."""
-    from penstock.assembly import load_work
+    from penstock.assembly import load_runtime
     from penstock.host.profiler import StepProfiler
     from penstock.serve.observability.logs import configure_logging
 
     configure_logging(serve_config)
-    runtime = load_work(pipeline_config)
+    runtime = load_runtime(pipeline_config)
     if serve_config.profile_dir is None:
         return runtime
     return replace(runtime, profiler=StepProfiler(serve_config.profile_dir, f"worker-{runtime.info.pid}"))

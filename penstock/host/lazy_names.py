@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def lazy_names(module: str, homes: Mapping[str, str]) -> Callable[[str], object]:
+def lazy_names(module: str, modules: Mapping[str, str]) -> Callable[[str], object]:
     """Return the ``__getattr__`` of a module.
 
     Args:
         module: the name of the module.
-        homes: name -> the module that defines it.
+        modules: name -> the module that defines it.
     """
 
     def __getattr__(name: str) -> object:
-        if name not in homes:
+        if name not in modules:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(import_module(homes[name]), name)
+        return getattr(import_module(modules[name]), name)
 
     return __getattr__

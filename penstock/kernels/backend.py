@@ -141,7 +141,7 @@ class BackendRegistry:
             ops = backend.load()
             if ops is not None:
                 return backend, ops
-        raise ConfigError("kernels", f"the {name} kernels cannot run here: leave out this setting")
+        raise ConfigError("kernels", f"the {name} kernels cannot run on this machine: remove this setting")
 
     @cached_property
     def _discovered(self) -> tuple[Backend, ...]:

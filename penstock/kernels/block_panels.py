@@ -5,8 +5,9 @@ groups and 64 float32 scales. A unit of 256 inputs has 8 groups, the 64 float16 
 factors of the minima, if any. A group of 32 inputs has, for 64 outputs:
 
 * 1024 bytes: the low four bits of the codes, in the order of `GroupPanels`,
-* of 5 bits: the fifth bits in the order of `GroupPanels`; of 6 bits: words ``[2, 64]``, of 16 inputs each.
-  Byte j of a word has the two high bits of the inputs j, j + 4, j + 8 and j + 12, lowest first,
+* for codes of 5 bits: the fifth bits in the order of `GroupPanels`,
+* for codes of 6 bits: words ``[2, 64]``, of 16 inputs each. Byte j of a word has the two high bits of the
+  inputs j, j + 4, j + 8 and j + 12, lowest first,
 * the scales ``[32 / group_size, 64]`` and the minima ``[64]``, unless the scales are those of units.
 
 Padding is 0.

@@ -136,9 +136,9 @@ def _table_codes(table: NumberTable, groups: Tensor, inputs: int) -> Tensors:
     ascending = sorted(set(table.numbers))
     first_codes = torch.tensor([table.numbers.index(number) for number in ascending])
     middles = torch.tensor([(low + high) / 2 for low, high in pairwise(ascending)])
-    places = torch.bucketize((groups * inverse[..., None]).nan_to_num(), middles)
+    indices = torch.bucketize((groups * inverse[..., None]).nan_to_num(), middles)
     return {
-        "weight": first_codes[places].to(torch.uint8).flatten(1)[:, :inputs].contiguous(),
+        "weight": first_codes[indices].to(torch.uint8).flatten(1)[:, :inputs].contiguous(),
         "scales": scales,
     }
 

@@ -45,17 +45,19 @@ class PackedExperts:
 def grouped_by_expert(
     topk_ids: Tensor, experts: int, at_most: int, *, skips_others: bool = False
 ) -> Iterator[tuple[Tensor, dict[int, int]]]:
-    """Yield the slots of ``topk_ids [T, k]``, counted row by row, in the order of their experts.
+    """Yield the pairs of a row and an expert in ``topk_ids [T, k]``, sorted by expert, in groups.
+
+    Pair p is the element p of the flattened ids, so it belongs to row ``p // k``.
 
     Args:
         topk_ids: ids below ``experts``, distinct in each row.
         experts: number of experts.
-        at_most: slots per group.
-        skips_others: whether ids outside 0 to ``experts - 1`` are skipped, which are on other ranks.
+        at_most: maximum number of pairs per group.
+        skips_others: whether to skip ids outside 0 to ``experts - 1``, which are experts on other ranks.
 
     Yields:
-        Slots ``[P]``, where slot p belongs to row ``p // k``; and expert id -> its number of slots in this
-        group. Ids ascend over all groups, and the slots of an expert ascend.
+        The pairs ``[P]`` of a group; and expert id -> its number of pairs in this group. Ids ascend over all
+        groups, and the pairs of an expert ascend.
     """
     flat = topk_ids.flatten()
     order = flat.argsort(stable=True)

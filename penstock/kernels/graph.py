@@ -118,8 +118,8 @@ class GraphCache:
         max_graphs: maximum number of graphs; by default ``max_graphs`` of the compiler. The least recently
             used graph is dropped.
         max_bytes: maximum memory of the graphs, see `Graph.memory`; unlimited by default. The least recently
-            used graphs are dropped until the rest fits. A graph that exceeds the limit alone is dropped, and
-            its step runs eagerly.
+            used graphs are dropped until the rest fits. A single graph that is larger than the limit is
+            dropped, and its step runs eagerly.
         pads_columns: whether a captured two-dimensional input is padded to `columns`, as a block table needs.
     """
 
@@ -152,9 +152,9 @@ class GraphCache:
 
     @property
     def status(self) -> str | None:
-        """The mode of the last step: ``planned``, or ``eager`` and the reason; None before the first step."""
+        """The mode of the last step: ``compiled: ...`` or ``eager: ...``; None before the first step."""
         if self._last is not None:
-            return f"planned: {self._last.description}"
+            return f"compiled: {self._last.description}"
         return None if self._reason is None else f"eager: {self._reason}"
 
     @property
@@ -241,8 +241,8 @@ class GraphCache:
             self._reason = self._seen[key] = f"a graph of {size:,} bytes exceeds the limit of {limit:,} bytes"
             return results
         self._graphs[key] = self._last = graph
-        most = self.compiler.max_graphs if self._max_graphs is None else self._max_graphs
-        while len(self._graphs) > most or (limit is not None and self.num_bytes > limit):
+        max_graphs = self.compiler.max_graphs if self._max_graphs is None else self._max_graphs
+        while len(self._graphs) > max_graphs or (limit is not None and self.num_bytes > limit):
             self._graphs.popitem(last=False)
         return results
 

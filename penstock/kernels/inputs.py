@@ -121,8 +121,8 @@ class LoRAInputs:
         """Return the adapters for a selection of rows, ``rows [R]`` int64."""
         return replace(self, rows=self.rows[rows])
 
-    def on(self, names: Iterable[str]) -> LoRAInputs | None:
-        """Return only the matrices of these slices; None without any."""
+    def for_slices(self, names: Iterable[str]) -> LoRAInputs | None:
+        """Return the adapters with the matrices of these slices only; None if they have none."""
         own = [name for name in names if name in self.matrices]
         if not own:
             return None

@@ -42,13 +42,13 @@ Gating = Activation | ClampedSwiGLU
 def _own_adapters(arguments: Arguments) -> Arguments:
     """Keep only the adapters of the slices of this layer."""
     lora, packed = arguments["lora"], arguments["packed"]
-    return {**arguments, "lora": lora and lora.on(part.name for part in packed.slices)}
+    return {**arguments, "lora": lora and lora.for_slices(part.name for part in packed.slices)}
 
 
 def _no_adapters(arguments: Arguments) -> Arguments:
     """Refuse adapters on experts."""
     lora, packed = arguments["lora"], arguments["packed"]
-    if lora is not None and lora.on(packed.slice_names()):
+    if lora is not None and lora.for_slices(packed.slice_names()):
         raise UnrecordableStepError("adapters on experts")
     return {**arguments, "lora": None}
 

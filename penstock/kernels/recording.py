@@ -38,7 +38,7 @@ ALIGNMENT = 64
 class TensorRef:
     """A tensor of a plan: a strided view of a weight, an input or the arena."""
 
-    home: str  # "weight", "input" or "arena"
+    kind: str  # "weight", "input" or "arena"
     index: int  # index of the weight, input or arena buffer
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -101,12 +101,12 @@ class Plan:
         """
 
         def resolve(ref: TensorRef) -> Tensor:
-            if ref.home == "arena":
-                home, offset = arena, self.arena_offsets[ref.index] // ref.dtype.itemsize + ref.offset
+            if ref.kind == "arena":
+                base, offset = arena, self.arena_offsets[ref.index] // ref.dtype.itemsize + ref.offset
             else:  # its storage may contain tensors of several types
-                home, offset = (self.weights if ref.home == "weight" else inputs)[ref.index], ref.offset
-            empty = torch.empty(0, dtype=ref.dtype, device=home.device)
-            return empty.set_(home.untyped_storage(), offset, ref.shape, ref.strides)
+                base, offset = (self.weights if ref.kind == "weight" else inputs)[ref.index], ref.offset
+            empty = torch.empty(0, dtype=ref.dtype, device=base.device)
+            return empty.set_(base.untyped_storage(), offset, ref.shape, ref.strides)
 
         return resolve
 
@@ -124,7 +124,7 @@ def record(ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterabl
     """
     recorder = _Recorder(inputs)
     results = tuple(recorder.activation(tensor) for tensor in step(recording_ops(ops, recorder)))
-    offsets, size = _place(recorder.buffers, recorder.records, results)
+    offsets, size = _allocate_arena(recorder.buffers, recorder.records, results)
     return Plan(
         tuple(recorder.records),
         tuple(recorder.weights),
@@ -142,11 +142,11 @@ class _Recorder:
         self.records: list[Record] = []
         self.weights: list[Tensor] = []
         self.buffers: list[Tensor] = []  # kept alive, so that no storage is reused while recording
-        self._homes = {
+        self._locations = {
             tensor.untyped_storage().data_ptr(): ("input", index)
             for index, tensor in enumerate(inputs.values())
         }
-        assert len(self._homes) == len(inputs), "two inputs share their memory"
+        assert len(self._locations) == len(inputs), "two inputs share their memory"
 
     def add(self, operation: str, arguments: Arguments, results: Results) -> None:
         """Append a record and remember the locations of its results."""
@@ -155,20 +155,20 @@ class _Recorder:
 
     def activation(self, tensor: Tensor) -> TensorRef:
         """Return the reference of a tensor that must be an input or the result of an operation."""
-        home = self._homes.get(tensor.untyped_storage().data_ptr())
-        if home is None:
+        location = self._locations.get(tensor.untyped_storage().data_ptr())
+        if location is None:
             raise UnrecordableStepError(
                 f"a tensor {tuple(tensor.shape)} of {tensor.dtype} comes from no recorded operation"
             )
-        return _ref(home, tensor)
+        return _ref(location, tensor)
 
     def weight(self, tensor: Tensor) -> TensorRef:
         """Return the reference of a tensor that is constant over steps."""
         pointer = tensor.untyped_storage().data_ptr()
-        if pointer not in self._homes:
-            self._homes[pointer] = ("weight", len(self.weights))
+        if pointer not in self._locations:
+            self._locations[pointer] = ("weight", len(self.weights))
             self.weights.append(tensor)
-        return _ref(self._homes[pointer], tensor)
+        return _ref(self._locations[pointer], tensor)
 
     def references(self, value: object) -> object:
         """Return an argument in which a `TensorRef` replaces each tensor that differs between steps."""
@@ -192,10 +192,10 @@ class _Recorder:
 
     def _result(self, tensor: Tensor) -> TensorRef:
         pointer = tensor.untyped_storage().data_ptr()
-        if pointer not in self._homes:
-            self._homes[pointer] = ("arena", len(self.buffers))
+        if pointer not in self._locations:
+            self._locations[pointer] = ("arena", len(self.buffers))
             self.buffers.append(tensor)
-        return _ref(self._homes[pointer], tensor)
+        return _ref(self._locations[pointer], tensor)
 
 
 def recording_ops(inner: Ops, recorder: _Recorder) -> Ops:
@@ -230,18 +230,21 @@ def _recorded(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., 
     return method
 
 
-def _place(
+def _allocate_arena(
     buffers: list[Tensor], records: list[Record], results: tuple[TensorRef, ...]
 ) -> tuple[list[int], int]:
-    """Return the arena offsets of the buffers (first fit among overlapping lifetimes) and the arena size."""
+    """Return the offset of each buffer in the arena, and the size of the arena.
+
+    Buffers with overlapping lifetimes do not overlap; each gets the first offset that fits.
+    """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for time, one in enumerate(records):
         for ref in (*_refs_of(one.arguments), *one.results):
-            if ref.home == "arena":
+            if ref.kind == "arena":
                 first.setdefault(ref.index, time)
                 last[ref.index] = time
-    last |= {ref.index: len(records) for ref in results if ref.home == "arena"}
+    last |= {ref.index: len(records) for ref in results if ref.kind == "arena"}
     offsets: list[int] = []
     sizes = [-(-buffer.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT for buffer in buffers]
     for index, size in enumerate(sizes):
@@ -259,9 +262,9 @@ def _place(
     return offsets, max((o + s for o, s in zip(offsets, sizes, strict=True)), default=0)
 
 
-def _ref(home: tuple[str, int], tensor: Tensor) -> TensorRef:
+def _ref(location: tuple[str, int], tensor: Tensor) -> TensorRef:
     shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
-    return TensorRef(*home, shape, tensor.stride(), offset, tensor.dtype)
+    return TensorRef(*location, shape, tensor.stride(), offset, tensor.dtype)
 
 
 def _refs_of(value: object) -> list[TensorRef]:

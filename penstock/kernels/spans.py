@@ -38,8 +38,8 @@ class ImageSpans:
         """The text rows and the image rows as separate parts, because one kernel call has one value of
         `ahead`.
 
-        Rows of text see no key after their position, rows of an image all keys of it. Each run of text and
-        each image becomes a sequence that ends with its last key. Empty parts are left out.
+        Rows of text see no key after their position. Rows of an image see all keys of the image. Each run of
+        text and each image becomes a sequence that ends with its last key. Empty parts are left out.
         """
         return _span_parts(self.row_offsets, self.lengths, self.bounds)
 

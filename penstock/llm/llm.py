@@ -14,7 +14,7 @@ from penstock.assembly import (
     load_pipeline,
     load_scheduler,
     load_tokenizer,
-    memory_of_weights,
+    prefault_weights,
 )
 from penstock.config import PipelineConfig, PipelineOptions
 from penstock.errors import ConfigError, InputError, TaskMismatchError, UnsupportedFeatureError
@@ -84,7 +84,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         self.config = config
         self.tokenizer: Any
         """The tokenizer of the model's task."""
-        with gc_disabled(), memory_of_weights(config) as prefaulted:
+        with gc_disabled(), prefault_weights(config) as prefaulted:
             self.tokenizer = load_tokenizer(config, catalog)
             self.pipeline: Any = load_pipeline(config, self.tokenizer, catalog, prefaulted)
             """The `penstock.pipelines.task_pipeline.TaskPipeline` of the model's task."""

@@ -210,4 +210,4 @@ def test_the_cpu_kernels_fall_back_and_say_so(checkpoint: Path, caplog: pytest.L
     expected = generate(opened(checkpoint), [context_of(PROMPT, 5)])
     assert generate(pipeline, [context_of(PROMPT, 5)]) == expected
     assert caplog.text.count("attention runs on the reference kernels") <= 1
-    assert pipeline.session.plan_status == "eager: store_kv has no kernel for its arguments"
+    assert pipeline.session.graph_status == "eager: store_kv has no kernel for its arguments"

@@ -43,12 +43,12 @@ def test_compiled_steps_have_the_bits_of_eager_ones(
     session = pipeline.session
     for length in (1, 7, 64):
         inputs = inputs_of(length, 3)
-        session.use_plans = False
+        session.use_graphs = False
         eager = vectors_of(pipeline, inputs)
-        session.use_plans = True
+        session.use_graphs = True
         vectors_of(pipeline, inputs)  # once eagerly, once recorded
         compiled = vectors_of(pipeline, inputs)
-        assert session.plan_status.startswith("eager" if architecture.name in EAGER else "planned")
+        assert session.graph_status.startswith("eager" if architecture.name in EAGER else "compiled")
         for one, other in zip(eager, compiled, strict=True):
             assert np.array_equal(one, other)
 
@@ -63,13 +63,13 @@ def bert(tmp_path: Path) -> EmbeddingsPipeline:
 def test_token_types_are_inputs_of_a_compiled_step(bert: EmbeddingsPipeline) -> None:
     [tokens] = inputs_of(12, 1)
     types = [None, np.arange(12) % 2, np.zeros(12, np.int64), np.arange(12) // 6]
-    bert.session.use_plans = False
+    bert.session.use_graphs = False
     eager = [vectors_of(bert, [tokens], token_type_ids=one)[0] for one in types]
-    bert.session.use_plans = True
+    bert.session.use_graphs = True
     for _ in range(3):
         compiled = [vectors_of(bert, [tokens], token_type_ids=one)[0] for one in types]
         assert all(map(np.array_equal, eager, compiled))
-    assert bert.session.plan_status.startswith("planned")
+    assert bert.session.graph_status.startswith("compiled")
     assert np.array_equal(compiled[0], compiled[2])
     assert not np.allclose(compiled[1], compiled[3])
 
@@ -78,4 +78,4 @@ def test_long_inputs_and_batches_run_eagerly(bert: EmbeddingsPipeline) -> None:
     for inputs, reason in ((inputs_of(65, 1), "more than 64 rows"), (inputs_of(5, 2), "several inputs")):
         for _ in range(3):
             encode_all(bert, inputs)
-            assert bert.session.plan_status == f"eager: {reason}"
+            assert bert.session.graph_status == f"eager: {reason}"

@@ -379,9 +379,9 @@ def test_an_adapter_on_a_tensor_of_all_experts_is_refused(checkpoint: Path, tmp_
 # ---- refusals ----
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "more experts than there are": ("mixtral", {"num_experts_per_tok": 6}, "6 experts .* of 5"),
-    "more experts than qwen has": ("qwen3_moe", {"num_experts_per_tok": 8}, "8 experts .* of 7"),
-    "more than gpt-oss has": ("gpt_oss", {"num_experts_per_tok": 9}, "9 experts .* of 5"),
+    "more experts than there are": ("mixtral", {"num_experts_per_tok": 6}, "6 experts .* the 5 experts"),
+    "more experts than qwen has": ("qwen3_moe", {"num_experts_per_tok": 8}, "8 experts .* the 7 experts"),
+    "more than gpt-oss has": ("gpt_oss", {"num_experts_per_tok": 9}, "9 experts .* the 5 experts"),
     "experts for all tokens": ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert.*64"),
     "layers by name": ("qwen3_moe", {"mlp_only_layers": ["first"]}, "mlp_only_layers.*first"),
     "another gate": ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act.*gelu"),

@@ -28,11 +28,11 @@ CASES = [
 ]
 
 
-def opened(checkpoint: Path, isa: str, encoding: str, *, planned: bool) -> TextGenerationPipeline:
+def opened(checkpoint: Path, isa: str, encoding: str, *, compiled: bool) -> TextGenerationPipeline:
     options: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_block_size": 16}
     pipeline = open_pipeline(checkpoint, enable_prefix_caching=False, **options)
     vars(pipeline.session)["ops"] = next(ops for ops in cpu.variants() if ops.isa == isa)
-    pipeline.session.use_plans = planned
+    pipeline.session.use_graphs = compiled
     return pipeline
 
 
@@ -92,24 +92,24 @@ def logits_of_a_script(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_the_bits_of_an_eager_step(checkpoint: Path, case: tuple[str, str]) -> None:
     isa, encoding = case
-    planned, eager = (opened(checkpoint, isa, encoding, planned=each) for each in (True, False))
-    got, expected = logits_of_a_script(planned), logits_of_a_script(eager)
+    compiled, eager = (opened(checkpoint, isa, encoding, compiled=each) for each in (True, False))
+    got, expected = logits_of_a_script(compiled), logits_of_a_script(eager)
     assert len(got) == len(expected)
     for number, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert torch.equal(one, other), f"step {number}"
-    status = planned.session.plan_status
-    assert status.startswith("planned")
-    assert eager.session.plan_status == "eager: as asked for"
+    status = compiled.session.graph_status
+    assert status.startswith("compiled")
+    assert eager.session.graph_status == "eager: compiled steps are disabled"
 
 
 def test_another_back_end_has_no_plans_of_the_first(checkpoint: Path) -> None:
-    pipeline = opened(checkpoint, cpu.available_isas()[-1], "float32", planned=True)
+    pipeline = opened(checkpoint, cpu.available_isas()[-1], "float32", compiled=True)
     for ops in (*cpu.variants(), ReferenceOps()):
         vars(pipeline.session)["ops"] = ops
         plans = pipeline.session.plans
         compiler: Any = plans.compiler if plans else None
         assert (compiler and compiler.ops) is (ops if isinstance(ops, CpuOps) else None)
-    assert pipeline.session.plan_status == "eager: no plans for reference kernels"
+    assert pipeline.session.graph_status == "eager: the reference kernels cannot compile steps"
     assert pipeline.session.planned_steps == "none"
 
 
@@ -117,8 +117,8 @@ def test_another_back_end_has_no_plans_of_the_first(checkpoint: Path) -> None:
 @pytest.mark.parametrize("wanted", list(ReturnHiddenStates))
 def test_hidden_states_are_replayed(checkpoint: Path, wanted: ReturnHiddenStates) -> None:
     states: list[list[torch.Tensor | None]] = []
-    for planned in (True, False):
-        pipeline = opened(checkpoint, cpu.available_isas()[-1], "float32", planned=planned)
+    for compiled in (True, False):
+        pipeline = opened(checkpoint, cpu.available_isas()[-1], "float32", compiled=compiled)
         pipeline.model.return_hidden_states = wanted
         context = context_of(random_tokens(9, 130))
         states.append([])

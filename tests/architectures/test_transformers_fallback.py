@@ -164,7 +164,7 @@ def test_a_window_one_too_large_is_detected(checkpoint: Path, reference: Any) ->
         ours = step_logits(pipeline, [context_of(TOKENS)])[0]
         assert float((ours - oracle_logits(reference, TOKENS)).abs().max()) > 0.01
     else:
-        with pytest.raises(UnsupportedFeatureError, match=f"that of the cache {group.window}"):
+        with pytest.raises(UnsupportedFeatureError, match=f"that of the cache is {group.window}"):
             step_logits(pipeline, [context_of(TOKENS)])
 
 

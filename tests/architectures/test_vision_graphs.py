@@ -60,9 +60,9 @@ def changed(image: ImageMetadata, seed: int) -> ImageMetadata:
     return replace(image, pixel_values=pixels, image_hash=None)
 
 
-def opened(folder: Path, encoding: str, *, planned: bool, **options: Any) -> TextGenerationPipeline:
+def opened(folder: Path, encoding: str, *, compiled: bool, **options: Any) -> TextGenerationPipeline:
     pipeline = open_pipeline(folder, quantization_encoding=encoding, **options)
-    pipeline.session.use_plans = planned
+    pipeline.session.use_graphs = compiled
     return pipeline
 
 
@@ -75,26 +75,26 @@ def encoded(pipeline: TextGenerationPipeline, images: list[ImageMetadata]) -> to
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8"])
 def test_the_bits_of_single_operations(checkpoint: tuple[str, Path], encoding: str) -> None:
     name, folder = checkpoint
-    planned, eager = (opened(folder, encoding, planned=each) for each in (True, False))
+    compiled, eager = (opened(folder, encoding, compiled=each) for each in (True, False))
     first, second = images_of(name)
     for number in range(4):
         for one in (first, second):
             image = changed(one, number)
-            assert torch.equal(encoded(planned, [image]), encoded(eager, [image])), f"round {number}"
+            assert torch.equal(encoded(compiled, [image]), encoded(eager, [image])), f"round {number}"
         both = [changed(first, number), changed(second, 50 + number)]
-        together = encoded(planned, both)
+        together = encoded(compiled, both)
         assert torch.equal(together, torch.cat([encoded(eager, [image]) for image in both]))
-    graphs: Any = planned.model
-    assert graphs.encoder_graphs.status.startswith("planned: ")
-    assert (eager.session.plan_status, getattr(eager.model, "encoder_graphs", 0)) == (
-        "eager: as asked for",
+    graphs: Any = compiled.model
+    assert graphs.encoder_graphs.status.startswith("compiled: ")
+    assert (eager.session.graph_status, getattr(eager.model, "encoder_graphs", 0)) == (
+        "eager: compiled steps are disabled",
         None,
     )
 
 
 def test_a_step_runs_once_before_it_is_captured(checkpoint: tuple[str, Path]) -> None:
     name, folder = checkpoint
-    pipeline = opened(folder, "float32", planned=True)
+    pipeline = opened(folder, "float32", compiled=True)
     image = images_of(name)[1]
     model: Any = pipeline.model
     counts = []
@@ -111,8 +111,8 @@ def grid_images(grids: list[tuple[int, int]]) -> list[ImageMetadata]:
 
 
 def test_graphs_are_bounded(tmp_path: Path) -> None:
-    pipeline = opened(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", planned=True)
-    eager = opened(tmp_path, "float32", planned=False)
+    pipeline = opened(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", compiled=True)
+    eager = opened(tmp_path, "float32", compiled=False)
     model: Any = pipeline.model
     images = grid_images([(2, 2 * columns) for columns in range(1, MAX_ENCODER_GRAPHS + 4)])
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_graphs_are_bounded(tmp_path: Path) -> None:
 
 
 def test_an_image_with_many_rows_runs_without_a_graph(tmp_path: Path) -> None:
-    pipeline = opened(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", planned=True)
+    pipeline = opened(write_vision_checkpoint("qwen2_5_vl", tmp_path), "float32", compiled=True)
     model: Any = pipeline.model
     small, large = grid_images([(2, 4), (2, model.max_encoder_rows // 2 + 2)])
     for image in (large, large, small, small, large):
@@ -136,7 +136,7 @@ def test_an_image_with_many_rows_runs_without_a_graph(tmp_path: Path) -> None:
 
 def test_graphs_do_not_survive_their_back_end(tmp_path: Path) -> None:
     """Weights of a session stay; its operations may be replaced in tests and by another instruction set."""
-    pipeline = opened(write_vision_checkpoint("gemma3", tmp_path), "float32", planned=True)
+    pipeline = opened(write_vision_checkpoint("gemma3", tmp_path), "float32", compiled=True)
     model: Any = pipeline.model
     image = images_of("gemma3")[0]
     for _ in range(2):
@@ -149,8 +149,8 @@ def test_graphs_do_not_survive_their_back_end(tmp_path: Path) -> None:
 
 def test_requests_with_images_use_graphs(tmp_path: Path) -> None:
     config = architecture_of("smolvlm").tiny_config()
-    pipeline = opened(write_vision_checkpoint("smolvlm", tmp_path), "float32", planned=True)
-    eager = opened(tmp_path, "float32", planned=False)
+    pipeline = opened(write_vision_checkpoint("smolvlm", tmp_path), "float32", compiled=True)
+    eager = opened(tmp_path, "float32", compiled=False)
     prompt = PROMPTS["smolvlm"](config)
     for seed in range(3):
         images = [changed(one, seed) for one in prompt.images]

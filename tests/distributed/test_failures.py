@@ -14,7 +14,7 @@ from support.rank_pair import RankPair
 from support.running import context_of, generate
 from support.tiny_llm import write_tiny_llm
 
-from penstock.assembly import load_tokenizer, load_work
+from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
 from penstock.errors import ConfigError, RankFailedError, UnavailableError
 from penstock.llm import LLM
@@ -65,7 +65,7 @@ def test_an_error_of_another_rank_while_it_loads_is_raised_on_rank_0(tmp_path: P
 async def test_each_rank_killed_under_load(tiny: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": str(tiny), "tensor_parallel_size": 2})
     tokenizer = load_tokenizer(config)
-    client = WorkerClient(partial(load_work, config))
+    client = WorkerClient(partial(load_runtime, config))
 
     def context(number: int, count: int) -> TextContext:
         params = SamplingParams(max_new_tokens=count, seed=number, ignore_eos=True)

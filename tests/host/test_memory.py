@@ -205,7 +205,7 @@ def test_weights_are_packed_into_prefaulted_memory(
 def test_a_worker_prefaults_memory_too(
     tiny: Path, loads: list[PrefaultedMemory], allocations: list[int]
 ) -> None:
-    assembly.load_work(PipelineConfig.from_flat({"model_path": str(tiny), **QUANTIZED}))
+    assembly.load_runtime(PipelineConfig.from_flat({"model_path": str(tiny), **QUANTIZED}))
     assert sum(allocations) > 0.9 * sizes_of(loads)[0] > 0
 
 

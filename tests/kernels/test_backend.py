@@ -129,11 +129,11 @@ def test_a_fake_back_end_runs_a_model(
     assert seen["rms_norm"] > 0
     assert seen["captures"] == 1
     assert seen["replays"] >= 8
-    assert pipeline.session.plan_status == "planned: a fake replay"
+    assert pipeline.session.graph_status == "compiled: a fake replay"
     assert pipeline.session.planned_steps == "of up to 4 rows without " + ", ".join(
         name for name, owner in pipeline.session.ops.implementations().items() if owner != "fake"
     )
-    pipeline.session.use_plans = False
+    pipeline.session.use_graphs = False
     assert generate(pipeline, [context_of(prompt, 12)]) == expected
     assert seen["captures"] == 1
 
@@ -144,7 +144,7 @@ def test_a_name_selects_a_back_end(checkpoint: Path) -> None:
     named = InferenceSession([CPU()], kernels="reference")
     assert named.backend.name == named.kernels == "reference"
     assert type(named.ops) is ReferenceOps
-    assert named.plan_status == "eager: no plans for reference kernels"
+    assert named.graph_status == "eager: the reference kernels cannot compile steps"
 
 
 def test_a_back_end_that_does_not_exist() -> None:
@@ -164,7 +164,7 @@ def test_a_back_end_that_cannot_run_is_passed_over() -> None:
     registry.register(unusable())
     assert [one.name for one in registry.backends] == ["broken", "cpu", "cuda", "reference"]
     assert registry.open("cpu")[0].name != "broken"
-    with pytest.raises(ConfigError, match="the broken kernels cannot run here"):
+    with pytest.raises(ConfigError, match="the broken kernels cannot run on this machine"):
         registry.open("cpu", "broken")
     with pytest.raises(ConfigError, match="'cpu' is registered already"):
         registry.register(unusable("cpu"))

@@ -9,7 +9,7 @@ import pytest
 from support.vision_checkpoint import chat_with, file_of, picture, write_llava
 
 from penstock import LLM, AsyncLLM
-from penstock.assembly import load_work
+from penstock.assembly import load_runtime
 from penstock.config import PipelineConfig
 from penstock.errors import InputError
 from penstock.media import tokenizer as media_tokenizer
@@ -39,7 +39,7 @@ async def test_outputs_of_llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         other = llm.generate(prompts[0], GREEDY, use_tqdm=False, images=picture(5))[0]
         answer = llm.chat(talk, GREEDY, use_tqdm=False)[0]
     assert expected[0].token_ids != other.token_ids, "the output depends on the image"
-    worker = WorkerClient(partial(load_work, config), in_thread=True)
+    worker = WorkerClient(partial(load_runtime, config), in_thread=True)
     async with AsyncLLM.from_config(config, worker=worker) as llm:
         found = await llm.generate(prompts, GREEDY, images=images)
         assert [one.token_ids for one in found] == [one.token_ids for one in expected]

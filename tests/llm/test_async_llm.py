@@ -16,7 +16,7 @@ from support.engines import FakeEngine
 from support.tiny_embedder import write_tiny_embedder
 
 from penstock import LLM, AsyncLLM, SamplingParams
-from penstock.assembly import load_work
+from penstock.assembly import load_runtime
 from penstock.config import PipelineConfig
 from penstock.errors import ConfigError, InputError, PromptTooLongError, TaskMismatchError
 from penstock.worker.client import WorkerClient
@@ -30,7 +30,7 @@ async def opened(max_queue_size: int | None = None, **config: Any) -> AsyncItera
     """An AsyncLLM whose worker is a thread of this process."""
     config = {"model_path": "demo", "kv_cache_memory": 64 * 2**20, **config}
     made = PipelineConfig.from_flat(config)
-    worker = WorkerClient(partial(load_work, made), in_thread=True, max_queue_size=max_queue_size)
+    worker = WorkerClient(partial(load_runtime, made), in_thread=True, max_queue_size=max_queue_size)
     async with AsyncLLM.from_config(made, worker=worker) as llm:
         yield llm
 
@@ -170,11 +170,11 @@ async def test_two_worker_processes_give_the_same_texts() -> None:
 
 async def test_an_embeddings_model_behind_a_router(tmp_path: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": write_tiny_embedder(tmp_path)})
-    workers = [WorkerClient(partial(load_work, config), in_thread=True) for _ in range(2)]
+    workers = [WorkerClient(partial(load_runtime, config), in_thread=True) for _ in range(2)]
     texts = ["one", "two", "three", "four"]
     async with AsyncLLM.from_config(config, worker=workers[0]) as llm:
         expected = await llm.embed(texts)
-    workers[0] = WorkerClient(partial(load_work, config), in_thread=True)
+    workers[0] = WorkerClient(partial(load_runtime, config), in_thread=True)
     async with AsyncLLM.from_config(config, worker=WorkerRouter(workers)) as llm:
         np.testing.assert_allclose(await llm.embed(texts), expected, atol=1e-6)
         assert [worker.stats.num_steps > 0 for worker in workers] == [True, True]

@@ -13,7 +13,7 @@ import pytest
 from support.asgi import eventually
 
 from penstock import LLM, AsyncLLM, SamplingParams
-from penstock.assembly import load_work
+from penstock.assembly import load_runtime
 from penstock.config import PipelineConfig
 from penstock.errors import InputError, TaskMismatchError
 from penstock.llm.speech import Speech
@@ -27,7 +27,7 @@ TEXTS = ["Good morning.", "One two three. " + "The cat is small. " * 8]
 async def opened(model: str = "demo-voice", **config: Any) -> AsyncIterator[AsyncLLM]:
     """An AsyncLLM whose worker is a thread of this process."""
     made = PipelineConfig.from_flat({"model_path": model, "kv_cache_memory": 32 * 2**20, **config})
-    worker = WorkerClient(partial(load_work, made), in_thread=True)
+    worker = WorkerClient(partial(load_runtime, made), in_thread=True)
     async with AsyncLLM.from_config(made, worker=worker) as llm:
         yield llm
 

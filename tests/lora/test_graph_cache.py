@@ -28,13 +28,13 @@ CASES = [
 
 
 def opened(
-    checkpoint: Path, adapters: dict[str, Path], isa: str, encoding: str, *, planned: bool, **config: Any
+    checkpoint: Path, adapters: dict[str, Path], isa: str, encoding: str, *, compiled: bool, **config: Any
 ) -> TextGenerationPipeline:
     lora = tuple(f"{name}={path}" for name, path in adapters.items())
     options = {"kv_cache_block_size": 16, "enable_prefix_caching": False, "quantization_encoding": encoding}
     pipeline = open_pipeline(checkpoint, lora=lora, **{**options, **config})
     vars(pipeline.session)["ops"] = next(ops for ops in cpu.variants() if ops.isa == isa)
-    pipeline.session.use_plans = planned
+    pipeline.session.use_graphs = compiled
     return pipeline
 
 
@@ -54,7 +54,7 @@ class Script:
                 context.set_token_indices(active_idx=end)
             logits = step_logits(self.pipeline, contexts)
             self.logits += logits
-            self.ran.append(self.pipeline.session.plan_status.partition(":")[0])
+            self.ran.append(self.pipeline.session.graph_status.partition(":")[0])
             for context, own in zip(contexts, logits, strict=True):
                 feed(self.pipeline, context, int(own[-1].argmax()))
 
@@ -107,14 +107,16 @@ def run_changing_batches(pipeline: TextGenerationPipeline, adapters: dict[str, P
 def test_the_bits_of_an_eager_step(
     checkpoint: Path, adapters: dict[str, Path], isa: str, encoding: str
 ) -> None:
-    planned, eager = (
-        run_changing_batches(opened(checkpoint, adapters, isa, encoding, planned=each, max_loras=2), adapters)
+    compiled, eager = (
+        run_changing_batches(
+            opened(checkpoint, adapters, isa, encoding, compiled=each, max_loras=2), adapters
+        )
         for each in (True, False)
     )
-    for number, (one, other) in enumerate(zip(planned.logits, eager.logits, strict=True)):
+    for number, (one, other) in enumerate(zip(compiled.logits, eager.logits, strict=True)):
         assert torch.equal(one, other), f"sequence {number}"
-    ran = Counter(planned.ran)
-    assert ran["planned"] >= len(planned.ran) * 2 // 3, planned.ran
+    ran = Counter(compiled.ran)
+    assert ran["compiled"] >= len(compiled.ran) * 2 // 3, compiled.ran
     assert set(eager.ran) == {"eager"}
 
 
@@ -137,9 +139,9 @@ def test_adapters_that_all_threads_share(tmp_path: Path) -> None:
         for seed, (name, rank) in enumerate({"large": 64, "small": 8}.items())
     }
     scripts = []
-    for planned in (True, False):
-        torch.set_num_threads(2 if planned else 1)
-        script = Script(opened(checkpoint, adapters, ISAS[-1], "bfloat16", planned=planned))
+    for compiled in (True, False):
+        torch.set_num_threads(2 if compiled else 1)
+        script = Script(opened(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=compiled))
         for names in (["large"], ["small"], ["large", "small", None, "large", "large", None, "large"]):
             contexts = script.begin(*names)
             script.run(contexts, 4)
@@ -151,7 +153,7 @@ def test_adapters_that_all_threads_share(tmp_path: Path) -> None:
         scripts.append(script)
     for one, other in zip(scripts[0].logits, scripts[1].logits, strict=True):
         assert torch.equal(one, other)
-    assert "planned" in scripts[0].ran
+    assert "compiled" in scripts[0].ran
 
 
 def test_batched_results_equal_single_results(checkpoint: Path, adapters: dict[str, Path]) -> None:
@@ -160,10 +162,10 @@ def test_batched_results_equal_single_results(checkpoint: Path, adapters: dict[s
     def contexts() -> list[TextContext]:
         return [context_of(random_tokens(9, 130, seed=i), 12, adapter=name) for i, name in enumerate(names)]
 
-    together = opened(checkpoint, adapters, ISAS[-1], "bfloat16", planned=True)
+    together = opened(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=True)
     texts = generate(together, contexts(), 4)
-    assert together.session.plan_status.startswith("planned")
-    eager = opened(checkpoint, adapters, ISAS[-1], "bfloat16", planned=False)
+    assert together.session.graph_status.startswith("compiled")
+    eager = opened(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=False)
     assert texts == [generate(eager, [context])[0] for context in contexts()]
     assert len({tuple(text) for text in texts}) > 1
 
@@ -174,12 +176,12 @@ def test_a_batch_without_adapters_has_the_plan_that_it_had(
     """The plan contains no adapter kernels, before and after steps with adapters."""
     statuses = []
     for given in ({}, adapters):
-        script = Script(opened(checkpoint, given, ISAS[-1], "bfloat16", planned=True, enable_lora=True))
+        script = Script(opened(checkpoint, given, ISAS[-1], "bfloat16", compiled=True, enable_lora=True))
         for names in ([None, None], ["all", None] if given else [], [None, None]):
             contexts = script.begin(*names) if names else []
             if names:
                 script.run(contexts, 3)
-                statuses.append(script.pipeline.session.plan_status)
+                statuses.append(script.pipeline.session.graph_status)
             script.release(contexts)
     assert len(set(statuses[:3] + statuses[4:])) == 1
     kernels = [int(status.split()[1]) for status in (statuses[0], statuses[3])]
@@ -189,22 +191,22 @@ def test_a_batch_without_adapters_has_the_plan_that_it_had(
 def test_an_adapter_for_more_layers_makes_other_plans(checkpoint: Path, adapters: dict[str, Path]) -> None:
     """Earlier plans do not include layers that were added later."""
     few = {name: adapters[name] for name in ("some", "all")}
-    planned, eager = (
-        Script(opened(checkpoint, few, ISAS[-1], "bfloat16", planned=each)) for each in (True, False)
+    compiled, eager = (
+        Script(opened(checkpoint, few, ISAS[-1], "bfloat16", compiled=each)) for each in (True, False)
     )
-    for script in (planned, eager):
+    for script in (compiled, eager):
         for name in ("some", "some", "all", "some"):  # all shapes have their plans before "all" comes
             contexts = script.begin(name, None)
             script.run(contexts, 3)
             script.release(contexts)
-    for one, other in zip(planned.logits, eager.logits, strict=True):
+    for one, other in zip(compiled.logits, eager.logits, strict=True):
         assert torch.equal(one, other)
-    assert planned.ran[-1] == "planned"
+    assert compiled.ran[-1] == "compiled"
 
 
 def test_the_head_of_selected_rows_uses_their_adapters(checkpoint: Path, adapters: dict[str, Path]) -> None:
     """Only the last rows of chunks go through the head, in eager and replayed steps."""
-    pipeline = opened(checkpoint, adapters, ISAS[-1], "bfloat16", planned=True)
+    pipeline = opened(checkpoint, adapters, ISAS[-1], "bfloat16", compiled=True)
     model: Any = pipeline.model
     kv: Any = pipeline.kv
     names = ["all", None, "head", "some", "head"]
@@ -214,5 +216,5 @@ def test_the_head_of_selected_rows_uses_their_adapters(checkpoint: Path, adapter
     for _ in range(3):
         inputs = model.prepare_initial_token_inputs([contexts], kv.inputs(contexts))
         assert torch.equal(model.execute(inputs).logits.float(), expected)
-        ran.append(pipeline.session.plan_status.partition(":")[0])
-    assert ran == ["eager", "planned", "planned"]
+        ran.append(pipeline.session.graph_status.partition(":")[0])
+    assert ran == ["eager", "compiled", "compiled"]

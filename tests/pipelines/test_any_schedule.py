@@ -30,10 +30,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config() | sizes)
 
 
-def opened(checkpoint: Path, *, planned: bool, **config: Any) -> TextGenerationPipeline:
-    options = {"kv_cache_block_size": 16, "max_length": 96, "enable_prefix_caching": planned}
+def opened(checkpoint: Path, *, compiled: bool, **config: Any) -> TextGenerationPipeline:
+    options = {"kv_cache_block_size": 16, "max_length": 96, "enable_prefix_caching": compiled}
     pipeline = open_pipeline(checkpoint, **options, **config)
-    pipeline.session.use_plans = planned
+    pipeline.session.use_graphs = compiled
     return pipeline
 
 
@@ -46,13 +46,13 @@ def test_alone_and_eager(
         monkeypatch.setattr(int4, "NARROW", 0)  # no layer is narrow
     encoding = "int4" if encoding == "int5" else encoding
     config: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_dtype": kv_type}
-    alone = opened(checkpoint, planned=False, **config)
+    alone = opened(checkpoint, compiled=False, **config)
     expected: dict[str, Any] = {}
     for context in mixed():
         expected |= scheduled(alone, [context], max_batch_size=1)[0]
     num_blocks = alone.memory_plan.num_blocks[0]
     memory = alone.memory_plan.kv_cache_size * 12 // num_blocks  # so few that contexts are preempted
-    pipeline = opened(checkpoint, planned=True, max_batch_size=1, kv_cache_memory=memory, **config)
+    pipeline = opened(checkpoint, compiled=True, max_batch_size=1, kv_cache_memory=memory, **config)
     preempted = 0
 
     @settings(max_examples=examples(5))
@@ -78,7 +78,7 @@ def test_alone_and_eager(
     assert preempted
     pipeline.proposer = None
     scheduled(pipeline, mixed()[:1], max_batch_size=1)
-    assert pipeline.session.plan_status.startswith("planned")
+    assert pipeline.session.graph_status.startswith("compiled")
     rounds: list[int] = []
     together = CompiledPlan.replay_steps
 

@@ -21,7 +21,7 @@ from support.running import random_tokens
 from support.tiny_llm import EOS, MAX_LENGTH, write_tiny_llm
 
 from penstock import LLM
-from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer, load_work
+from penstock.assembly import load_pipeline, load_runtime, load_scheduler, load_tokenizer
 from penstock.errors import InputError, RequestFailedError
 from penstock.kernels import cpu
 from penstock.kv_cache import KVCacheManager
@@ -507,7 +507,7 @@ def test_worker(common: dict[str, Any], queues: list[LazyQueue]) -> None:
         reports: list[Any] = []
         socket: Any = None
         loop = _Loop(
-            load_work(PipelineConfig.from_flat(common | {"kernels": kernels})), socket, reports.append
+            load_runtime(PipelineConfig.from_flat(common | {"kernels": kernels})), socket, reports.append
         )
         tokens: dict[str, list[int]] = {}
         for name, prompt in (("a", PROMPT), ("b", PROMPT[:9])):

@@ -96,12 +96,12 @@ def test_batches_are_launched_and_collected_in_any_order(checkpoint: Path) -> No
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
-@pytest.mark.parametrize("use_plans", [True, False])
+@pytest.mark.parametrize("use_graphs", [True, False])
 def test_continued_launches_give_the_tokens_of_single_steps(
-    pipeline: TextGenerationPipeline, num_steps: int, use_plans: bool
+    pipeline: TextGenerationPipeline, num_steps: int, use_graphs: bool
 ) -> None:
     """On a real model, with eager and with fused steps."""
-    pipeline.session.use_plans = use_plans
+    pipeline.session.use_graphs = use_graphs
     expected = generate(pipeline, [context_of(PROMPT, 11), context_of(OTHER, 11)])
     contexts = [context_of(PROMPT, 11), context_of(OTHER, 11)]
     for context in contexts:

@@ -10,7 +10,7 @@ from typing import Any
 
 from support.chatting import Chatting, chatting
 
-from penstock.assembly import load_tokenizer, load_work
+from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
 from penstock.serve.config import serve_fields
 
@@ -27,7 +27,7 @@ async def embedding_server(folder: Path, **fields: Any) -> AsyncIterator[Chattin
     of_server = {name: fields.pop(name) for name in [one.name for one in serve_fields()] if name in fields}
     config = embedder_config(folder, **fields)
     tokenizer = load_tokenizer(config)
-    work = partial(load_work, config)
+    work = partial(load_runtime, config)
     async with chatting(work=work, tokenizer=tokenizer, pipeline_config=config, **of_server) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         yield server

@@ -173,10 +173,10 @@ def exiting_in_a_forward() -> WorkerRuntime:
 
 
 def of_checkpoint(path: str) -> WorkerRuntime:
-    from penstock.assembly import load_work
+    from penstock.assembly import load_runtime
     from penstock.config import PipelineConfig
 
-    return load_work(PipelineConfig.from_flat({"model_path": path}))
+    return load_runtime(PipelineConfig.from_flat({"model_path": path}))
 
 
 def raise_lookup_error(message: str) -> None:

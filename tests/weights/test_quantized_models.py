@@ -125,15 +125,15 @@ def test_the_check_of_a_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyP
 def test_compiled_steps_give_the_same_bits(checkpoint: Path) -> None:
     logits: dict[bool, list[torch.Tensor]] = {}
     status: dict[bool, str] = {}
-    for planned in (False, True):
+    for compiled in (False, True):
         pipeline = open_pipeline(checkpoint, quantization_encoding=None, enable_prefix_caching=False)
-        pipeline.session.use_plans = planned
-        context, logits[planned] = context_of(TOKENS), []
+        pipeline.session.use_graphs = compiled
+        context, logits[compiled] = context_of(TOKENS), []
         for _ in range(8):
             (row,) = step_logits(pipeline, [context])
-            logits[planned].append(row)
+            logits[compiled].append(row)
             feed(pipeline, context, int(row[-1].argmax()))
-        status[planned] = pipeline.session.plan_status
-    assert status[True].startswith("planned"), status
-    assert not status[False].startswith("planned")
+        status[compiled] = pipeline.session.graph_status
+    assert status[True].startswith("compiled"), status
+    assert not status[False].startswith("compiled")
     assert all(torch.equal(one, other) for one, other in zip(*logits.values(), strict=True))

@@ -18,7 +18,7 @@ import pytest
 from support import workers
 from support.workers import ids, read, request, text
 
-from penstock.assembly import load_tokenizer, load_work
+from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
 from penstock.errors import (
     CheckpointNotFoundError,
@@ -43,7 +43,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_the_embedded_model_killed_under_load_serves_again() -> None:
     config = PipelineConfig.from_flat({"model_path": "demo", "max_length": 512})
-    client = WorkerClient(partial(load_work, config))
+    client = WorkerClient(partial(load_runtime, config))
     client.launch()
     tokenizer = load_tokenizer(config)
 
@@ -310,7 +310,7 @@ async def test_a_load_beyond_the_memory_limit_is_reported() -> None:
 
 async def test_a_model_is_planned_into_the_memory_limit() -> None:
     config = PipelineConfig.from_flat({"model_path": "demo", "max_length": 512})
-    client = WorkerClient(partial(load_work, config), memory_limit=GIB)
+    client = WorkerClient(partial(load_runtime, config), memory_limit=GIB)
     await client.start()
     try:
         rows = dict(client.info.memory)

@@ -133,7 +133,7 @@ class CpuAttention(CpuExperts):
             )
         assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
         if sinks is not None:
-            sinks = self._kept(sinks.float().contiguous())
+            sinks = self._hold(sinks.float().contiguous())
         if spans is None:
             return self._attend(
                 q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, ahead=0, bias=None

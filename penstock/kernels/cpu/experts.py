@@ -16,8 +16,8 @@ from penstock.kernels.cpu.linear import (
     PANELS,
     TYPES,
     CpuLinear,
-    takes,
-    takes_order,
+    supports_dtype,
+    supports_order,
 )
 from penstock.kernels.cpu.packing import ENCODINGS
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
@@ -92,7 +92,7 @@ class CpuExperts(CpuLinear):
             topk_ids.stride(0),
             topk_weights.data_ptr(),
             topk_weights.stride(0),
-            self._kept(table.addresses).data_ptr(),
+            self._hold(table.addresses).data_ptr(),
             out.data_ptr(),
             rows,
             top,
@@ -137,7 +137,7 @@ def _gate_of(gating: Gating) -> tuple[int, float, float]:
 
 def _have_one_form(linears: Sequence[PackedLinear]) -> bool:
     """Return whether all linears are in panels and have one encoding, shape and bias type."""
-    fit = all(one.layout == PANELS and takes_order(one) for one in linears)
+    fit = all(one.layout == PANELS and supports_order(one) for one in linears)
     return fit and len({_form(one) for one in linears}) == 1
 
 
@@ -153,4 +153,4 @@ def _addresses_of(linear: PackedLinear) -> list[int]:
 
 def _fits(linear: PackedLinear, dtype: torch.dtype) -> bool:
     """Return whether the kernel multiplies activations of this type, and the bias has this type."""
-    return takes(linear.encoding, dtype) and (linear.bias is None or linear.bias.dtype == dtype)
+    return supports_dtype(linear.encoding, dtype) and (linear.bias is None or linear.bias.dtype == dtype)

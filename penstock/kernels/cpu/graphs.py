@@ -17,7 +17,7 @@ from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.ops import Ops
 from penstock.kernels.recording import ALIGNMENT, record
 
-_DOUBLED = 16 << 20
+_MAX_DOUBLED = 16 << 20
 """An arena smaller than this many bytes is allocated at twice the required size, so that it rarely grows."""
 
 
@@ -43,7 +43,7 @@ class CpuGraphCompiler(GraphCompiler):
         plan = record(shapes, inputs, lambda ops: step(ops, inputs))
         needed = -(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT + shapes.scratch_bytes
         if needed > len(self._arena):  # earlier graphs keep the smaller arena
-            self._arena = torch.empty(max(needed, min(2 * needed, _DOUBLED)), dtype=torch.uint8)
+            self._arena = torch.empty(max(needed, min(2 * needed, _MAX_DOUBLED)), dtype=torch.uint8)
         graph = CompiledPlan(plan, self.ops, inputs, self._arena, self._contention)
         return graph, graph.replay(list(inputs.values()))
 
@@ -56,7 +56,7 @@ class _ShapeOps(CpuOps):
 
     def __init__(self, ops: CpuOps) -> None:
         super().__init__(capturing_kernels(ops.isa, []))
-        self._tables = ops._tables  # one table of experts for all plans
+        self._tables = ops._tables  # all compiled steps share the tables of experts
         self.scratch_bytes = 0
 
     def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:

@@ -116,9 +116,11 @@ class CpuLinear(ReferenceOps):
             self._fall_back(
                 "linear",
                 {
-                    f"{packed.encoding} weights with {x.dtype} activations": takes(packed.encoding, x.dtype),
+                    f"{packed.encoding} weights with {x.dtype} activations": supports_dtype(
+                        packed.encoding, x.dtype
+                    ),
                     f"weights in layout {packed.layout.name}": packed.layout == PANELS,
-                    f"{packed.encoding} weights in an order of inputs": takes_order(packed),
+                    f"{packed.encoding} weights with permuted inputs": supports_order(packed),
                     "strided rows": x.stride(1) == 1,
                     "a bias of another type": bias is None or bias.dtype == x.dtype,
                 },
@@ -219,11 +221,11 @@ class CpuLinear(ReferenceOps):
         for part in own:
             (down, up), ranks = lora.matrices[part.name], lora.ranks.get(part.name)
             assert len(down) == slots, "layers with different numbers of adapter slots"
-            most, width = down.shape[1], part.stop - part.start
+            max_rank, width = down.shape[1], part.stop - part.start
             addresses = down.data_ptr(), up.data_ptr(), 0 if ranks is None else ranks.data_ptr()
-            parts.append((*addresses, most, part.start, width))
-            work += len(x) * most * (x.shape[1] + width)
-        table = self._kept(torch.tensor(parts, dtype=torch.int64))
+            parts.append((*addresses, max_rank, part.start, width))
+            work += len(x) * max_rank * (x.shape[1] + width)
+        table = self._hold(torch.tensor(parts, dtype=torch.int64))
         (self._kernels.long_lora if work > LONG else self._kernels.lora)(
             kind,
             x.data_ptr(),
@@ -263,8 +265,8 @@ class CpuLinear(ReferenceOps):
         """Return contiguous memory with undefined contents that an operation needs besides its results."""
         return self._empty(shape, dtype)
 
-    def _kept(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that depends on weights only and is an operand of a kernel."""
+    def _hold(self, tensor: Tensor) -> Tensor:
+        """Return a kernel operand that never changes; compiled steps keep a reference to it."""
         return tensor
 
 
@@ -272,21 +274,21 @@ def _fits(x: Tensor, packed: PackedLinear) -> bool:
     """Return whether the kernel multiplies these activations by this weight."""
     bias = packed.bias
     fits = packed.layout == PANELS and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
-    return fits and takes_order(packed) and x.dtype in TYPES and takes(packed.encoding, x.dtype)
+    return fits and supports_order(packed) and x.dtype in TYPES and supports_dtype(packed.encoding, x.dtype)
 
 
-def takes(encoding: str, dtype: torch.dtype) -> bool:
+def supports_dtype(encoding: str, dtype: torch.dtype) -> bool:
     """Return whether a kernel multiplies activations of this type by weights in this encoding."""
-    return is_quantized(encoding) or _computes_in(encoding) == dtype
+    return is_quantized(encoding) or _compute_dtype(encoding) == dtype
 
 
-def takes_order(packed: PackedLinear) -> bool:
+def supports_order(packed: PackedLinear) -> bool:
     """Return whether the kernel reorders its inputs to match the weight: true if it quantizes groups."""
     groups = is_quantized(packed.encoding) and encoding_named(packed.encoding).group_size is not None
     return packed.order is None or groups
 
 
-def _computes_in(encoding: str) -> torch.dtype:
+def _compute_dtype(encoding: str) -> torch.dtype:
     return encoding_named(encoding).compute_dtype.to_torch()
 
 

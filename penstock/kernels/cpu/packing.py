@@ -105,10 +105,10 @@ def pack_rows(
         return pack_panels(kernels, memory, encoding, [rows["weight"]], rows["scales"])
     codes, scales = rows["weight"], rows["scales"].contiguous()
     codes = codes if codes.stride(1) == 1 else codes.contiguous()
-    lows = rows.get("zeros", rows.get("minima"))
+    zeros_or_minima = rows.get("zeros", rows.get("minima"))
     optional = [
         None if one is None else one.contiguous()
-        for one in (lows, rows.get("factors"), rows.get("min_factors"))
+        for one in (zeros_or_minima, rows.get("factors"), rows.get("min_factors"))
     ]
     outputs, inputs = codes.shape
     panels = memory.empty(*_form(encoding, outputs, inputs))

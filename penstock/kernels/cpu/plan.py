@@ -45,7 +45,7 @@ the duration of this slow mode.
 _DECODE_ROWS = 64
 """Steps of up to this many rows run as one call."""
 
-_WAITING = ("all_reduce", "all_gather")
+_COLLECTIVES = ("all_reduce", "all_gather")
 """Kernels that wait for other processes and therefore release the GIL."""
 
 
@@ -77,16 +77,16 @@ class CompiledPlan(Graph):
         for record in plan.records:
             arguments = record.resolved(resolve)
             lowering.lower(record.operation, arguments, [resolve(ref) for ref in record.results])
-            rows, own = _work(record, arguments)
-            work += own
-            part += own if rows > _DECODE_ROWS else 0
+            rows, multiplications = _work(record, arguments)
+            work += multiplications
+            part += multiplications if rows > _DECODE_ROWS else 0
             if part > _PART:
                 ends.append(len(lowering.captured))
                 part = 0
-        waits = any(one.name in _WAITING for one in lowering.captured)
+        waits = any(one.name in _COLLECTIVES for one in lowering.captured)
         self._parts = [
-            CompiledSteps(ops.isa, captured, long=waits or work > _LONG, contention=one)
-            for captured, one in _parts(lowering.captured, ends, contention)
+            CompiledSteps(ops.isa, captured, long=waits or work > _LONG, contention=state)
+            for captured, state in _parts(lowering.captured, ends, contention)
         ]
         self._held = (plan, arena)  # the calls hold only addresses of their memory
         self._lowering = lowering
@@ -94,8 +94,8 @@ class CompiledPlan(Graph):
         self._loop: _SamplingLoop | None = None
         self._results = [resolve(ref) for ref in plan.results]
         assert all(result.is_contiguous() for result in self._results)
-        self._own = {name: inputs[name] for name in plan.inputs}
-        self._inputs = [(buffer, buffer.data_ptr(), buffer.nbytes) for buffer in self._own.values()]
+        self._buffers = {name: inputs[name] for name in plan.inputs}
+        self._inputs = [(buffer, buffer.data_ptr(), buffer.nbytes) for buffer in self._buffers.values()]
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
@@ -108,7 +108,7 @@ class CompiledPlan(Graph):
     @property
     def memory(self) -> Sequence[Tensor]:
         _, arena = self._held
-        return [arena, *self._own.values()]
+        return [arena, *self._buffers.values()]
 
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self._take(inputs)
@@ -127,9 +127,9 @@ class CompiledPlan(Graph):
         self._take(inputs)
         if self._loop is None:
             self._loop = _SamplingLoop(
-                self._lowering, self._results[0], self._own["tokens"], self._contention, ranks
+                self._lowering, self._results[0], self._buffers["tokens"], self._contention, ranks
             )
-        copied = [(self._own[name].data_ptr(), values) for name, values in varied.items()]
+        copied = [(self._buffers[name].data_ptr(), values) for name, values in varied.items()]
         return self._loop.run(copied, sampling, uniforms, ends)
 
     def run(self) -> None:
@@ -139,8 +139,8 @@ class CompiledPlan(Graph):
     def _take(self, inputs: Sequence[Tensor]) -> None:
         for (buffer, address, num_bytes), given in zip(self._inputs, inputs, strict=True):
             is_row = given.dim() == 2 and len(given) == 1 and given.nbytes < num_bytes
-            is_alike = given.dtype == buffer.dtype and given.is_contiguous()
-            if is_alike and (is_row or given.nbytes == num_bytes):
+            can_copy = given.dtype == buffer.dtype and given.is_contiguous()
+            if can_copy and (is_row or given.nbytes == num_bytes):
                 ctypes.memmove(address, given.data_ptr(), given.nbytes)
             elif given.dim() == 2:
                 buffer[:, : given.shape[1]].copy_(given)
@@ -168,7 +168,7 @@ class _SamplingLoop:
         ranks: Collectives | None,
     ) -> None:
         rows = len(logits)
-        self._own = SamplingInputs(
+        self._sampling = SamplingInputs(
             temperature=torch.empty(rows, dtype=torch.float32),
             top_k=torch.empty(rows, dtype=torch.int64),
             top_p=torch.empty(rows, dtype=torch.float32),
@@ -176,7 +176,7 @@ class _SamplingLoop:
             uniforms=torch.empty(rows, dtype=torch.float64),
         )
         if ranks is None or ranks.rank == 0:
-            lowering.lower("sample", {"logits": logits, "sampling": self._own}, [tokens])
+            lowering.lower("sample", {"logits": logits, "sampling": self._sampling}, [tokens])
         if ranks is not None:
             lowering.take_from_rank_0(tokens, ranks)
         self._rows = rows
@@ -192,12 +192,12 @@ class _SamplingLoop:
         ends: Tensor,  # [R, E]
     ) -> Tensor:  # [m, R]
         """See `Graph.replay_steps`; ``varied``: the address of each varied input, and its values."""
-        own = self._own
+        target = self._sampling
         for name in ("temperature", "top_k", "top_p", "min_p"):
-            getattr(own, name).copy_(getattr(sampling, name))
+            getattr(target, name).copy_(getattr(sampling, name))
         count = len(uniforms)
         copies = [(to, values.data_ptr(), values.nbytes // count) for to, values in varied]
-        copies.append((own.uniforms.data_ptr(), uniforms.data_ptr(), uniforms.nbytes // count))
+        copies.append((target.uniforms.data_ptr(), uniforms.data_ptr(), uniforms.nbytes // count))
         sampled = torch.empty(count, self._rows, dtype=torch.int64)
         done, failed = self._run(copies, (ends.data_ptr(), ends.shape[1]), sampled.data_ptr(), count)
         _check(failed)
@@ -263,7 +263,7 @@ class _CapturingOps(CpuOps):
         self._destinations: list[Tensor] = []
         self._free = scratch
         super().__init__(capturing_kernels(ops.isa, self.captured))
-        self._tables = ops._tables  # one table of experts for all plans
+        self._tables = ops._tables  # all compiled steps share the tables of experts
 
     def lower(self, operation: str, arguments: Mapping[str, object], results: Sequence[Tensor]) -> None:
         """Capture the kernels of one operation, which write to ``results``."""
@@ -299,6 +299,6 @@ class _CapturingOps(CpuOps):
             raise UnrecordableStepError("an operation needs memory besides its results")
         return self._free[:num_bytes].view(dtype).view(*shape)
 
-    def _kept(self, tensor: Tensor) -> Tensor:
+    def _hold(self, tensor: Tensor) -> Tensor:
         self.kept.append(tensor)
         return tensor

@@ -92,11 +92,11 @@ class CudaAttention(ReferenceOps):
             programs.attend_split, (*grid, splits), sums, tops[0], tops[1], *sources, num_sequences,
             num_rows, heads, window, scale, cap, *q_strides, *strides, **sizes,
         )  # fmt: skip
-        some = min(power_of_two(heads), 4)
+        num_heads = min(power_of_two(heads), 4)
         launch(
-            programs.merge_splits, (num_rows, divide_up(heads, some)), out, sums, tops[0], tops[1],
+            programs.merge_splits, (num_rows, divide_up(heads, num_heads)), out, sums, tops[0], tops[1],
             row_offsets, lengths, no_spans, no_sinks, num_sequences, num_rows, heads, window,
-            *out.stride()[:2], DIM=dim, WIDTH=width, HEADS=some, SPLIT=_SPLIT,
+            *out.stride()[:2], DIM=dim, WIDTH=width, HEADS=num_heads, SPLIT=_SPLIT,
             HAS_WINDOW=sizes["HAS_WINDOW"], IS_CHUNKED=kv.is_chunked, HAS_SPANS=sizes["HAS_SPANS"],
             HAS_SINKS=sinks is not None,
         )  # fmt: skip

@@ -46,30 +46,30 @@ class CudaOps(CudaLinear):
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:
-        if lora is not None and lora.on(packed.slice_names()) is None:
+        if lora is not None and lora.for_slices(packed.slice_names()) is None:
             lora = None
         weights = self._weights_of(packed)
         fits = x.dtype in FLOATS and has_rows(x) and len(x) > 0 and not packed.is_part
         if weights is None or lora is not None or not fits:
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         num_rows, top = topk_ids.shape
-        slots = Groups.of(topk_ids.flatten(), len(packed.down))  # slot t * k + j is row t
-        of_rows = Groups(slots.rows // top, slots.starts, slots.count)
-        in_place = torch.arange(num_rows * top, device=x.device)
+        pairs = Groups.of(topk_ids.flatten(), len(packed.down))  # pair t * k + j belongs to row t
+        of_rows = Groups(pairs.rows // top, pairs.starts, pairs.count)
+        positions = torch.arange(num_rows * top, device=x.device)
         y = self._multiply_grouped(x, weights[0], of_rows)  # [T * k, 2F], in the order of the experts
         if isinstance(gating, ClampedSwiGLU):
             y = self.clamped_swiglu(y, gating)
         else:
             y = self.gated_activation(y, gating)
-        y = self._multiply_grouped(y, weights[1], Groups(in_place, slots.starts, slots.count))
-        places = torch.empty_like(slots.rows)
-        places[slots.rows] = in_place
-        places, order = places.view(num_rows, top).sort(-1)  # sorted in the order of ids
-        shares = topk_weights.gather(1, order)
+        y = self._multiply_grouped(y, weights[1], Groups(positions, pairs.starts, pairs.count))
+        rows_of_pairs = torch.empty_like(pairs.rows)
+        rows_of_pairs[pairs.rows] = positions
+        rows_of_pairs, order = rows_of_pairs.view(num_rows, top).sort(-1)  # by id of the expert
+        row_weights = topk_weights.gather(1, order)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         columns = min(_COLUMNS, power_of_two(x.shape[1]))
         grid = (num_rows, divide_up(x.shape[1], columns))
-        launch(combine_experts, grid, out, y, shares, places, x.shape[1], TOP=top, WIDTH=columns)
+        launch(combine_experts, grid, out, y, row_weights, rows_of_pairs, x.shape[1], TOP=top, WIDTH=columns)
         return out
 
     def _multiply_grouped(self, x: Tensor, weights: WeightTables, groups: Groups) -> Tensor:

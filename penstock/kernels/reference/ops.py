@@ -4,8 +4,8 @@ The following measures ensure this:
 
 * Torch uses other matrix kernels for few rows than for many. Products are padded with zeros to a multiple of
   16 rows (`kernels.linear.ROW_TILE`).
-* A sum over keys has another order of additions if the sequence is cut elsewhere. Keys are summed in whole
-  blocks, and the sums of the blocks from left to right.
+* The order of additions of a sum over keys could depend on the chunks of a prompt. Keys are therefore summed
+  in whole blocks, and the sums of the blocks are added from left to right.
 * Some vectorised functions round the last elements of a row differently. They are not used.
 """
 
@@ -226,10 +226,10 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
     ) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         ids = topk_ids - packed.first
-        for slots, sizes in grouped_by_expert(
+        for pairs, sizes in grouped_by_expert(
             ids, len(packed.down), at_most=ROWS_OF_EXPERTS, skips_others=packed.is_part
         ):
-            rows, counts = slots // topk_ids.shape[1], list(sizes.values())
+            rows, counts = pairs // topk_ids.shape[1], list(sizes.values())
             gate_ups, downs = [packed.gate_up[i] for i in sizes], [packed.down[i] for i in sizes]
             y = self._each(gate_ups, self.take_rows(x, rows), rows, counts, lora)
             if isinstance(gating, ClampedSwiGLU):
@@ -237,7 +237,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
             else:
                 y = self.gated_activation(y, gating)
             y = self._each(downs, y, rows, counts, lora)
-            total.index_add_(0, rows, y.float() * topk_weights.flatten()[slots, None])  # in order
+            total.index_add_(0, rows, y.float() * topk_weights.flatten()[pairs, None])  # in order
         return total.to(x.dtype)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -259,7 +259,9 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
     ) -> Tensor:  # [P, out]
         """Multiply the first ``counts[0]`` rows by the first layer, the next by the second, etc."""
         parts = zip(linears, x.split_with_sizes(counts), rows.split_with_sizes(counts), strict=True)
-        return torch.cat([self.linear(part, one, lora=_of_rows(lora, one, own)) for one, part, own in parts])
+        return torch.cat(
+            [self.linear(part, layer, lora=_of_rows(lora, layer, indices)) for layer, part, indices in parts]
+        )
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
         """Add each adapter's product to the rows that use it, for each slice. Other rows do not change.

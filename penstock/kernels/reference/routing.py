@@ -80,8 +80,8 @@ def _sparse_mixer(logits: Tensor, top: int, eps: float) -> tuple[Tensor, Tensor]
     left, weights, ids = logits, [], []
     for _ in range(top):
         best = _largest(left, 1)  # [T, 1]
-        most = left.gather(-1, best)
-        is_far = (most - logits) / torch.maximum(logits.abs(), most) > 2 * eps
+        best_logits = left.gather(-1, best)
+        is_far = (best_logits - logits) / torch.maximum(logits.abs(), best_logits) > 2 * eps
         weights.append(left.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, best))
         ids.append(best)
         left = left.scatter(-1, best, -torch.inf)

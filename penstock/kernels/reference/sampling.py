@@ -15,16 +15,16 @@ def sample(
 ) -> Tensor:  # [R] int64
     """See `Ops.sample`."""
     scores = logits.double()
-    is_sound = (scores < torch.inf).all(-1)
+    is_valid = (scores < torch.inf).all(-1)
     if bitmask is not None:
         scores = scores.masked_fill(~_unpack_bits(bitmask, logits.shape[-1]), -torch.inf)
     top, tokens = scores.max(-1)
-    is_sound &= top > -torch.inf
-    drawn = is_sound & (sampling.temperature > 0) & (sampling.top_k != 1)
+    is_valid &= top > -torch.inf
+    drawn = is_valid & (sampling.temperature > 0) & (sampling.top_k != 1)
     rows = drawn.nonzero()[:, 0]
     if len(rows):
         tokens[rows] = _draw(scores[rows], sampling.take(rows))
-    return tokens.where(is_sound, -1)
+    return tokens.where(is_valid, -1)
 
 
 def _draw(scores: Tensor, sampling: SamplingInputs) -> Tensor:

@@ -62,7 +62,7 @@ def test_encoder_attention_gives_the_same_bits(ops: CpuOps, width: int, lengths:
         assert (results is None) == (number == 0)
         if results is not None:
             assert torch.equal(results[0], step(ops, given)[0])
-    assert plans.status == "planned: 8 kernels in one call"
+    assert plans.status == "compiled: 8 kernels in one call"
 
 
 def test_long_steps_are_several_calls(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,11 +75,11 @@ def test_long_steps_are_several_calls(ops: CpuOps, monkeypatch: pytest.MonkeyPat
         results = plans.run("a", given, step)
     assert results is not None
     assert torch.equal(results[0], step(ops, given)[0])
-    assert plans.status == "planned: 8 kernels in 5 calls"
+    assert plans.status == "compiled: 8 kernels in 5 calls"
     few, rows = encoder(ops, 64, [50])
     for _ in range(2):
         plans.run("b", rows, few)
-    assert plans.status == "planned: 8 kernels in one call"
+    assert plans.status == "compiled: 8 kernels in one call"
 
 
 def test_a_plan_without_scratch_memory_is_refused(ops: CpuOps) -> None:

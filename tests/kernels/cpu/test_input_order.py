@@ -48,7 +48,7 @@ def test_an_encoding_without_groups_runs_on_the_reference(
     packed = layer(ops, 70, 96, "int8")
     x = torch.randn(3, 96).bfloat16()
     assert torch.equal(ops.linear(x, packed), ReferenceOps().linear(x, packed))
-    assert "int8 weights in an order of inputs" in caplog.text
+    assert "int8 weights with permuted inputs" in caplog.text
 
 
 def test_each_expert_has_its_order(ops: CpuOps) -> None:

@@ -196,7 +196,7 @@ def test_a_shape_is_recorded_at_its_second_use(ops: CpuOps) -> None:
         results = plans.run("a", {"x": x}, doubled)
         assert results is not None
         assert torch.equal(results[0][:, :8], 2 * x)
-        assert plans.status == "planned: 1 kernels in one call"
+        assert plans.status == "compiled: 1 kernels in one call"
 
 
 def test_an_unrecordable_step_is_remembered(ops: CpuOps) -> None:
@@ -221,7 +221,7 @@ def test_a_larger_arena_keeps_old_plans_right(ops: CpuOps) -> None:
             results = plans.run(rows, {"x": x}, lambda o, given: doubled(o, {"x": given["x"].view(1, -1)}))
             if results is not None:
                 assert torch.equal(results[0][0], 2 * x)
-    assert plans.status == "planned: 1 kernels in one call"
+    assert plans.status == "compiled: 1 kernels in one call"
     assert plans.last is not None
 
 

@@ -34,8 +34,8 @@ def test_texts_are_those_of_the_cpu(params: SamplingParams) -> None:
 def test_decode_steps_are_graphs_and_change_no_text() -> None:
     with LLM("demo", quantization_encoding="float32", devices="gpu") as llm:
         replayed = [output.text for output in llm.generate(PROMPTS, GREEDY)]
-        assert llm.pipeline.session.plan_status == "planned: a CUDA graph"
-        llm.pipeline.session.use_plans = False
+        assert llm.pipeline.session.graph_status == "compiled: a CUDA graph"
+        llm.pipeline.session.use_graphs = False
         assert [output.text for output in llm.generate(PROMPTS, GREEDY)] == replayed
 
 

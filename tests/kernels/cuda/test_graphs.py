@@ -114,7 +114,7 @@ def test_a_step_is_captured_at_its_second_occurrence_and_then_replayed() -> None
     for got, inputs in zip(seen, (inputs_of(1, 2), inputs_of(5, 0), inputs_of(3, 3, width=4)), strict=True):
         assert got is not None
         assert torch.equal(got, step(ReferenceOps(), inputs)[0])
-    assert cache.status == "planned: a CUDA graph"
+    assert cache.status == "compiled: a CUDA graph"
     assert run(cache, inputs_of(1)) is None
     assert run(cache, inputs_of(4)) is not None
     assert cuda.pools == [cuda.pool] * 2, "all graphs share one pool"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.chatting import THINKING, Chatting, chatting
 
-from penstock.assembly import load_tokenizer, load_work
+from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
 from penstock.testing import FakePipeline
 
@@ -158,7 +158,7 @@ async def test_models_and_errors(server: Chatting) -> None:
 async def test_embed(embedder: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": str(embedder)})
     async with chatting(
-        work=partial(load_work, config), tokenizer=load_tokenizer(config), pipeline_config=config
+        work=partial(load_runtime, config), tokenizer=load_tokenizer(config), pipeline_config=config
     ) as server:
         name = server.services.model_name
         ours = await server.http.post("/v1/embeddings", json={"model": name, "input": ["a", "b"]})

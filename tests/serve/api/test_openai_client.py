@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from support.asgi import eventually
 from support.chatting import Chatting, chatting
 
-from penstock.assembly import load_tokenizer, load_work
+from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
 from penstock.serve.http.server import HttpServer
 
@@ -37,7 +37,7 @@ async def serving() -> AsyncIterator[tuple[AsyncOpenAI, Chatting]]:
     """The embedded model behind a real HTTP server."""
     tokenizer = load_tokenizer(CONFIG)
     async with chatting(
-        work=partial(load_work, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
+        work=partial(load_runtime, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
     ) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         app = server.http._transport.app  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import pytest
 from support.chatting import Chatting, chatting, events_of, user
 
 import penstock
-from penstock.assembly import load_tokenizer, load_work
+from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
 
 DEMO = Path(penstock.__file__).parent / "demo"
@@ -33,7 +33,7 @@ async def serving(**fields: Any) -> AsyncIterator[Chatting]:
         }
     )
     tokenizer = load_tokenizer(config)
-    work = partial(load_work, config)
+    work = partial(load_runtime, config)
     async with chatting(work=work, tokenizer=tokenizer, pipeline_config=config) as server:
         tokenizer.max_length = server.services.worker.info.max_length
         yield server

@@ -21,7 +21,7 @@ from support.live_server import live_server
 from support.tiny_speech import RATE, catalog, write_tiny_speech
 
 from penstock import LLM
-from penstock.assembly import load_tokenizer, load_work
+from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
 from penstock.media.audio_files import pcm_bytes
 from penstock.pipelines.core import SamplingParams
@@ -41,7 +41,7 @@ def options_of(folder: Path, **fields: Any) -> dict[str, Any]:
     values = {"model_path": str(folder), "served_model_name": "tiny", "kv_cache_memory": 4 << 20}
     config = PipelineConfig.from_flat({**values, "voice": ("zoe=1,2,3",), **fields})
     tokenizer = load_tokenizer(config, catalog())
-    work = partial(load_work, config, catalog())
+    work = partial(load_runtime, config, catalog())
     return {"work": work, "tokenizer": tokenizer, "pipeline_config": config}
 
 

@@ -17,7 +17,7 @@ import pydantic
 import pytest
 from support.chatting import Chatting, chatting, events_of, user
 
-from penstock.assembly import load_tokenizer, load_work
+from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
 from penstock.grammar import llguidance_backend
 from penstock.grammar.schema import sources
@@ -62,7 +62,7 @@ def config_of(**fields: Any) -> PipelineConfig:
 async def serving(in_thread: bool = True, **fields: Any) -> AsyncIterator[Chatting]:
     config = config_of(**fields)
     tokenizer: TextTokenizer = load_tokenizer(config)
-    work = partial(load_work, config)
+    work = partial(load_runtime, config)
     async with chatting(
         work=work, tokenizer=tokenizer, pipeline_config=config, in_thread=in_thread
     ) as server:

@@ -64,8 +64,8 @@ def _tile(
     if HAS_WINDOW:
         first = _first_key(positions, window, IS_CHUNKED)
     dims = tl.arange(0, WIDTH)
-    places = rows.to(tl.int64)[:, None] * q_row_stride + heads[:, None] * q_head_stride + dims[None, :]
-    queries = tl.load(q + places, mask=is_row[:, None] & (dims < DIM)[None, :], other=0.0)
+    offsets = rows.to(tl.int64)[:, None] * q_row_stride + heads[:, None] * q_head_stride + dims[None, :]
+    queries = tl.load(q + offsets, mask=is_row[:, None] & (dims < DIM)[None, :], other=0.0)
     if WIDE:
         queries = queries.to(tl.float32)
     low = tl.min(tl.where(is_row, first, 1 << 30), 0)
@@ -110,22 +110,22 @@ def _attend_keys(
     dims = tl.arange(0, WIDTH)
     is_dim = dims < DIM
     for key in range(begin, end, KEYS):
-        places = key + tl.arange(0, KEYS)
-        is_held = (places >= low) & (places < high)
-        blocks = tl.load(table + places // BLOCK, mask=is_held, other=0).to(tl.int64)
-        slots = blocks * block_stride + (places % BLOCK) * slot_stride
-        some = tl.load(
+        positions = key + tl.arange(0, KEYS)
+        is_held = (positions >= low) & (positions < high)
+        blocks = tl.load(table + positions // BLOCK, mask=is_held, other=0).to(tl.int64)
+        slots = blocks * block_stride + (positions % BLOCK) * slot_stride
+        key_tile = tl.load(
             keys + slots[None, :] + dims[:, None], mask=is_held[None, :] & is_dim[:, None], other=0
         )
         if IS_E4M3:
-            some = e4m3_values(some)
-        scores = tl.dot(queries, some.to(queries.dtype), input_precision="ieee") * scale
+            key_tile = e4m3_values(key_tile)
+        scores = tl.dot(queries, key_tile.to(queries.dtype), input_precision="ieee") * scale
         if IS_SCALED:
-            scale_slots = blocks * scale_block_stride + (places % BLOCK) * scale_slot_stride
+            scale_slots = blocks * scale_block_stride + (positions % BLOCK) * scale_slot_stride
             scores = scores * tl.load(key_scales + scale_slots, mask=is_held, other=0.0)[None, :]
         if HAS_CAP:
             scores = soft_cap * tanh(scores / soft_cap)
-        is_seen = (places[None, :] >= first[:, None]) & (places[None, :] < last[:, None])
+        is_seen = (positions[None, :] >= first[:, None]) & (positions[None, :] < last[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -135,12 +135,12 @@ def _attend_keys(
         if IS_SCALED:
             columns = tl.load(value_scales + scale_slots, mask=is_held, other=0.0)[None, :]
             weights = tl.where(is_seen, weights * columns, 0.0)
-        some = tl.load(
+        value_tile = tl.load(
             values + slots[:, None] + dims[None, :], mask=is_held[:, None] & is_dim[None, :], other=0
         )
         if IS_E4M3:
-            some = e4m3_values(some)
-        product = tl.dot(weights.to(queries.dtype), some.to(queries.dtype), input_precision="ieee")
+            value_tile = e4m3_values(value_tile)
+        product = tl.dot(weights.to(queries.dtype), value_tile.to(queries.dtype), input_precision="ieee")
         out = out * factor[:, None] + product
         top = new_top
     return top, total, out
@@ -154,12 +154,12 @@ def _merge(top, total, out, other_top, other_total, other_out):
     """
     new_top = tl.maximum(top, other_top)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    mine = tl.exp(top - base)
-    others = tl.exp(other_top - base)
-    total = tl.fma(other_total, others, total * mine)
-    mine = tl.broadcast_to(tl.expand_dims(mine, 1), out.shape)
-    others = tl.broadcast_to(tl.expand_dims(others, 1), out.shape)
-    return new_top, total, tl.fma(other_out, others, out * mine)
+    factor = tl.exp(top - base)
+    other_factor = tl.exp(other_top - base)
+    total = tl.fma(other_total, other_factor, total * factor)
+    factor = tl.broadcast_to(tl.expand_dims(factor, 1), out.shape)
+    other_factor = tl.broadcast_to(tl.expand_dims(other_factor, 1), out.shape)
+    return new_top, total, tl.fma(other_out, other_factor, out * factor)
 
 
 @triton.jit
@@ -250,9 +250,9 @@ def attend(
             top, total, sums = _merge(top, total, sums, other_top, other_total, other_sums)
     result = _finish(top, total, sums, sinks, heads, is_row, HAS_SINKS)
     dims = tl.arange(0, WIDTH)
-    places = rows.to(tl.int64)[:, None] * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
+    offsets = rows.to(tl.int64)[:, None] * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
     mask = is_row[:, None] & (dims < DIM)[None, :]
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -322,11 +322,11 @@ def attend_split(
             block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
             M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
         )  # fmt: skip
-        places = (split.to(tl.int64) * num_rows + rows) * num_heads + heads
-        tl.store(partial_top + places, top, mask=is_row)
-        tl.store(partial_total + places, total, mask=is_row)
+        offsets = (split.to(tl.int64) * num_rows + rows) * num_heads + heads
+        tl.store(partial_top + offsets, top, mask=is_row)
+        tl.store(partial_total + offsets, total, mask=is_row)
         dims = tl.arange(0, WIDTH)
-        tl.store(partial_out + places[:, None] * WIDTH + dims[None, :], sums, mask=is_row[:, None])
+        tl.store(partial_out + offsets[:, None] * WIDTH + dims[None, :], sums, mask=is_row[:, None])
 
 
 @triton.jit
@@ -377,14 +377,14 @@ def merge_splits(
     total = tl.zeros([HEADS], tl.float32)
     sums = tl.zeros([HEADS, WIDTH], tl.float32)
     for split in range(first // SPLIT, (last + SPLIT - 1) // SPLIT):
-        places = ((row.to(tl.int64) * 0 + split) * num_rows + row) * num_heads + heads
-        other_top = tl.load(partial_top + places, mask=is_head, other=float("-inf"))
-        other_total = tl.load(partial_total + places, mask=is_head, other=0.0)
+        offsets = ((row.to(tl.int64) * 0 + split) * num_rows + row) * num_heads + heads
+        other_top = tl.load(partial_top + offsets, mask=is_head, other=float("-inf"))
+        other_total = tl.load(partial_total + offsets, mask=is_head, other=0.0)
         other_sums = tl.load(
-            partial_out + places[:, None] * WIDTH + dims[None, :], mask=is_head[:, None], other=0.0
+            partial_out + offsets[:, None] * WIDTH + dims[None, :], mask=is_head[:, None], other=0.0
         )
         top, total, sums = _merge(top, total, sums, other_top, other_total, other_sums)
     result = _finish(top, total, sums, sinks, heads, is_head, HAS_SINKS)
-    places = row.to(tl.int64) * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
+    offsets = row.to(tl.int64) * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
     mask = is_head[:, None] & (dims < DIM)[None, :]
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)

@@ -48,8 +48,8 @@ def attend_ragged(
     positions = rows - start
     dims = tl.arange(0, WIDTH)
     is_dim = dims < DIM
-    places = rows.to(tl.int64)[:, None] * q_row_stride + head * q_head_stride + dims[None, :]
-    queries = tl.load(q + places, mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    offsets = rows.to(tl.int64)[:, None] * q_row_stride + head * q_head_stride + dims[None, :]
+    queries = tl.load(q + offsets, mask=is_row[:, None] & is_dim[None, :], other=0.0)
     low = row - start
     high = tl.minimum(row - start + ROWS, stop - start)
     begin = low * 0
@@ -68,12 +68,12 @@ def attend_ragged(
         others = key + tl.arange(0, KEYS)
         is_key = others < stop - start
         at = (start + others).to(tl.int64)
-        some = tl.load(
+        key_tile = tl.load(
             keys + at[None, :] * key_row_stride + dims[:, None],
             mask=is_key[None, :] & is_dim[:, None],
             other=0.0,
         )
-        scores = tl.dot(queries, some, input_precision="ieee") * scale
+        scores = tl.dot(queries, key_tile, input_precision="ieee") * scale
         distance = others[None, :] - positions[:, None]
         is_seen = is_key[None, :] & is_row[:, None]
         if HAS_WINDOW:
@@ -89,14 +89,14 @@ def attend_ragged(
         weights = tl.exp(scores - base[:, None])
         factor = tl.exp(top - base)
         total = total * factor + tl.sum(weights, 1)
-        some = tl.load(
+        value_tile = tl.load(
             values + at[:, None] * value_row_stride + dims[None, :],
             mask=is_key[:, None] & is_dim[None, :],
             other=0.0,
         )
-        product = tl.dot(weights.to(queries.dtype), some, input_precision="ieee")
+        product = tl.dot(weights.to(queries.dtype), value_tile, input_precision="ieee")
         sums = sums * factor[:, None] + product
         top = new_top
     result = sums / total[:, None]
-    places = rows.to(tl.int64)[:, None] * out_row_stride + head * out_head_stride + dims[None, :]
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
+    offsets = rows.to(tl.int64)[:, None] * out_row_stride + head * out_head_stride + dims[None, :]
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])

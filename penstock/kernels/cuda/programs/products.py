@@ -22,13 +22,13 @@ def _rows_of_tile(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.cons
     """Return the group of this program's tile, its sorted rows, and the mask of existing rows."""
     if GROUPS:
         group, row = group_of_tile(starts, tl.program_id(0), num_groups, M)
-        places = row + tl.arange(0, M)
+        positions = row + tl.arange(0, M)
         first = tl.load(starts + group)
         last = tl.load(starts + group + 1)
-        return group, places, (places >= first) & (places < last)
+        return group, positions, (positions >= first) & (positions < last)
     else:
-        places = tl.program_id(0) * M + tl.arange(0, M)
-        return tl.program_id(0) * 0, places, places < num_rows
+        positions = tl.program_id(0) * M + tl.arange(0, M)
+        return tl.program_id(0) * 0, positions, positions < num_rows
 
 
 @triton.jit
@@ -82,12 +82,12 @@ def multiply_floats(
     With IS_E4M3 the weight is bytes, and INPUTS inputs share a scale. LIMITS: group g has only
     ``limits[g]`` outputs ("out") or inputs ("in"). ADDS adds the product to ``out``.
     """
-    group, places, is_row = _rows_of_tile(starts, num_rows, num_groups, M, GROUPS)
+    group, positions, is_row = _rows_of_tile(starts, num_rows, num_groups, M, GROUPS)
     weight = _weight_of(weight, weights, group, group_stride, GROUPS, POINTERS)
-    sources = places.to(tl.int64)
-    targets = places.to(tl.int64)
+    sources = positions.to(tl.int64)
+    targets = positions.to(tl.int64)
     if GATHERS or SCATTERS:
-        named = tl.load(rows + places, mask=is_row, other=0)
+        named = tl.load(rows + positions, mask=is_row, other=0)
         sources = named if GATHERS else sources
         targets = named if SCATTERS else targets
     outputs = tl.program_id(1) * N + tl.arange(0, N)
@@ -119,15 +119,15 @@ def multiply_floats(
             at = outputs.to(tl.int64) * scale_out_stride + start // INPUTS
             product = product * tl.load(scale + at, mask=is_output, other=0.0)[None, :]
         total += product
-    places = targets[:, None] * out_row_stride + outputs[None, :]
+    offsets = targets[:, None] * out_row_stride + outputs[None, :]
     mask = is_row[:, None] & (outputs < out_features)[None, :]
     dtype = out.dtype.element_ty
     if HAS_BIAS:
-        own = _weight_of(bias, biases, group, 0, False, POINTERS)
-        total += tl.load(own + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        pointer = _weight_of(bias, biases, group, 0, False, POINTERS)
+        total += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     if ADDS:
-        total += tl.load(out + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + places, total.to(dtype), mask=mask)
+        total += tl.load(out + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offsets, total.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -160,11 +160,11 @@ def multiply_rows(
 
     ``x [2, num_sources, in]`` are the bytes of `quantize_rows`. The sums are exact.
     """
-    group, places, is_row = _rows_of_tile(starts, num_rows, num_groups, M, GROUPS)
+    group, positions, is_row = _rows_of_tile(starts, num_rows, num_groups, M, GROUPS)
     weight = _weight_of(weight, weights, group, 0, False, GROUPS)
-    sources = places.to(tl.int64)
+    sources = positions.to(tl.int64)
     if GATHERS:
-        sources = tl.load(rows + places, mask=is_row, other=0)
+        sources = tl.load(rows + positions, mask=is_row, other=0)
     outputs = tl.program_id(1) * N + tl.arange(0, N)
     is_output = outputs < out_features
     has_wide = tl.max(tl.load(wide + sources, mask=is_row, other=0), 0) > 0
@@ -188,10 +188,10 @@ def multiply_rows(
     factors = factors * tl.load(scale + outputs, mask=is_output, other=0.0)[None, :]
     result = exact.to(tl.float32) * factors
     if HAS_BIAS:
-        own = _weight_of(bias, biases, group, 0, False, GROUPS)
-        result += tl.load(own + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    places = places.to(tl.int64)[:, None] * out_features + outputs[None, :]
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+        pointer = _weight_of(bias, biases, group, 0, False, GROUPS)
+        result += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    offsets = positions.to(tl.int64)[:, None] * out_features + outputs[None, :]
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
 @triton.jit
@@ -267,15 +267,15 @@ def multiply_groups(
     of the weight has ``weight_bytes`` bytes: 32 per group, or, with IS_NIBBLES, 32 per two groups, the first
     group in the low halves. A stored byte minus SHIFT is an int8. Zero points are stored bytes.
     """
-    group, places, is_row = _rows_of_tile(starts, num_rows, num_weights, M, GROUPS)
+    group, positions, is_row = _rows_of_tile(starts, num_rows, num_weights, M, GROUPS)
     weight = _weight_of(weight, weights, group, 0, False, GROUPS)
     scale = _weight_of(scales, scale_table, group, 0, False, GROUPS)
     zero = zeros
     if HAS_ZEROS:
         zero = _weight_of(zeros, zero_table, group, 0, False, GROUPS)
-    sources = places.to(tl.int64)
+    sources = positions.to(tl.int64)
     if GATHERS:
-        sources = tl.load(rows + places, mask=is_row, other=0)
+        sources = tl.load(rows + positions, mask=is_row, other=0)
     outputs = tl.program_id(1) * N + tl.arange(0, N)
     is_output = outputs < out_features
     total = tl.zeros([M, N], tl.float32)
@@ -298,27 +298,28 @@ def multiply_groups(
                 start // 32, num_groups, SHIFT, HAS_ZEROS,
             )  # fmt: skip
     if HAS_ROW_SCALES:
-        own = _weight_of(row_scales, row_scale_table, group, 0, False, GROUPS)
-        total = total * tl.load(own + outputs, mask=is_output, other=0.0)[None, :]
+        pointer = _weight_of(row_scales, row_scale_table, group, 0, False, GROUPS)
+        total = total * tl.load(pointer + outputs, mask=is_output, other=0.0)[None, :]
     if HAS_BIAS:
-        own = _weight_of(bias, biases, group, 0, False, GROUPS)
-        total += tl.load(own + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    places = places.to(tl.int64)[:, None] * out_features + outputs[None, :]
-    tl.store(out + places, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+        pointer = _weight_of(bias, biases, group, 0, False, GROUPS)
+        total += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    offsets = positions.to(tl.int64)[:, None] * out_features + outputs[None, :]
+    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
 @triton.jit
-def combine_experts(out, y, topk_weights, places, width, TOP: tl.constexpr, WIDTH: tl.constexpr):
+def combine_experts(out, y, topk_weights, rows, width, TOP: tl.constexpr, WIDTH: tl.constexpr):
     """Add up the weighted results of a row's experts. Grid: rows, tiles of WIDTH columns.
 
-    ``places [T, TOP]`` are the rows of ``y`` in the order of the experts' ids.
+    ``rows [T, TOP]`` are the rows of ``y`` that are added for each row, in the order of the experts' ids, and
+    ``topk_weights [T, TOP]`` are their weights.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_column = columns < width
     total = tl.zeros([WIDTH], tl.float32)
     for index in range(TOP):
-        place = tl.load(places + row * TOP + index)
-        values = tl.load(y + place * width + columns, mask=is_column, other=0.0).to(tl.float32)
+        source = tl.load(rows + row * TOP + index)
+        values = tl.load(y + source * width + columns, mask=is_column, other=0.0).to(tl.float32)
         total += values * tl.load(topk_weights + row * TOP + index)
     tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=is_column)

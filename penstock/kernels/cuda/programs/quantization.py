@@ -49,9 +49,9 @@ def quantize_rows(out, scales, wide, x, num_rows, in_features, row_stride, max_e
     scale = tl.where(is_valid, tl.div_rn(largest, target), tl.where(is_finite, 0.0, float("nan")))
     is_wide = tl.max(tl.abs(integers), 0) > 127
     high = tl.where(is_wide, (integers + 8) >> 4, 0)
-    place = row * in_features + columns
-    tl.store(out + place, (integers - high * 16).to(tl.int8), mask=is_column)
-    tl.store(out + (row * 0 + num_rows) * in_features + place, high.to(tl.int8), mask=is_column)
+    offsets = row * in_features + columns
+    tl.store(out + offsets, (integers - high * 16).to(tl.int8), mask=is_column)
+    tl.store(out + (row * 0 + num_rows) * in_features + offsets, high.to(tl.int8), mask=is_column)
     tl.store(scales + row, scale)
     tl.store(wide + row, is_wide.to(tl.int32))
 

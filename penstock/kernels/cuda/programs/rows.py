@@ -36,8 +36,8 @@ def norm(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     is_column = columns < width
-    place = row // inner * outer_stride + row % inner * inner_stride
-    values = tl.load(x + place + columns, mask=is_column, other=0.0)
+    row_start = row // inner * outer_stride + row % inner * inner_stride
+    values = tl.load(x + row_start + columns, mask=is_column, other=0.0)
     dtype = values.dtype
     wide = values.to(tl.float32)
     if ADDS:

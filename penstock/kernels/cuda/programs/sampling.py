@@ -86,13 +86,13 @@ def sample(
         first = tl.min(tl.where(scores == largest, tokens, 2147483647), 0)
         token = tl.where(largest > best, first, token)
         best = tl.maximum(best, largest)
-    is_sound = (num_bad == 0) & (best > float("-inf"))
-    if is_sound & (temperature > 0) & (top_k != 1):
+    is_valid = (num_bad == 0) & (best > float("-inf"))
+    if is_valid & (temperature > 0) & (top_k != 1):
         token = _draw(
             logits, bitmask, best, temperature, top_k, top_p, min_p, tl.load(uniforms + row), vocabulary,
             CHUNK, HAS_MASK,
         )  # fmt: skip
-    tl.store(out + row, tl.where(is_sound, token, -1).to(tl.int64))
+    tl.store(out + row, tl.where(is_valid, token, -1).to(tl.int64))
 
 
 @triton.jit
@@ -202,10 +202,10 @@ def _first_p(
         is_equal = (_keys(scores) == low) & (scores > float("-inf"))
         count += tl.sum(is_equal.to(tl.int32), 0)
         each = tl.maximum(each, tl.max(tl.where(is_equal, _weights(scores, best, temperature), 0.0), 0))
-    most = tl.where(low == threshold, num_equal, count)
+    limit = tl.where(low == threshold, num_equal, count)
     kept = tl.full((), 0, tl.int32)
     before = above
-    while (kept < most) & ((before < wanted) | (kept == 0)):
+    while (kept < limit) & ((before < wanted) | (kept == 0)):
         kept += 1
         before = tl.where(each > 0, before + each, wanted)
     return low, kept
