@@ -134,7 +134,7 @@ class CpuLinear(ReferenceOps):
     ) -> Tensor:
         if not _fits(x, packed):
             return super().activated_linear(x, packed, activation, lora=lora)
-        if lora is None or lora.on(part.name for part in packed.slices) is None:
+        if lora is None or lora.for_slices(part.name for part in packed.slices) is None:
             return self._product(x, packed, activation)
         y = self._add_lora(self._product(x, packed, None), x, packed, lora)
         function, address = ACTIVATIONS[activation], y.data_ptr()

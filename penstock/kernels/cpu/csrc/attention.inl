@@ -132,7 +132,7 @@ template <class Body> INLINE void over_queries(const Attention& a, const Item& i
 
 template <class P, class TQ> static void finish(const Attention& a, const Item& item, const Partial& sums) {
   const int64_t Dp = padded_width(a.D), M = item.rows * item.heads;
-  float totals[QUERIES + 4];
+  float totals[MAX_QUERIES + 4];
   for (int64_t m = 0; m < M; m += 4) {
     vf lanes[4];
     for (int64_t i = 0; i < 4; i++) lanes[i] = m + i < M ? load(sums.total + (m + i) * W) : vf{};

@@ -212,9 +212,9 @@ static int32_t quantize_with_extras(const bf16* x, int64_t n, int8_t* integers, 
   const float top = largest_magnitude(largest_of_lanes(x, n));
   extras->count = 0;
   if (is_degenerate(top, n, integers, scale)) return 0;
-  const int64_t room = min(MOST_EXTRAS, n / INPUTS_AN_EXTRA);
+  const int64_t room = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
   float most = 127;
-  for (float reach : REACHES) {
+  for (float reach : RANGES) {
     if (count_extras(x, n, 127 * reach / top, reach) > room) break;
     most = 127 * reach;
   }
