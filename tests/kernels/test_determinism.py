@@ -90,6 +90,14 @@ def linear(inputs: int, outputs: int, *, bias: bool) -> Callable[[torch.dtype], 
     return case
 
 
+def activated_linear(activation: str, *, bias: bool) -> Callable[[torch.dtype], Run]:
+    def case(dtype: torch.dtype) -> Run:
+        x, packed = torch.randn(ROWS, 72).to(dtype), packed_linear(130, 72, dtype, bias=bias)
+        return lambda ops, rows: (ops.activated_linear(x[rows], packed(ops), activation),)
+
+    return case
+
+
 def adapted_linear(dtype: torch.dtype) -> Run:
     x, packed = torch.randn(ROWS, 72).to(dtype), packed_linear(60, 72, dtype)
     matrices = {
@@ -202,6 +210,10 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
         "in several blocks": linear(2600, 70, bias=False),
         "with adapters": adapted_linear,
     },
+    "activated_linear": {
+        "gelu": activated_linear("gelu", bias=True),
+        "silu": activated_linear("silu", bias=False),
+    },
     "rms_norm": {
         "": of_rows(lambda ops, x: ops.rms_norm(x, WEIGHT, 1e-5), (101,)),
         "of heads": of_rows(lambda ops, x: ops.rms_norm(x, WEIGHT[:24], 1e-5), (3, 24)),
@@ -226,6 +238,7 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
     "store_kv": {"": store_kv},
     "attention": {},  # compared below
     "encoder_attention": {},  # test_encoder_attention.py: whole sequences
+    "sequence_means": {},  # test_activated_linear.py: whole sequences
     "gated_activation": {
         name: of_rows(lambda ops, x, name=name: ops.gated_activation(x, name), (2 * 101,))
         for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2")
