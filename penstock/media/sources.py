@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import http.client
+import io
 import ipaddress
 import os
 import socket
@@ -14,6 +15,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
 
 from penstock import __version__
@@ -24,6 +26,8 @@ _MAX_URL = 2048
 """Maximum characters of an ``http(s):`` or ``file:`` URL."""
 _PORTS = {"http": 80, "https": 443}
 _CHUNK = 64 * 1024
+_MAX_HEADERS = 256 * 1024
+"""Maximum bytes of a response besides twice the largest image: its headers, and those of chunks."""
 _MAX_LOOKUPS = 16
 """Maximum number of concurrent name look-ups. A look-up that exceeds the time limit still counts until it
 ends."""
@@ -152,8 +156,10 @@ class ImageSources:
             raise InputError("an image URL must be http(s) with a host, without a user and a password")
         port = parts.port or _PORTS[parts.scheme]
         address = self._address(parts.hostname, port, deadline)
-        connection = _connect(parts, address, port, deadline)
+        connected = _connect(parts, address, port, deadline)
         try:
+            connection = http.client.HTTPConnection(parts.hostname, port)
+            connection.sock = _Connected(connected, deadline, 2 * self.max_bytes + _MAX_HEADERS)
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             headers = {
                 "User-Agent": f"penstock/{__version__}",
@@ -161,7 +167,6 @@ class ImageSources:
                 "Accept-Encoding": "identity",
             }
             connection.request("GET", target, headers=headers)
-            _limit(connection, deadline)
             response = connection.getresponse()
             if response.status in (301, 302, 303, 307, 308):
                 location = response.getheader("Location")
@@ -175,14 +180,13 @@ class ImageSources:
                 self._check_size(int(length))
             data = bytearray()
             while True:
-                _limit(connection, deadline)
                 chunk = response.read1(_CHUNK)
                 if not chunk:
                     return bytes(data)
                 data += chunk
                 self._check_size(len(data))
         finally:
-            connection.close()
+            connected.close()
 
 
 def bytes_of_data_url(url: str) -> bytes:
@@ -226,36 +230,91 @@ def is_public(text: str) -> bool:
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
-        if inner is None and address in _NAT64:
+        if inner is None and (address in _NAT64 or int(address) >> 32 & _ISATAP_MASK == _ISATAP):
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
+    if any(address in network for network in _SPECIAL if network.version == address.version):
+        return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_ISATAP, _ISATAP_MASK = 0x5EFE, 0xFDFFFFFF
+"""The third quarter of an IPv6 address that ends with an IPv4 address (RFC 5214); the mask clears a bit that
+may be set."""
+_SPECIAL = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "192.0.0.0/24",  # protocol assignments; a cloud serves metadata at 192.0.0.192
+            "192.88.99.0/24",  # relays of 6to4
+            "168.63.129.16/32",  # the host of a virtual machine of a cloud
+            "3fff::/20",  # documentation
+            "fec0::/10",  # site-local
+        ),
+    )
+)
+"""Networks that are not public, and that `ipaddress` of some Python versions reports as global."""
 
 
-def _connect(parts: SplitResult, address: str, port: int, deadline: float) -> http.client.HTTPConnection:
-    """Return a connection to an address, for the host of the URL."""
-    assert parts.hostname is not None
+class _Reader(io.RawIOBase):
+    """The bytes that a socket receives before a deadline, at most ``max_bytes``.
+
+    A time limit of the socket would restart with each byte that the server sends.
+    """
+
+    def __init__(self, connected: socket.socket, deadline: float, max_bytes: int) -> None:
+        self._socket = connected
+        self._deadline = deadline
+        self._left = max_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        seconds = self._deadline - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError
+        self._socket.settimeout(seconds)
+        count = self._socket.recv_into(buffer)
+        self._left -= count
+        if self._left < 0:
+            raise InputError("the server of an image sends more headers or chunks than images need")
+        return count
+
+
+class _Connected:
+    """A connected socket as `http.client` uses it. Its response ends at a deadline; the caller closes it."""
+
+    def __init__(self, connected: socket.socket, deadline: float, max_bytes: int) -> None:
+        self._socket = connected
+        self._reader = _Reader(connected, deadline, max_bytes)
+
+    def sendall(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        assert mode == "rb"
+        return io.BufferedReader(self._reader)
+
+    def close(self) -> None:
+        pass  # http.client closes the connection before the response is read
+
+
+def _connect(parts: SplitResult, address: str, port: int, deadline: float) -> socket.socket:
+    """Return a socket that is connected to an address, for the host of the URL.
+
+    Each operation on it, such as the whole TLS handshake, ends before the deadline.
+    """
     seconds = max(deadline - time.monotonic(), 0.001)
-    connection = http.client.HTTPConnection(parts.hostname, port, timeout=seconds)
     raw = socket.create_connection((address, port), timeout=seconds)
     try:
         if parts.scheme == "https":
+            raw.settimeout(max(deadline - time.monotonic(), 0.001))
             raw = ssl.create_default_context().wrap_socket(raw, server_hostname=parts.hostname)
+        raw.settimeout(max(deadline - time.monotonic(), 0.001))
     except BaseException:
         raw.close()
         raise
-    connection.sock = raw
-    return connection
-
-
-def _limit(connection: http.client.HTTPConnection, deadline: float) -> None:
-    """Limit the next operation of a connection to the remaining time."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    if connection.sock is not None:
-        connection.sock.settimeout(left)
+    return raw

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _socket
 import base64
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -81,7 +84,9 @@ def test_files_below_a_folder(tmp_path: Path) -> None:
     "address",
     "127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 255.255.255.255 "
     "::1 :: fe80::1 fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::7f00:1 "
-    "2002:7f00:1:: 192.0.2.1 198.18.0.1 240.0.0.1".split(),
+    "2002:7f00:1:: 192.0.2.1 198.18.0.1 240.0.0.1 192.0.0.192 192.88.99.1 168.63.129.16 64:ff9b:1::1 "
+    "2001:0:7f00:1:: 2001:db8::1 3fff::1 5f00::1 fec0::1 ::127.0.0.1 ::ffff:0:127.0.0.1 "
+    "2001:470:1:18:0:5efe:127.0.0.1 2001:470:1:18:200:5efe:10.0.0.1 ::ffff:168.63.129.16".split(),
 )
 def test_addresses_that_are_not_public(address: str) -> None:
     assert not is_public(address)
@@ -91,15 +96,45 @@ def test_public_addresses() -> None:
     assert is_public("8.8.8.8")
     assert is_public("2606:4700::1111")
     assert is_public("64:ff9b::808:808")
+    assert is_public("2001:470:1:18:0:5efe:8.8.8.8")
+    assert is_public("::ffff:8.8.8.8")
 
 
 @pytest.mark.parametrize(
     "host",
-    ["localhost", "127.1", "[::1]"],
+    "127.1 2130706433 0x7f000001 0x7f.1 0177.0.0.1 [::1] [::ffff:127.0.0.1] [::ffff:7f00:1] "
+    "[0:0:0:0:0:0:0:1] 0 0.0.0.0 [::] 169.254.169.254 10.0.0.1 [fec0::1]".split(),
 )
-def test_spellings_of_private_hosts(host: str) -> None:
+def test_spellings_of_private_addresses(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def numeric(host: str, port: int, **_: Any) -> list[Any]:
+        return _socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST)
+
+    monkeypatch.setattr(socket, "getaddrinfo", numeric)
     with pytest.raises(InputError, match="is not on the public internet"):
-        ImageSources(1000, 1, allow_urls=True).read(f"http://{host}:80/a.png")
+        ImageSources(1000, 10, allow_urls=True).read(f"http://{host}:80/a.png")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://",
+        "http:///a.png",
+        "http:a.png",
+        "http://@127.0.0.1/",
+        "http://images.test@127.0.0.1/",
+        "http://127.0.0.1\\@images.test/",
+        "http://127.0.0.1#@images.test/",
+        "http://[::1/",
+        "http://[127.0.0.1]/",
+        "http://127.0.0.1:99999/",
+        "http://127.0.0.1:x/",
+        "http://localhost/\r\nHost: a",
+        "hTTp://localhost/",
+    ],
+)
+def test_urls_that_hide_a_host(url: str) -> None:
+    with pytest.raises(InputError):
+        ImageSources(1000, 10, allow_urls=True).read(url)
 
 
 def test_each_address_of_a_host_must_be_public(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +160,12 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             for _ in range(1000):
                 self.wfile.write(b"x" * 1000)
+        elif kind == "parts":
+            self._send_parts(rest)
+        elif kind == "empty":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        elif kind == "chunked":
+            self.wfile.write(CHUNKED + 2 * (b"%x\r\n%b\r\n" % (len(DATA), DATA)) + b"0\r\n\r\n")
         elif kind == "slow":
             self.send_response(200)
             self.end_headers()
@@ -134,8 +175,33 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(DATA + self.headers["Host"].encode())
 
+    def _send_parts(self, kind: str) -> None:
+        """Send a response that never ends, until the client ends the connection."""
+        start, part = PARTS[kind]
+        with suppress(OSError):
+            self.wfile.write(start)
+            while True:
+                self.wfile.write(part)
+                time.sleep(0 if len(part) > 100 else 0.01)
+
     def log_message(self, *_: object) -> None:
         pass
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+PARTS = {
+    "status": (b"", b"H"),
+    "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "header": (b"HTTP/1.1 200 OK\r\nA: ", b"a"),
+    "body": (b"HTTP/1.1 200 OK\r\n\r\n", b"a"),
+    "chunk-size": (CHUNKED, b"0"),
+    "chunk-comment": (CHUNKED + b"1;", b"a"),
+    "empty-chunks": (CHUNKED, b"1\r\na\r\n"),
+    "trailers": (CHUNKED + b"0\r\n", b"A: a\r\n"),
+    "many-continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+    "many-trailers": (CHUNKED + b"0\r\n", b"A: a\r\n" * 10_000),
+}
+"""The begin of a response, and what follows without an end: slowly if it is short."""
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +248,22 @@ def test_fetching(fetch: Callable[[str], bytes], port: int) -> None:
 def test_fetches_that_end(fetch: Callable[[str], bytes], path: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         fetch(path)
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_responses_without_end(
+    port: int, fetch: Callable[[str], bytes], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The time limit is that of the whole response. A server cannot extend it by sending something."""
+    monkeypatch.setattr(sources, "_MAX_HEADERS", 20_000)
+    images = ImageSources(5000, 10 if kind.startswith("many") else 0.15, allow_urls=True)
+    with pytest.raises(InputError, match=r"not fetched within|than images need"):
+        images.read(f"http://images.test:{port}/parts/{kind}")
+
+
+def test_empty_and_chunked_bodies(fetch: Callable[[str], bytes]) -> None:
+    assert fetch("empty") == b""
+    assert fetch("chunked") == DATA * 2
 
 
 def test_look_ups_end_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
