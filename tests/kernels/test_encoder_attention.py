@@ -15,7 +15,13 @@ from penstock.kernels.reference import ReferenceOps
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
 DTYPES = list(TOLERANCES)
-MIXES = {"one token": [1], "short": [5, 70, 3], "blocks": [64, 128, 129, 1], "chunks": [700]}
+MIXES = {
+    "one token": [1],
+    "short": [5, 70, 3],
+    "blocks": [64, 128, 129, 1],
+    "chunks": [700],
+    "long": [70, 300],
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "causal": {"is_causal": True},
@@ -64,11 +70,11 @@ def test_conforms(
         )
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("options", "mix"), [*((one, "blocks") for one in OPTIONS), ("", "long")])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sequence_has_the_same_bits_alone(ops: Ops, dtype: torch.dtype, options: str) -> None:
+def test_a_sequence_has_the_same_bits_alone(ops: Ops, dtype: torch.dtype, options: str, mix: str) -> None:
     for back_end in (ops, ReferenceOps()):
-        q, k, v, offsets = ragged(MIXES["blocks"], 4, 2, 32, dtype)
+        q, k, v, offsets = ragged(MIXES[mix], 4, 2, 32, dtype)
         whole = back_end.encoder_attention(q, k, v, offsets, scale=0.2, **OPTIONS[options])
         for start, stop in pairwise(offsets.tolist()):
             own = torch.tensor([0, stop - start], dtype=torch.int32)

@@ -12,8 +12,9 @@
 
 constexpr int64_t TILE = 64;
 constexpr int64_t CHUNK = 512;
-constexpr int64_t MAX_QUERIES = 64;  // maximum number of queries of an item
-constexpr int64_t FEW_QUERIES = 8;   // keys and values are packed only for items with more queries than this
+constexpr int64_t MAX_QUERIES = 128;        // maximum number of queries of an item
+constexpr int64_t MAX_MASKED_QUERIES = 64;  // the same if its queries see different keys: it computes all scores
+constexpr int64_t FEW_QUERIES = 8;          // keys and values are packed only for items with more queries than this
 
 struct Attention {
   int64_t type, cache_type;  // cache_type 2: int8
@@ -54,11 +55,14 @@ struct Item {
 static Items items_of(const Attention& a, int64_t* first) {
   Items items = {};
   items.group = a.H / a.K;
-  items.heads = min(items.group, MAX_QUERIES);
+  items.heads = min(items.group, MAX_MASKED_QUERIES);
   items.head_tiles = ceil_div(items.group, items.heads);
   int64_t longest = 0;
   for (int64_t b = 0; b < a.B; b++) longest = max<int64_t>(longest, a.row_offsets[b + 1] - a.row_offsets[b]);
-  items.rows = max<int64_t>(1, min(MAX_QUERIES / items.heads, longest));
+  // An item of 128 queries packs keys and values once, two items of 64 twice. Short sequences have too few items.
+  const bool is_large = a.ahead && !a.window && longest * items.heads >= 4 * MAX_QUERIES;
+  const int64_t queries = is_large ? MAX_QUERIES : MAX_MASKED_QUERIES;
+  items.rows = max<int64_t>(1, min(queries / items.heads, longest));
   items.first = first;
   for (int64_t b = 0; b < a.B; b++) {
     int64_t rows = a.row_offsets[b + 1] - a.row_offsets[b];
