@@ -67,8 +67,8 @@ struct Silu {
 struct Gelu {
   INLINE vf of(vf x) { return 0.5f * x * (1 + erf(x * 0.70710678f)); }
 };
-struct GeluTanh {
-  INLINE vf of(vf x) { return 0.5f * x * (1 + tanh(0.79788456f * (x + 0.044715f * x * x * x))); }
+struct GeluTanh {  // 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u)
+  INLINE vf of(vf x) { return x / (1 + exp(-1.59576912f * (x + 0.044715f * x * x * x))); }
 };
 struct Relu {
   INLINE vf of(vf x) { return vmax(x, vf{}); }
