@@ -86,6 +86,9 @@ def _small(config: Mapping[str, Any], text: Mapping[str, Any], vision: Mapping[s
 SHAPES: Mapping[str, dict[str, Any]] = {
     "smolvlm-256m": _SMOLVLM,
     "qwen3-vl-2b": _QWEN3_VL,
+    "qwen3-vl-2b-half": _small(
+        _QWEN3_VL, {"num_hidden_layers": 14}, {"depth": 12, "deepstack_visual_indexes": [2, 5, 8]}
+    ),
     "tiny-smolvlm": _small(
         _SMOLVLM,
         {"hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 1024},
@@ -112,7 +115,8 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         },
     ),
 }
-"""Configurations of published models, and tiny ones that only check that the benchmark runs."""
+"""Configurations of published models, one of them also with half of its layers for machines with little
+memory, and tiny ones that only check that the benchmark runs."""
 SIDE = 32
 """Patches in each direction of a tile, or of the image of a model without tiles."""
 WORDS = 20
