@@ -230,10 +230,13 @@ def is_public(text: str) -> bool:
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
-        if inner is None and (address in _NAT64 or int(address) >> 32 & _ISATAP_MASK == _ISATAP):
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        last = str(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if inner is None and address in _NAT64:
+            return is_public(last)
         if inner is not None:
             return is_public(str(inner))
+        if int(address) >> 32 & _ISATAP_MASK == _ISATAP and not is_public(last):
+            return False
     if any(address in network for network in _SPECIAL if network.version == address.version):
         return False
     return address.is_global and not address.is_multicast and not address.is_reserved

@@ -22,36 +22,49 @@ class CacheChanges(msgspec.Struct):
 
 
 class CacheLog:
-    """The blocks of a prefix cache, and the events that led to them.
+    """The blocks of the prefix caches of a replica's workers, and the events that led to them.
 
-    Several readers follow the log, each with its own position. The log holds at most as many digests as the
-    cache has blocks. A reader that has fallen behind gets all blocks instead.
+    A block is cached while one of the workers has it. Several readers follow the log, each with its own
+    position. The log holds at most as many digests as the caches have blocks. A reader that has fallen behind
+    gets all blocks instead.
     """
 
     def __init__(self) -> None:
-        self._cached: dict[bytes, None] = {}  # in the order in which the blocks were stored
+        self._cached: dict[bytes, set[int]] = {}  # the workers of each block, in the order of their storing
         self._events: deque[CacheEvent] = deque()
         self._position = 0  # the number of events so far
         self._num_logged = 0  # digests in the log
 
-    def add(self, events: Sequence[CacheEvent]) -> None:
-        """Append events of the cache."""
+    def add(self, events: Sequence[CacheEvent], worker: int = 0) -> None:
+        """Append events of the cache of a worker."""
         cached = self._cached
         for event in events:
             match event:
                 case BlocksStored():
-                    cached.update(dict.fromkeys(event.digests))
+                    for digest in event.digests:
+                        cached.setdefault(digest, set()).add(worker)
                     event = BlocksStored(event.digests, None, [])  # a router needs only the digests
                 case BlocksRemoved():
-                    for digest in event.digests:
-                        cached.pop(digest, None)
+                    event = BlocksRemoved(self._without_owner(event.digests, worker))
                 case _:
-                    cached.clear()
+                    digests = [digest for digest, workers in cached.items() if worker in workers]
+                    removed = self._without_owner(digests, worker)
+                    event = BlocksRemoved(removed) if cached else BlocksCleared()
             self._events.append(event)
             self._position += 1
             self._num_logged += _num_digests(event)
         while self._num_logged > max(len(cached), _MIN_LOGGED):
             self._num_logged -= _num_digests(self._events.popleft())
+
+    def _without_owner(self, digests: Sequence[bytes], worker: int) -> list[bytes]:
+        """Remove a worker from the owners of blocks. Return the blocks that no worker has any more."""
+        removed = []
+        for digest in digests:
+            workers = self._cached.get(digest, set())
+            workers.discard(worker)
+            if not workers and self._cached.pop(digest, None) is not None:
+                removed.append(digest)
+        return removed
 
     def since(self, position: int) -> CacheChanges:
         """Return the events after a position; 0 is the empty cache at the start."""

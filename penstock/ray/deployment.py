@@ -148,7 +148,7 @@ def check_supported(serve: ServeConfig) -> None:
     """
     reasons = {
         "state_dir": "replicas may move to another node, without the folder",
-        "cache_events": "the replicas run on several nodes; Ray Serve routes to them",
+        "cache_events": "the replicas run on several nodes; the ingress routes by their caches",
         "profile_dir": "the replicas run on several nodes; use Ray's profiling",
         "model_memory": "a server on Ray has one model: deploy several applications",
     }

@@ -304,7 +304,7 @@ class RayEngine:
         raise _unsupported("a profile", "use Ray's profiling, or start a server without --ray")
 
     def watch_cache(self, listener: CacheListener) -> None:
-        """Refuse: replicas do not report the events of their caches."""
+        """Refuse: the replicas report the digests of cached blocks only, without their tokens."""
         raise _unsupported("cache events", "start a server without --ray")
 
     # -- Start and stop ----------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class EngineReplica:
             memory=_memory(config, num_cpus),
         )
         self._cache = CacheLog()
-        self._engine.watch_cache(lambda _, events: self._cache.add(events))
+        self._engine.watch_cache(lambda number, events: self._cache.add(events, number))
         self._decode, self._encode = command_decoder(), encoder()
         self._is_started = False
 

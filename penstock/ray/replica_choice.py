@@ -13,16 +13,7 @@ from penstock.worker.prefix_map import PrefixMap
 from penstock.worker.routing import PrefixAware, digests_of
 
 
-@dataclass(slots=True)
-class Assignment:
-    """The replica of a request, and the blocks that it is expected to store."""
-
-    name: str
-    number: int
-    expected: Sequence[bytes]
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Replica:
     """What is known about a replica."""
 
@@ -33,6 +24,17 @@ class _Replica:
     """Blocks that requests have stored since the last report."""
     reported: list[Sequence[bytes]] = field(default_factory=list)
     """Blocks that requests had stored before the last report."""
+
+
+@dataclass(slots=True)
+class Assignment:
+    """The replica of a request, and the blocks that it is expected to store."""
+
+    name: str
+    number: int
+    expected: Sequence[bytes]
+    replica: _Replica
+    """The replica as it was known when the request began."""
 
 
 class ReplicaChoice:
@@ -100,12 +102,14 @@ class ReplicaChoice:
         replica = self._replicas[number]
         assert replica is not None
         self._loads[number] += self._num_ingresses
-        return Assignment(replica.name, number, self._prefixes.expect(number, digests))
+        return Assignment(replica.name, number, self._prefixes.expect(number, digests), replica)
 
     def end(self, assignment: Assignment) -> None:
         """Record that a request has ended, or has left its replica."""
-        replica = self._replicas[assignment.number]
-        if replica is None or replica.name != assignment.name:  # the replica has ended, and took its loads
+        replica = assignment.replica
+        if (
+            self._replicas[assignment.number] is not replica
+        ):  # it was removed, and perhaps came back without load
             self._prefixes.clear_expected(assignment.expected)
             return
         self._loads[assignment.number] -= self._num_ingresses

@@ -282,7 +282,7 @@ def test_environment(
 
 def test_too_little_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.driver._host_memory", lambda: (2**20, 50_000))
-    assert_refused(run(["generate", "--model", str(model), *PROMPT]), "48.8 KiB free")
+    assert_refused(run(["generate", "--model", str(model), *PROMPT]), "free 48.8 KiB")
 
 
 @pytest.mark.parametrize("flag", ["--stop", "--system", "--prompt"])

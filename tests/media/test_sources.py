@@ -86,7 +86,8 @@ def test_files_below_a_folder(tmp_path: Path) -> None:
     "::1 :: fe80::1 fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::7f00:1 "
     "2002:7f00:1:: 192.0.2.1 198.18.0.1 240.0.0.1 192.0.0.192 192.88.99.1 168.63.129.16 64:ff9b:1::1 "
     "2001:0:7f00:1:: 2001:db8::1 3fff::1 5f00::1 fec0::1 ::127.0.0.1 ::ffff:0:127.0.0.1 "
-    "2001:470:1:18:0:5efe:127.0.0.1 2001:470:1:18:200:5efe:10.0.0.1 ::ffff:168.63.129.16".split(),
+    "2001:470:1:18:0:5efe:127.0.0.1 2001:470:1:18:200:5efe:10.0.0.1 ::ffff:168.63.129.16 "
+    "fd00::5efe:8.8.8.8 fe80::5efe:8.8.8.8 fec0::5efe:8.8.8.8 ff02::5efe:8.8.8.8".split(),
 )
 def test_addresses_that_are_not_public(address: str) -> None:
     assert not is_public(address)

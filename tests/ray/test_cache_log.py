@@ -76,3 +76,18 @@ def test_readers_at_any_pace_know_the_cache() -> None:
                 positions[number] = changes.position
                 assert found.num_blocks == len(cached)
                 assert all(found.depths([block(one)], 1) == {0: 1} for one in cached)
+
+
+def test_a_block_is_cached_while_a_worker_has_it() -> None:
+    log = CacheLog()
+    log.add([stored(1, 2)], worker=0)
+    log.add([stored(2, 3)], worker=1)
+    position = log.since(0).position
+    log.add([removed(1, 2)], worker=0)
+    assert log.since(position).events == [removed(1)]
+    log.add([stored(1)], worker=0)
+    position = log.since(0).position
+    log.add([BlocksCleared()], worker=1)
+    assert log.since(position).events == [removed(2, 3)]
+    log.add([BlocksCleared()], worker=0)
+    assert log.since(position).events == [removed(2, 3), BlocksCleared()]

@@ -115,3 +115,16 @@ def test_replicas_come_and_go() -> None:
     assert not choice._prefixes._expected
     report(choice)
     assert chosen(choice) == ""
+
+
+def test_a_replica_that_misses_a_report_comes_back_without_load() -> None:
+    choice = ReplicaChoice()
+    report(choice, a=[], b=[])
+    running = [choice.assign(request(""), lost=("b",)) for _ in range(3)]
+    report(choice, b=[])
+    report(choice, a=[], b=[])
+    later = choice.assign(request(""), lost=("b",))
+    for assignment in (*running, later):
+        assert assignment is not None
+        choice.end(assignment)
+    assert choice._loads == [0, 0]

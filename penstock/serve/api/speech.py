@@ -66,6 +66,7 @@ async def create_speech(request: Request) -> Response:
         on_disconnect=run.cancel,
         error_event=None if speech.as_events else _cut_off,
         media_type="text/event-stream" if speech.as_events else encoder.format.media_type,
+        is_text=speech.as_events,
     )
 
 

@@ -84,11 +84,12 @@ class EventStream(Response):
     generator is closed immediately and releases its resources.
 
     Args:
-        pieces: complete events, or parts of an event that end between characters.
+        pieces: complete events, parts of an event that end between characters, or bytes that are no text.
         on_error: called with the error that ended the stream.
         on_disconnect: called when the client has disconnected.
         error_event: encodes the error that ended the stream.
         media_type: the content type of the stream.
+        is_text: whether line ends of Unicode in pieces are escaped; False for audio.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class EventStream(Response):
         *,
         error_event: Callable[[Problem], bytes] | None = None,
         media_type: str = "text/event-stream",
+        is_text: bool = True,
         on_error: Callable[[BaseException], None],
         on_disconnect: Callable[[], None],
     ) -> None:
@@ -106,6 +108,7 @@ class EventStream(Response):
         self.body = b""
         self.media_type = media_type
         self._pieces = pieces
+        self._is_text = is_text
         self._error_event = error_event or OpenAIStream().error
         self._on_error = on_error
         self._on_disconnect = on_disconnect
@@ -136,7 +139,7 @@ class EventStream(Response):
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
             async for piece in self._pieces:
-                body = escape_line_ends(piece)
+                body = escape_line_ends(piece) if self._is_text else piece
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except OSError:
             self._on_disconnect()  # some servers report a disconnected client by an OSError

@@ -94,6 +94,16 @@ async def test_audio_equals_that_of_the_library(folder: Path, expected: Any) -> 
         }
 
 
+async def test_audio_is_sent_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are a line end of Unicode in UTF-8 text are samples in audio."""
+    audio = "\u0085\u2028\u2029".encode()
+    monkeypatch.setattr("penstock.serve.api.speech.AudioEncoder.add", lambda encoder, samples: audio)
+    async with speech_server(folder) as server:
+        for name in ("pcm", "wav"):
+            content = await spoken(server, response_format=name)
+            assert content.count(audio) == len(content) // len(audio) > 0
+
+
 async def test_events(folder: Path, expected: Any) -> None:
     async with speech_server(folder) as server:
         body = {"input": LONG, "response_format": "pcm", "stream_format": "sse", **SAMPLING}

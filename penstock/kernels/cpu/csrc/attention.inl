@@ -12,9 +12,11 @@
 
 constexpr int64_t TILE = 64;
 constexpr int64_t CHUNK = 512;
-constexpr int64_t MAX_QUERIES = 128;        // maximum number of queries of an item
-constexpr int64_t MAX_MASKED_QUERIES = 64;  // the same if its queries see different keys: it computes all scores
-constexpr int64_t FEW_QUERIES = 8;          // keys and values are packed only for items with more queries than this
+constexpr int64_t MAX_QUERIES = 128;  // maximum number of queries of an item
+// The maximum for short sequences, and if queries see different keys: an item computes the scores of all its keys for
+// all its queries, also those that a query does not see. Also the maximum number of heads of an item.
+constexpr int64_t MAX_MASKED_QUERIES = 64;
+constexpr int64_t FEW_QUERIES = 8;  // keys and values are packed for items with more queries than this
 
 struct Attention {
   int64_t type, cache_type;  // cache_type 2: int8
@@ -59,7 +61,7 @@ static Items items_of(const Attention& a, int64_t* first) {
   items.head_tiles = ceil_div(items.group, items.heads);
   int64_t longest = 0;
   for (int64_t b = 0; b < a.B; b++) longest = max<int64_t>(longest, a.row_offsets[b + 1] - a.row_offsets[b]);
-  // An item of 128 queries packs keys and values once, two items of 64 twice. Short sequences have too few items.
+  // Larger items pack keys and values less often. Short sequences keep small items, so that all threads get some.
   const bool is_large = a.ahead && !a.window && longest * items.heads >= 4 * MAX_QUERIES;
   const int64_t queries = is_large ? MAX_QUERIES : MAX_MASKED_QUERIES;
   items.rows = max<int64_t>(1, min(queries / items.heads, longest));
@@ -254,7 +256,7 @@ static int64_t work(const Attention& a) {
 #if PENSTOCK_DOT
 // Returns whether an item has more than FEW_QUERIES queries.
 static bool has_many_queries(const Attention& a) {
-  const int64_t threshold = (FEW_QUERIES + 1) * a.K;  // an item has rows * H / K queries
+  const int64_t threshold = (FEW_QUERIES + 1) * a.K;  // a sequence has rows * H / K queries for each kv head
   for (int64_t b = 0; b < a.B; b++)
     if ((a.row_offsets[b + 1] - a.row_offsets[b]) * a.H >= threshold) return true;
   return false;

@@ -48,9 +48,9 @@ template <class TC> struct NextTile {
 
 // A partial softmax of each query m over some keys.
 struct Partial {
-  float* out;    // [M, Dp]: sum of exp(score - top) * value, in the order that `put_in_order` expects
+  float* out;    // [M, Dp]: sum of exp(score - top) * value, in the order that `load_in_order` reads
   float* total;  // [M, W]: sum of exp(score - top); each lane sums different keys
-  float* top;    // [M] largest score so far
+  float* top;    // [M] the score that the softmax subtracts; others may exceed it by `slack_of`
   static int64_t floats(int64_t M, int64_t Dp) { return round_up(M * (Dp + W + 1), 16); }
   Partial(float* memory, int64_t M, int64_t Dp)
       : out(memory), total(memory + M * Dp), top(memory + M * (Dp + W)) {}
@@ -309,15 +309,15 @@ INLINE void store_weights(uint32_t* weights, const vf (&exponentials)[TILE / W],
 }
 #endif
 
-// How far scores may exceed the score that a softmax subtracts. In attention without a mask, a small excess is faster
-// than multiplying the sums whenever a tile has a larger score, which no processor predicts.
+// How far scores may exceed the score that a softmax subtracts. If queries see later keys, the sums are rescaled only
+// after a larger excess: a branch for each new maximum is hard to predict.
 INLINE float slack_of(const Attention& a) { return a.ahead ? 8 : 0; }
 
 // Updates the partial softmax of query m with the keys begin:end of a tile. SCALED: keys and values have scales. COUNT:
 // vectors of the tile that hold keys.
 template <class P, bool SCALED, int COUNT>
 INLINE void softmax_of_query(const Attention& a, Packed<P>& packed, Partial& sums, int64_t m, int64_t Dp, int64_t begin,
-                   int64_t end, const float* bias) {
+                             int64_t end, const float* bias) {
   constexpr int TERMS = P::INTEGER ? 4 : P::SPAN == 2 ? 3 : 5;  // terms of e^x
   const vf masked = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
@@ -341,7 +341,7 @@ INLINE void softmax_of_query(const Attention& a, Packed<P>& packed, Partial& sum
   vf top = largest_everywhere(tops);
   vf total = load(sums.total + m * W);
   const float before = sums.top[m];
-  if (before != top[0] && !(top[0] <= before + slack_of(a))) {  // true for NaN
+  if (before != top[0] && !(top[0] <= before + slack_of(a))) {  // a NaN takes this branch
     if (before != masked[0]) {
       vf shrink = exp_below<5>(all(before) - top);
       total *= shrink;

@@ -68,7 +68,10 @@ struct Gelu {
   INLINE vf of(vf x) { return 0.5f * x * (1 + erf(x * 0.70710678f)); }
 };
 struct GeluTanh {  // 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u)
-  INLINE vf of(vf x) { return x / (1 + exp(-1.59576912f * (x + 0.044715f * x * x * x))); }
+  INLINE vf of(vf x) {
+    const vf y = x / (1 + exp(-1.59576912f * (x + 0.044715f * x * x * x)));
+    return x > -20.0f ? y : x * 0.0f;  // `exp` has a largest result, so that y would not become 0; NaN for -inf
+  }
 };
 struct Relu {
   INLINE vf of(vf x) { return vmax(x, vf{}); }

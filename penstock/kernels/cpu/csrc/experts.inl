@@ -131,13 +131,18 @@ static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin,
     with_units(a.encoding, [&](auto form) {
       multiply_panel<decltype(form)>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
     });
-    if (a.encoding == 7) multiply_fp8_panel<Fp8Steps>(a, begin, rows, w, panel * PANEL, (float*)sums);
+    if (a.encoding == 7) {
+#if PENSTOCK_DOT
+      const FlushedDenormals mode;
+#endif
+      multiply_fp8_panel<Fp8Steps>(a, begin, rows, w, panel * PANEL, (float*)sums);
+    }
   }
 }
 
 // Computes one layer of all experts of a round on their rows. `layer` has all fields except the weights.
-static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t max_pairs, const Job* jobs, int64_t count,
-                          const Team& team) {
+static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t max_pairs, const Job* jobs,
+                          int64_t count, const Team& team) {
   const QuantizedRows x((char*)layer.x, max_pairs, layer.K, groups_of(layer.encoding, layer.K));
   const int64_t panels = ceil_div(layer.N, PANEL);
   const int64_t run = min(max<int64_t>(panels * count / (team.size * RUNS_PER_THREAD), 1), MAX_RUN);
@@ -147,7 +152,7 @@ static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t
     const Job& job = jobs[piece / runs];
     const ExpertWeights& weights = a.table[2 * job.expert + which];
     Linear linear = layer;
-    linear.panels = weights.panels, linear.scales = weights.scales, linear.bias = weights.bias;  // x is reordered
+    linear.panels = weights.panels, linear.scales = weights.scales, linear.bias = weights.bias;  // x already has the order of the panels
     const int64_t first = piece % runs * run;
     multiply_run(linear, x, job.begin - jobs->begin, job.rows, first, min(first + run, panels), sums);
   });

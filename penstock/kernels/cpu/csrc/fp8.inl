@@ -3,8 +3,8 @@
 // order of the groups, so that a row's bits do not depend on other rows.
 //
 // A panel holds the codes of its groups, then a table of scales, then two strides (kernels/codes.py). A group has 32
-// steps [PANEL, 4] of 4 inputs each, stored in the order 0, 2, 1, 3. In this order the even bytes of a 32-bit word are a
-// pair of inputs, and the odd bytes the next pair.
+// steps [PANEL, 4] of 4 inputs each, stored in the order 0, 2, 1, 3. In this order the even bytes of a 32-bit word are
+// a pair of inputs, and the odd bytes the next pair.
 
 constexpr int64_t FP8_GROUP = 128, FP8_STEP = 4 * PANEL, FP8_CODES = FP8_GROUP * PANEL;
 constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's cache while all rows are multiplied
@@ -41,7 +41,7 @@ struct Fp8Pairs {
   typedef uint32_t Wide;
   typedef vu Wides;
   static constexpr int PARTS = 2;
-  static constexpr bool IN_PLACE = true;  // whether whole groups of inputs are not copied
+  static constexpr bool IN_PLACE = true;  // whether whole groups of inputs are read from x directly
   // Widens the even or the odd bytes of each word to pairs of bfloat16, exactly. Without SUBNORMAL, all codes must have
   // an exponent above 0: the exponent is shifted into position, and its bias 7 is replaced by 127.
   template <bool SUBNORMAL> INLINE_MEMBER static vu widen(vu words, int part) {
@@ -90,7 +90,7 @@ struct Fp8Floats {
     return magnitude < 0x1p-6f ? as_float(as_bits(small) | (as_bits(number) & 0x80000000)) : number;
   }
   // Processes one vector after the other, so that few registers hold widened numbers. Where there are dot products, the
-  // order of additions within a pair is theirs: see WidenedPairs.
+  // order of additions within a pair is that of the dot product instruction: see WidenedPairs.
   template <int ROWS, int VECTORS, class Weights>
   INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const float* x, int64_t x_stride, Weights weights) {
 #pragma GCC unroll 2
@@ -170,7 +170,7 @@ template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8T
         auto add = [&](auto weights) __attribute__((always_inline)) {
           P::template add_step<ROWS, VECTORS>(totals, x, tile.x_stride, weights);
         };
-        // Subnormal numbers are rare, because weights are scaled to the largest number: the code without them is faster.
+        // Subnormal numbers are rare, as weights are scaled to the largest number. The code without them is faster.
 #define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline)) -> typename P::Wides
         if (WIDE) add(FP8_WEIGHTS { return load(wide + part * PANEL + v * W); });
         else if (__builtin_expect(has_subnormals(words), 0))
@@ -286,10 +286,8 @@ template <class P> static void multiply_fp8(const Linear& a, const Team& team) {
 
 static void multiply_fp8(const Linear& a, const Team& team) {
 #if PENSTOCK_DOT
-  if (a.rows > 2 && dot_is_slow()) {  // one or two rows are bound by memory
-    const FlushedDenormals mode;
-    return multiply_fp8<Fp8Floats>(a, team);
-  }
+  const FlushedDenormals mode;  // for any number of rows, so that their bits do not differ
+  if (a.rows > 2 && dot_is_slow()) return multiply_fp8<Fp8Floats>(a, team);  // fewer rows are bound by memory
 #endif
   multiply_fp8<Fp8Steps>(a, team);
 }
@@ -301,7 +299,7 @@ static void pack_fp8(const PackCodes& a, int64_t panel) {
   char* begin = (char*)a.panels + panel * fp8_panel_bytes(a.K);
   __builtin_memset(begin, 0, fp8_panel_bytes(a.K));
   uint32_t* table = (uint32_t*)(begin + groups * FP8_CODES);  // the bits of the scales
-  bool by_output = true, by_group = true;  // the scales of all groups, or of all outputs, are equal
+  bool by_output = true, by_group = true;  // all groups have the same scales; all outputs have
   for (int64_t g = 0; g < groups; g++) {
     const int64_t inputs = min(FP8_GROUP, a.K - g * FP8_GROUP);
     uint32_t* scales = table + g * PANEL;

@@ -38,7 +38,8 @@ constexpr int64_t FETCHED_BYTES = 256 << 10;  // bytes of the next layer that a 
 // - FETCHED: consecutive lines of the next data.
 // - STREAM: two lines of the step that is a fixed distance ahead of the pass. The hardware prefetchers, which stop at
 //   the end of a page, load the lines in between. On fast memory this gives 10 % more bandwidth than no prefetching.
-//   Prefetching every line of a step, or the first lines of the next page, was slower than no prefetching.
+//   Prefetching every line of a step into the second-level cache, or the first lines of the next page, was slower than
+//   no prefetching.
 constexpr int STREAM = -1;
 constexpr int64_t STREAM_AHEAD = 4096;  // bytes
 template <int FETCHED> INLINE void fetch(const char* ahead, int64_t lines, int64_t part, int64_t parts) {

@@ -12,8 +12,8 @@ constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantised x that stay in t
 
 // ---- rows in 8 bits ----
 
-// The excess of a row's integers beyond -127 and 127. Each excess is stored as bytes of a unit (four inputs), which are
-// multiplied with the weights of the unit in addition.
+// The excess of a row's integers beyond -127 and 127, stored as additional bytes of a unit (four inputs). The product
+// multiplies the weights of the unit by these bytes, too.
 constexpr int64_t MAX_EXTRAS = 15, INPUTS_PER_EXTRA = 32;
 constexpr float RANGES[] = {1.5, 2, 3, 4, 6, 8, 12, 16};  // candidates for the largest integer of a row / 127
 struct Extras {
@@ -170,7 +170,7 @@ struct Large {
 #endif
 
 #if PENSTOCK_LANES == 16
-// Magnitudes of bfloat16 numbers as 16-bit integers, which have their order. 32 at a time.
+// Returns the magnitudes of up to 32 bfloat16 numbers as 16-bit integers, which have the same order.
 INLINE __m512i magnitudes(const bf16* x, int64_t count) {
   const __mmask32 inside = count >= 2 * W ? ~0u : (1u << count) - 1;
   return _mm512_and_si512(_mm512_maskz_loadu_epi16(inside, x), _mm512_set1_epi16(0x7fff));
@@ -196,10 +196,11 @@ INLINE uint16_t least_magnitude(float inverse, int32_t integer) {
   return (uint16_t)bits;
 }
 
-// The number of extras is that of the magnitudes beyond 127, plus that of those beyond 254, and so on.
-INLINE int64_t count_extras(const bf16* x, int64_t n, float inverse, float reach) {
+// Returns the number of extras of a row whose largest integer is 127 * `range`: the number of magnitudes beyond 127,
+// plus the number of magnitudes beyond 254, and so on.
+INLINE int64_t count_extras(const bf16* x, int64_t n, float inverse, float range) {
   int64_t count = 0;
-  for (int32_t integer = 128; integer <= 127 * reach; integer += 127) {
+  for (int32_t integer = 128; integer <= 127 * range; integer += 127) {
     const __m512i least = _mm512_set1_epi16((int16_t)least_magnitude(inverse, integer));
     for (int64_t i = 0; i < n; i += 2 * W)
       count += __builtin_popcount(_mm512_cmpge_epu16_mask(magnitudes(x + i, n - i), least));
@@ -207,26 +208,26 @@ INLINE int64_t count_extras(const bf16* x, int64_t n, float inverse, float reach
   return count;
 }
 
-// The same results as of the function for all types, from comparisons of 16-bit integers.
+// Returns the same results as the template below, from comparisons of 16-bit integers.
 static int32_t quantize_with_extras(const bf16* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
   const float top = largest_magnitude(largest_of_lanes(x, n));
   extras->count = 0;
   if (is_degenerate(top, n, integers, scale)) return 0;
   const int64_t room = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
-  float most = 127;
-  for (float reach : RANGES) {
-    if (count_extras(x, n, 127 * reach / top, reach) > room) break;
-    most = 127 * reach;
+  float target = 127;
+  for (float range : RANGES) {
+    if (count_extras(x, n, 127 * range / top, range) > room) break;
+    target = 127 * range;
   }
-  const float inverse = most / top;
-  *scale = top / most;
+  const float inverse = target / top;
+  *scale = top / target;
   const int32_t total = store_integers(x, n, inverse, integers);
-  if (most == 127) return total;
+  if (target == 127) return total;
   const __m512i least = _mm512_set1_epi16((int16_t)least_magnitude(inverse, 128));
   for (int64_t i = 0; i < n; i += 2 * W)
     for (uint32_t beyond = _mm512_cmpge_epu16_mask(magnitudes(x + i, n - i), least); beyond; beyond &= beyond - 1) {
-      const int64_t place = i + __builtin_ctz(beyond);
-      split_integer(place, rounded_to_integers(all(widen(x[place]) * inverse))[0], integers, extras);
+      const int64_t position = i + __builtin_ctz(beyond);
+      split_integer(position, rounded_to_integers(all(widen(x[position]) * inverse))[0], integers, extras);
     }
   return total;
 }
@@ -620,7 +621,7 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
   // A single pass: nothing needs to stay in the cache.
   const bool once = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
   const int64_t blocks = once ? 1 : ceil_div(units, S::BLOCK_UNITS);
-  const bool direct = !S::SCALED && column + PANEL <= a.N;  // results need no sums of further panels
+  const bool direct = !S::SCALED && column + PANEL <= a.N;  // int8, a whole panel: results are stored from registers
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = units * number / blocks, to = units * (number + 1) / blocks;
     ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0,
