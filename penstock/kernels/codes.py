@@ -7,8 +7,8 @@ Panels are little-endian and contiguous, with N outputs, K inputs, and padding o
 * `CodePanels` of 8 bits: ``[N / 64, K / 32, 2240]`` uint8. A group has its codes ``[8, 64, 4]``, then scales
   and zero points.
 * `Fp8Panels`: ``[N / 64, K / 128 * 8448 + 64]`` uint8: the codes of each group of 128 inputs, 32 steps
-  ``[64, 4]`` of 4 inputs, in the order 0, 2, 1, 3. Then follow a table of 64 float32 scales for each group, two
-  int32 strides, and 56 bytes of padding. The scale of group g and output n is number
+  ``[64, 4]`` of 4 inputs, in the order 0, 2, 1, 3. Then follow a table of 64 float32 scales for each group,
+  two int32 strides, and 56 bytes of padding. The scale of group g and output n is number
   ``g * strides[0] + n * strides[1]`` of the table; the strides are 0 and 1 if all groups have the same
   scales, 1 and 0 if all outputs have, and 64 and 1 otherwise.
 """
