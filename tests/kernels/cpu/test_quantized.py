@@ -142,6 +142,17 @@ def test_more_rows_than_are_quantised_at_once(ops: CpuOps, encoding: str) -> Non
     assert torch.equal(ops.linear(x[:40], packed), together[:40])
 
 
+def test_results_that_exceed_the_caches(ops: CpuOps, dtype: torch.dtype) -> None:
+    """Tiles store results below 4 MiB directly, and larger ones after all of a panel are computed."""
+    packed = packed_as(ops, torch.randn(4096, 40), "int8", torch.randn(4096).to(dtype))
+    x = torch.randn(520, 40).to(dtype)
+    whole = ops.linear(x, packed)
+    assert torch.equal(whole[100:103], ops.linear(x[100:103], packed))
+    activated = ops.activated_linear(x, packed, "gelu")
+    assert torch.equal(activated, ops.activation(whole, "gelu"))
+    assert torch.equal(activated[100:103], ops.activated_linear(x[100:103], packed, "gelu"))
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rows", [5, 40])

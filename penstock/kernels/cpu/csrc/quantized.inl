@@ -8,6 +8,7 @@
 // additional bytes.
 
 constexpr int64_t GROUP = 32;
+constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // bytes of results below which tiles store them directly
 constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantised x that stay in the last-level cache during a layer
 
 // ---- rows in 8 bits ----
@@ -621,7 +622,10 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
   // A single pass: nothing needs to stay in the cache.
   const bool once = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
   const int64_t blocks = once ? 1 : ceil_div(units, S::BLOCK_UNITS);
-  const bool direct = !S::SCALED && column + PANEL <= a.N;  // int8, a whole panel: results are stored from registers
+  // int8, a whole panel: results are stored from registers, unless they exceed the caches. Then storing the results of
+  // many rows together is faster.
+  const int64_t result_bytes = a.rows * a.N * (a.type ? 2 : 4);
+  const bool direct = !S::SCALED && column + PANEL <= a.N && result_bytes < MAX_DIRECT_BYTES;
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = units * number / blocks, to = units * (number + 1) / blocks;
     ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0,
