@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-from support.documents import ROOT
+from support.node import needs_node, run_node
 
-PLAYGROUND = ROOT / "penstock" / "serve" / "playground"
 CODE = """
 import { Message, Receiver } from "./answer.js";
 const chunk = (content, tokens) => ({
@@ -37,16 +32,8 @@ console.log(JSON.stringify([
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@needs_node
 def test_the_rate_needs_a_measurable_time(tmp_path: Path) -> None:
     """Chunks of a fast model can arrive in one read, a tenth of a millisecond after each other."""
-    for path in PLAYGROUND.glob("*.js"):
-        shutil.copy(path, tmp_path)
-    (tmp_path / "package.json").write_text('{"type": "module"}')
-    (tmp_path / "check.js").write_text(CODE)
-    done = subprocess.run(
-        ["node", "check.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads(done.stdout)
+    found: list[Any] = run_node(tmp_path, CODE)
     assert found == [[0.1, 10, 18], [0.1, None, 18], [0.1, None, 8]]

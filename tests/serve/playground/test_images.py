@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-from support.documents import ROOT
+from support.node import needs_node, run_node
 
-PLAYGROUND = ROOT / "penstock" / "serve" / "playground"
 FAKE = Path(__file__).parent / "fake_page.js"
 CODE = """
 import { byId } from "./fake_page.js";
@@ -55,17 +50,9 @@ console.log(JSON.stringify(found));
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@needs_node
 def test_files_pastes_and_drops(tmp_path: Path) -> None:
-    for path in [*PLAYGROUND.glob("*.js"), FAKE]:
-        shutil.copy(path, tmp_path)
-    (tmp_path / "package.json").write_text('{"type": "module"}')
-    (tmp_path / "check.js").write_text(CODE)
-    done = subprocess.run(
-        ["node", "check.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads(done.stdout)
+    found: list[Any] = run_node(tmp_path, CODE, FAKE)
     assert found[:4] == [[False, 0], [True, 1], [False, 1], [True, 2]]
     assert found[4] == [False, 3]
     url = "data:image/jpeg,d"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from support.documents import ROOT
+from support.node import needs_node, run_node
 
-MODULE = ROOT / "penstock" / "serve" / "playground" / "prometheus.js"
 CODE = """
 import { Scrape, growth, quantile } from "./prometheus.js";
 const [first, second] = TEXTS.map((text, i) => new Scrape(text, i));
@@ -24,7 +21,7 @@ console.log(JSON.stringify([
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@needs_node
 def test_rates_and_quantiles(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     tokens = Counter("tokens", "Tokens", ["model"], registry=registry)
@@ -37,14 +34,9 @@ def test_rates_and_quantiles(tmp_path: Path) -> None:
     for value in (1.5, 3, 3, 3):  # ranks 2 and 3.8 of 4: a third, and 0.933, of the bucket from 2 to 4
         wait.labels("y").observe(value)
     texts.append(generate_latest(registry).decode())
-    shutil.copy(MODULE, tmp_path)
-    (tmp_path / "package.json").write_text('{"type": "module"}')
-    (tmp_path / "check.js").write_text(CODE.replace("TEXTS", json.dumps(texts)))
-    done = subprocess.run(
-        ["node", "check.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    total, more, restarted, recent, whole, none, absent, zero = run_node(
+        tmp_path, CODE.replace("TEXTS", json.dumps(texts))
     )
-    assert done.returncode == 0, done.stderr
-    total, more, restarted, recent, whole, none, absent, zero = json.loads(done.stdout)
     assert (total, more, restarted) == (37, 30, 7)
     assert recent == pytest.approx([2 + 2 / 3, 2 + 2 * 2.8 / 3])
     assert whole == pytest.approx(2 + 2 * 0.5 / 3)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.documents import ROOT
+from support.node import PLAYGROUND, needs_node, run_node
 
 from penstock.serve.playground.assets import assets
 
-PLAYGROUND = ROOT / "penstock" / "serve" / "playground"
 FAKE = Path(__file__).parent / "fake_page.js"
 HEAD = """
 import { byId, cells, requests, serve } from "./fake_page.js";
@@ -29,20 +26,10 @@ const answer = ({ input }) => [200, {
 }];
 """
 
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-
 
 def run(tmp_path: Path, code: str) -> Any:
     """Return what the code prints as JSON."""
-    for path in [*PLAYGROUND.glob("*.js"), FAKE]:
-        shutil.copy(path, tmp_path)
-    (tmp_path / "package.json").write_text('{"type": "module"}')
-    (tmp_path / "check.js").write_text(HEAD + code)
-    done = subprocess.run(
-        ["node", "check.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_node(tmp_path, HEAD + code, FAKE)
 
 
 @needs_node

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.documents import ROOT
+from support.node import needs_node, run_node
 
 from penstock.media.audio_files import pcm_bytes, wav_header
 from penstock.serve.playground.assets import assets
 
-PLAYGROUND = ROOT / "penstock" / "serve" / "playground"
 FAKE = Path(__file__).parent / "fake_page.js"
 SAMPLES = np.array([0.0, 0.5, -0.5, 1.0, 0.25], np.float32)
 WAV = list(wav_header(800, None) + pcm_bytes(SAMPLES))
@@ -81,17 +77,9 @@ console.log(JSON.stringify({{
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@needs_node
 def test_a_text_is_spoken_and_drawn(tmp_path: Path) -> None:
-    for path in [*PLAYGROUND.glob("*.js"), FAKE]:
-        shutil.copy(path, tmp_path)
-    (tmp_path / "package.json").write_text('{"type": "module"}')
-    (tmp_path / "check.js").write_text(CODE)
-    done = subprocess.run(
-        ["node", "check.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = run_node(tmp_path, CODE, FAKE)
     expected = np.frombuffer(pcm_bytes(SAMPLES), "<i2") / 32768
     for rate, samples in found["results"]:
         assert rate == 800

@@ -1,0 +1,28 @@
+"""Scripts of the playground, run by Node."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.documents import ROOT
+
+PLAYGROUND = ROOT / "penstock" / "serve" / "playground"
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+
+
+def run_node(folder: Path, code: str, *extra: Path) -> Any:
+    """Run code next to the modules of the playground and ``extra`` files; return the JSON it prints."""
+    for path in (*PLAYGROUND.glob("*.js"), *extra):
+        shutil.copy(path, folder)
+    (folder / "package.json").write_text('{"type": "module"}')
+    (folder / "check.js").write_text(code)
+    done = subprocess.run(
+        ["node", "check.js"], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
