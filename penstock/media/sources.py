@@ -229,13 +229,12 @@ def is_public(text: str) -> bool:
     """Return whether an IP address is global: not private, loopback, link-local, multicast or reserved."""
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
+        last = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
-        last = str(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        if inner is None and address in _NAT64:
-            return is_public(last)
+        inner = inner or (last if address in _NAT64 else None)
         if inner is not None:
             return is_public(str(inner))
-        if int(address) >> 32 & _ISATAP_MASK == _ISATAP and not is_public(last):
+        if int(address) >> 32 & _ISATAP_MASK == _ISATAP and not is_public(str(last)):
             return False
     if any(address in network for network in _SPECIAL if network.version == address.version):
         return False
