@@ -285,7 +285,7 @@ def test_mxfp4_experts_equal_their_float_values(gpt_oss: Path, tmp_path: Path) -
 
 
 def test_mxfp4_experts_stay_in_blocks(gpt_oss: Path, tmp_path: Path) -> None:
-    """Gate and up rows alternate in the checkpoint; they are sorted, and no number changes."""
+    """Gate and up rows alternate in the checkpoint. Loading separates them and changes no number."""
     packed, plain = as_mxfp4(gpt_oss, tmp_path, dtype=...)  # OpenAI's configuration files have no ``dtype``
     pipeline = open_pipeline(packed, quantization_encoding=None, kv_cache_block_size=16)
     model: Any = pipeline.model

@@ -57,7 +57,7 @@ def config_of(variant: str) -> dict[str, Any]:
 
 
 def prompt_of(num_images: int, rows: int = 16) -> list[int]:
-    """Text, images next to each other and apart, text."""
+    """A prompt with adjacent and separate images between texts."""
     tokens = random_tokens(9, 129, seed=1)
     for index in range(num_images):
         tokens += [IMAGE] * rows + random_tokens(3 + index, 129, seed=2 + index)

@@ -71,7 +71,7 @@ def test_mistakes(tmp_path: Path) -> None:
     ],
 )
 def test_a_killed_batch_continues(tmp_path: Path, number: int, count: int, parts: tuple[float, ...]) -> None:
-    """Each request has one result, although the process ends when a part of them is done."""
+    """Each request has one result, although the process is killed when a part of the requests is done."""
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write(given, count, max_tokens=4)
     command = [sys.executable, "-m", "penstock", "batch", "run", str(given), "-o", str(output)]

@@ -49,7 +49,7 @@ def test_programs_on_a_matrix_of_shapes() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_models() -> None:
-    """The tests of models that run on a GPU, here on the interpreted programs."""
+    """Run the GPU tests of models on the interpreted programs."""
     chosen = "llama and best and (mixed_batch or chunks0)"
     assert " passed" in run_interpreted(
         "tests/architectures/test_parity.py", "--timeout=1800", "-m", "gpu", "-k", chosen, timeout=7000
