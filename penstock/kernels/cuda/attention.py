@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.kernels.cuda.launch import divide_up, has_rows, launch, num_processors, power_of_two
 from penstock.kernels.cuda.programs import attention as programs
 from penstock.kernels.cuda.programs.encoder_attention import attend_ragged
+from penstock.kernels.cuda.programs.splits import merge_splits
 from penstock.kernels.inputs import LayerKV, SequenceBlocks
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.spans import ImageSpans
@@ -15,6 +16,9 @@ from penstock.kernels.spans import ImageSpans
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SPLIT = 512
 """Number of keys per split. It is fixed because the order of additions depends on it."""
+_MAX_SPLITS = 64
+_PROGRAMS = 2
+"""Number of programs per multiprocessor that splits aim at."""
 _SMALL_TILE, _LARGE_TILE = 16, 64
 _RAGGED_ROWS = 32
 _NARROW = 128
@@ -59,12 +63,13 @@ class CudaAttention(ReferenceOps):
         out = torch.empty((num_rows, heads, dim), dtype=q.dtype, device=q.device)
         grid = (num_rows // rows + num_sequences, cache.shape[2])
         max_keys = kv.block_tables.shape[1] * cache.shape[3]
-        is_split = max_keys > _SPLIT and 4 * grid[0] * grid[1] < 3 * num_processors(q.device)
+        constants = _tile_constants(tile, group, dim, is_wide)
+        split, splits = self._splits(max_keys, constants["KEYS"], grid[0] * grid[1], q.device)
         none, no_spans = cache if scales is None else scales, row_offsets if spans is None else spans.bounds
         sizes = {
-            **_tile_constants(tile, group, dim, is_wide),
+            **constants,
             "BLOCK": cache.shape[3],
-            "SPLIT": _SPLIT if is_split or self.is_deterministic else 0,
+            "SPLIT": split,
             "HAS_WINDOW": kv.window is not None,
             "IS_CHUNKED": kv.is_chunked,
             "HAS_SPANS": spans is not None,
@@ -78,29 +83,50 @@ class CudaAttention(ReferenceOps):
         sources = (q, cache[0], cache[1], none[0], none[1], kv.block_tables, row_offsets, lengths, no_spans)
         strides = (*kv_strides, *scale_strides, kv.block_tables.stride(0))
         no_sinks = lengths if sinks is None else sinks
-        if not is_split:
+        if splits == 1:
             launch(
                 programs.attend, grid, out, *sources, no_sinks, num_sequences, window, scale, cap,
-                *q_strides, *out.stride()[:2], *strides, HAS_SINKS=sinks is not None, **sizes,
+                *q_strides, *out.stride()[:2], *strides, HAS_SINKS=sinks is not None, is_dependent=True,
+                **sizes,
             )  # fmt: skip
             return out
-        splits = divide_up(max_keys, _SPLIT)
         width = sizes["WIDTH"]
         sums = torch.empty((splits, num_rows, heads, width), dtype=torch.float32, device=q.device)
         tops = torch.empty((2, splits, num_rows, heads), dtype=torch.float32, device=q.device)
         launch(
             programs.attend_split, (*grid, splits), sums, tops[0], tops[1], *sources, num_sequences,
-            num_rows, heads, window, scale, cap, *q_strides, *strides, **sizes,
+            num_rows, heads, window, scale, cap, *q_strides, *strides, is_dependent=True, **sizes,
         )  # fmt: skip
-        num_heads = min(power_of_two(heads), 4)
+        num_heads = min(power_of_two(heads), 4) if split else 1
         launch(
-            programs.merge_splits, (num_rows, divide_up(heads, num_heads)), out, sums, tops[0], tops[1],
+            merge_splits, (num_rows, divide_up(heads, num_heads)), out, sums, tops[0], tops[1],
             row_offsets, lengths, no_spans, no_sinks, num_sequences, num_rows, heads, window,
-            *out.stride()[:2], DIM=dim, WIDTH=width, HEADS=num_heads, SPLIT=_SPLIT,
-            HAS_WINDOW=sizes["HAS_WINDOW"], IS_CHUNKED=kv.is_chunked, HAS_SPANS=sizes["HAS_SPANS"],
-            HAS_SINKS=sinks is not None,
+            *out.stride()[:2], DIM=dim, WIDTH=width, HEADS=num_heads,
+            KEYS=constants["KEYS"], SPLITS=splits, SPLIT=split, HAS_WINDOW=sizes["HAS_WINDOW"],
+            IS_CHUNKED=kv.is_chunked, HAS_SPANS=sizes["HAS_SPANS"], HAS_SINKS=sinks is not None,
+            is_dependent=True,
         )  # fmt: skip
         return out
+
+    def _splits(self, max_keys: int, keys: int, num_tiles: int, device: torch.device) -> tuple[int, int]:
+        """Return the number of keys per split, and the number of splits.
+
+        Splits have a fixed size in deterministic mode. Otherwise a few tiles are cut into as many splits as
+        fill the device, and 0 says that the program divides the actual keys.
+
+        Args:
+            max_keys: the largest number of keys of a sequence.
+            keys: the keys that a program reads at once.
+            num_tiles: the number of programs without splits.
+            device: the device.
+        """
+        has_few = 4 * num_tiles < 3 * num_processors(device)
+        if self.is_deterministic:
+            return _SPLIT, divide_up(max_keys, _SPLIT) if has_few else 1
+        if not has_few or max_keys <= keys:
+            return 0, 1
+        wanted = power_of_two(divide_up(_PROGRAMS * num_processors(device), num_tiles))
+        return 0, min(wanted, _MAX_SPLITS, power_of_two(divide_up(max_keys, keys)))
 
     def _tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
         """Return the number of query heads of a tile; independent of the batch in deterministic mode."""

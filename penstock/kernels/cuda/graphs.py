@@ -39,9 +39,16 @@ class CudaGraph(Graph):
         return "a CUDA graph"
 
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for own, given in zip(self._inputs, inputs, strict=True):
-            target = own[:, : given.shape[1]] if given.dim() == 2 else own
-            target.copy_(given, non_blocking=True)
+            if given.dim() == 2:
+                own[:, : given.shape[1]].copy_(given, non_blocking=True)
+            else:  # one launch copies all tensors of a type
+                targets, sources = together.setdefault(own.dtype, ([], []))
+                targets.append(own)
+                sources.append(given)
+        for targets, sources in together.values():
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         self._graph.replay()
         return tuple(result.clone() for result in self._results)
 

@@ -24,7 +24,12 @@ class Program(Protocol):
 
 
 def launch(
-    program: Program, grid: tuple[int, ...], first: Tensor, *arguments: object, **options: object
+    program: Program,
+    grid: tuple[int, ...],
+    first: Tensor,
+    *arguments: object,
+    is_dependent: bool = False,
+    **options: object,
 ) -> None:
     """Run a program on the device of its first argument, which is a tensor.
 
@@ -36,12 +41,19 @@ def launch(
         grid: the grid dimensions; nothing runs if one is 0.
         first: its first argument.
         arguments: its other arguments.
+        is_dependent: whether the program has the constant ``PDL`` and may be launched while the kernel before
+            it still runs (programmatic dependent launch, compute capability 9.0). With ``PDL`` it must call
+            `programs.dependent_launch.wait` before it reads a result of another kernel or writes to memory.
         options: its constant arguments, ``num_warps`` and ``num_stages``.
     """
     if 0 in grid:
         return
     device = first.device
     options.setdefault("enable_fp_fusion", False)
+    if is_dependent:
+        options["PDL"] = has_dependent_launch(device)
+        if options["PDL"]:
+            options["launch_pdl"] = True
     if device.type == "cuda" and device.index == torch.cuda.current_device():
         program[grid](first, *arguments, **options)
         return
@@ -55,6 +67,12 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Return whether a kernel can be launched on the device before the previous kernel has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def power_of_two(number: int, at_least: int = 1) -> int:

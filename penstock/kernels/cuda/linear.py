@@ -10,7 +10,13 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention import FLOATS
 from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
-from penstock.kernels.cuda.products import Groups, WeightTables, multiply_encoded, multiply_floats
+from penstock.kernels.cuda.products import (
+    Groups,
+    WeightTables,
+    multiply_encoded,
+    multiply_floats,
+    multiply_row,
+)
 from penstock.kernels.cuda.programs.products import multiply_floats as floats_program
 from penstock.kernels.cuda.rows import CudaRows
 from penstock.kernels.encodings import encoding_named
@@ -58,7 +64,10 @@ class CudaLinear(CudaRows):
         """Return the product without adapters."""
         kind = encoding_named(packed.encoding)
         if kind.is_float and not self.is_deterministic:
-            weight, bias = packed.tensors["weight"].to(x.dtype), packed.bias
+            weight, bias = packed.tensors["weight"], packed.bias
+            if len(x) == 1 and x.dim() == 2 and x.dtype in FLOATS and has_rows(x) and weight.is_contiguous():
+                return multiply_row(x, packed)
+            weight = weight.to(x.dtype)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
         if x.dtype not in FLOATS or not has_rows(x):
             return super().linear(x, packed)

@@ -21,6 +21,8 @@ from penstock.kernels.quantized import INPUTS_PER_EXTRA, MAX_EXTRAS
 _INPUTS = 64
 """Number of inputs per tile. It is fixed because the order of additions depends on it."""
 _FIXED_ROWS = 64
+_ROW_WEIGHTS, _ROW_INPUTS = 8192, 4096
+"""Number of weights, and of inputs, that a program of `multiply_row` reads at once."""
 _MAX_INPUTS = 1 << 15
 """Maximum length of a row that one program quantises."""
 _BYTE_SHIFT = 128
@@ -112,6 +114,23 @@ def multiply_floats(
         row_stride(out), *weight.stride(), 0, scales.stride(0), M=rows, N=64, INPUTS=inputs,
         GROUPS=groups is not None, POINTERS=groups is not None, GATHERS=groups is not None, SCATTERS=False,
         ADDS=False, LIMITS="", HAS_BIAS=packed.bias is not None, IS_E4M3=is_e4m3, WIDE=is_wide,
+    )  # fmt: skip
+    return out
+
+
+def multiply_row(x: Tensor, packed: PackedLinear) -> Tensor:
+    """Return the product ``[1, out]`` of a single row ``[1, in]`` with a weight of floats.
+
+    The product reads each weight once and is bound by the memory bandwidth.
+    """
+    weight, bias = packed.tensors["weight"], packed.bias
+    outputs, inputs = packed.out_features, packed.in_features
+    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    columns = min(power_of_two(inputs, 16), _ROW_INPUTS)
+    tile = max(_ROW_WEIGHTS // columns, 1)
+    launch(
+        programs.multiply_row, (divide_up(outputs, tile),), out, x, weight, weight if bias is None else bias,
+        outputs, inputs, N=tile, INPUTS=columns, HAS_BIAS=bias is not None, is_dependent=True,
     )  # fmt: skip
     return out
 

@@ -82,7 +82,8 @@ class CudaRows(CudaAttention):
         launch(
             programs.rotate, (len(q), q.shape[1] + k.shape[1]), *outs, q, k, cos, sin, *q.stride()[:2],
             *k.stride()[:2], q.shape[1], k.shape[1], half, dim, HALF=power_of_two(half),
-            REST=power_of_two(rest) if rest else 0, IS_INTERLEAVED=is_interleaved, num_warps=1,
+            REST=power_of_two(rest) if rest else 0, IS_INTERLEAVED=is_interleaved,
+            is_dependent=True, num_warps=1,
         )  # fmt: skip
         return outs[0], outs[1]
 
@@ -98,7 +99,7 @@ class CudaRows(CudaAttention):
             programs.store_keys_values, (len(k), k.shape[1], 2), cache, cache if scales is None else scales,
             k, v, kv.slots, *k.stride()[:2], *v.stride()[:2], *cache.stride()[:4], *scale_strides, k.shape[2],
             BLOCK=cache.shape[3], WIDTH=power_of_two(k.shape[2]), LARGEST=largest,
-            HAS_FIXED_SCALES=kv.has_fixed_scales, IS_E4M3=is_e4m3, num_warps=1,
+            HAS_FIXED_SCALES=kv.has_fixed_scales, IS_E4M3=is_e4m3, is_dependent=True, num_warps=1,
         )  # fmt: skip
 
     def route(
@@ -153,7 +154,7 @@ def _norm(
         weight if bias is None else bias, inner, x.stride(0), inner_stride,
         0 if residual is None else residual.stride(0), width, eps, WIDTH=size, ADDS=residual is not None,
         IS_CENTRED=bias is not None,
-        WEIGHT_IS_WIDER=torch.promote_types(x.dtype, weight.dtype) != x.dtype,
+        WEIGHT_IS_WIDER=torch.promote_types(x.dtype, weight.dtype) != x.dtype, is_dependent=True,
         num_warps=max(1, min(size // 512, 16)),
     )  # fmt: skip
     return out, total
@@ -164,5 +165,5 @@ def _apply(program: Program, x: Tensor, width: int, *numbers: float, KIND: str) 
     out = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
     columns = min(_COLUMNS, power_of_two(width))
     grid = (len(x), divide_up(width, columns))
-    launch(program, grid, out, x, width, row_stride(x), *numbers, WIDTH=columns, KIND=KIND)
+    launch(program, grid, out, x, width, row_stride(x), *numbers, is_dependent=True, WIDTH=columns, KIND=KIND)
     return out

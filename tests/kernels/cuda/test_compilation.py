@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 MODULES = ("attention", "rows", "products", "linear", "ops")
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 CAPABILITY = int(os.environ.get("COMPUTE_CAPABILITY", "90"))
 
 
@@ -40,6 +40,8 @@ def compile_launch(program: Any, grid: tuple[int, ...], *arguments: Any, **optio
     from triton.compiler import ASTSource
     from triton.runtime.jit import mangle_type
 
+    if options.pop("is_dependent", False):
+        options |= {"PDL": CAPABILITY >= 90, "launch_pdl": CAPABILITY >= 90}
     own = {name: options[name] for name in OPTIONS if name in options} | {"enable_fp_fusion": False}
     constants = {name: value for name, value in options.items() if name not in OPTIONS}
     signature = {}

@@ -5,9 +5,10 @@ keys begin at multiples of KEYS from the start of the sequence. A key that a row
 the row's maximum nor its sums. The bits of a row therefore depend neither on the other rows of its tile nor
 on the chunks of a prompt.
 
-Keys may be cut into splits of SPLIT keys, at multiples of SPLIT. `attend` computes the splits of a tile one
-after the other, `attend_split` computes each in a separate program, and `merge_splits` adds them up. Both
-ways use `_merge`, so that their bits are equal.
+Keys may be cut into splits. `attend` computes the splits of a tile one after the other, `attend_split`
+computes each in a separate program, and `splits.merge_splits` adds them up. Splits of SPLIT keys, at
+multiples of SPLIT, have the same bits in both ways. With a SPLIT of 0, `attend_split` divides the keys of a
+sequence evenly among its programs.
 """
 
 from __future__ import annotations
@@ -15,17 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.cuda.programs.dependent_launch import start_and_wait
 from penstock.kernels.cuda.programs.floats8 import e4m3_values
+from penstock.kernels.cuda.programs.splits import finish, first_key, merge, range_of_splits
 from penstock.kernels.cuda.programs.tiles import group_of_tile, tanh
-
-
-@triton.jit
-def _first_key(positions, window, IS_CHUNKED: tl.constexpr):
-    """Return the first key that a query at each position sees."""
-    if IS_CHUNKED:
-        return positions // window * window
-    else:
-        return tl.maximum(positions - window + 1, 0)
 
 
 @triton.jit
@@ -62,7 +56,7 @@ def _tile(
         last = tl.maximum(last, tl.load(spans + rows * 2 + 1, mask=is_row, other=0))
     first = positions * 0
     if HAS_WINDOW:
-        first = _first_key(positions, window, IS_CHUNKED)
+        first = first_key(positions, window, IS_CHUNKED)
     dims = tl.arange(0, WIDTH)
     offsets = rows.to(tl.int64)[:, None] * q_row_stride + heads[:, None] * q_head_stride + dims[None, :]
     queries = tl.load(q + offsets, mask=is_row[:, None] & (dims < DIM)[None, :], other=0.0)
@@ -147,33 +141,6 @@ def _attend_keys(
 
 
 @triton.jit
-def _merge(top, total, out, other_top, other_total, other_out):
-    """Merge the sums of two splits; the second split has the later keys.
-
-    Written with `fma`, so that the compiler rounds it equally in all programs.
-    """
-    new_top = tl.maximum(top, other_top)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    factor = tl.exp(top - base)
-    other_factor = tl.exp(other_top - base)
-    total = tl.fma(other_total, other_factor, total * factor)
-    factor = tl.broadcast_to(tl.expand_dims(factor, 1), out.shape)
-    other_factor = tl.broadcast_to(tl.expand_dims(other_factor, 1), out.shape)
-    return new_top, total, tl.fma(other_out, other_factor, out * factor)
-
-
-@triton.jit
-def _finish(top, total, out, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
-    """Return the attention: the weighted values divided by the sum of exponentials, sinks included."""
-    if HAS_SINKS:
-        sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
-        new_top = tl.maximum(top, sink)
-        total = total * tl.exp(top - new_top) + tl.exp(sink - new_top)
-        out = out * tl.exp(top - new_top)[:, None]
-    return out / total[:, None]
-
-
-@triton.jit
 def attend(
     out,
     q,
@@ -217,8 +184,10 @@ def attend(
     IS_SCALED: tl.constexpr,
     IS_E4M3: tl.constexpr,
     WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Attention of one tile. Grid: tiles, kv heads. SPLIT 0 takes all keys as one split."""
+    start_and_wait(PDL)
     sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
         ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE,
@@ -247,8 +216,8 @@ def attend(
                 block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
                 M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
             )  # fmt: skip
-            top, total, sums = _merge(top, total, sums, other_top, other_total, other_sums)
-    result = _finish(top, total, sums, sinks, heads, is_row, HAS_SINKS)
+            top, total, sums = merge(top, total, sums, other_top, other_total, other_sums)
+    result = finish(top, total, sums, sinks, heads, is_row, HAS_SINKS)
     dims = tl.arange(0, WIDTH)
     offsets = rows.to(tl.int64)[:, None] * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
     mask = is_row[:, None] & (dims < DIM)[None, :]
@@ -299,19 +268,24 @@ def attend_split(
     IS_SCALED: tl.constexpr,
     IS_E4M3: tl.constexpr,
     WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One split of one tile, before the division. Grid: tiles, kv heads, splits.
 
     ``partial_out [splits, T, H, WIDTH]``, ``partial_top`` and ``partial_total [splits, T, H]`` are float32.
     Splits that no row of the tile sees are not written.
     """
+    start_and_wait(PDL)
     sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
         ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE,
     )  # fmt: skip
     split = tl.program_id(2)
-    begin = tl.maximum(split * SPLIT, low // KEYS * KEYS)
-    end = tl.minimum(split * SPLIT + SPLIT, high)
+    base, size = range_of_splits(
+        sequence, row_offsets, lengths, window, tl.num_programs(2), KEYS, SPLIT, HAS_WINDOW, IS_CHUNKED
+    )
+    begin = tl.maximum(base + split * size, low // KEYS * KEYS)
+    end = tl.minimum(base + (split + 1) * size, high)
     if begin < end:
         top, total, sums = _attend_keys(
             queries, first, last, low, high, begin, end,
@@ -327,64 +301,3 @@ def attend_split(
         tl.store(partial_total + offsets, total, mask=is_row)
         dims = tl.arange(0, WIDTH)
         tl.store(partial_out + offsets[:, None] * WIDTH + dims[None, :], sums, mask=is_row[:, None])
-
-
-@triton.jit
-def merge_splits(
-    out,
-    partial_out,
-    partial_top,
-    partial_total,
-    row_offsets,
-    lengths,
-    spans,
-    sinks,
-    num_sequences,
-    num_rows,
-    num_heads,
-    window,
-    out_row_stride,
-    out_head_stride,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    HAS_SPANS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """Add up the splits of one row, in order. Grid: rows, groups of HEADS heads."""
-    row = tl.program_id(0)
-    low_sequence = row * 0
-    high_sequence = low_sequence + num_sequences - 1
-    while low_sequence < high_sequence:
-        middle = (low_sequence + high_sequence + 1) // 2
-        is_later = tl.load(row_offsets + middle) <= row
-        low_sequence = tl.where(is_later, middle, low_sequence)
-        high_sequence = tl.where(is_later, high_sequence, middle - 1)
-    position = tl.load(lengths + low_sequence) - (tl.load(row_offsets + low_sequence + 1) - row)
-    last = position + 1
-    if HAS_SPANS:
-        last = tl.maximum(last, tl.load(spans + row * 2 + 1))
-    first = position * 0
-    if HAS_WINDOW:
-        first = _first_key(position, window, IS_CHUNKED)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    is_head = heads < num_heads
-    dims = tl.arange(0, WIDTH)
-    top = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    sums = tl.zeros([HEADS, WIDTH], tl.float32)
-    for split in range(first // SPLIT, (last + SPLIT - 1) // SPLIT):
-        offsets = ((row.to(tl.int64) * 0 + split) * num_rows + row) * num_heads + heads
-        other_top = tl.load(partial_top + offsets, mask=is_head, other=float("-inf"))
-        other_total = tl.load(partial_total + offsets, mask=is_head, other=0.0)
-        other_sums = tl.load(
-            partial_out + offsets[:, None] * WIDTH + dims[None, :], mask=is_head[:, None], other=0.0
-        )
-        top, total, sums = _merge(top, total, sums, other_top, other_total, other_sums)
-    result = _finish(top, total, sums, sinks, heads, is_head, HAS_SINKS)
-    offsets = row.to(tl.int64) * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
-    mask = is_head[:, None] & (dims < DIM)[None, :]
-    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)

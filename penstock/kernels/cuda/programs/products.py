@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.cuda.programs.dependent_launch import start, wait
 from penstock.kernels.cuda.programs.floats8 import e4m3_values
 from penstock.kernels.cuda.programs.tiles import group_of_tile
 
@@ -128,6 +129,45 @@ def multiply_floats(
     if ADDS:
         total += tl.load(out + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + offsets, total.to(dtype), mask=mask)
+
+
+@triton.jit
+def multiply_row(
+    out,
+    x,
+    weight,
+    bias,
+    out_features,
+    in_features,
+    N: tl.constexpr,
+    INPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """N outputs of the product of one row with a weight ``[out, in]``. Grid: tiles of outputs.
+
+    The first INPUTS columns of the weight are read before the previous kernel has ended, because they do not
+    depend on it.
+    """
+    start(PDL)
+    outputs = tl.program_id(0) * N + tl.arange(0, N)
+    is_output = outputs < out_features
+    inputs = tl.arange(0, INPUTS)
+    rows = weight + outputs.to(tl.int64)[:, None] * in_features
+    mask = is_output[:, None] & (inputs < in_features)[None, :]
+    numbers = tl.load(rows + inputs[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    wait(PDL)
+    values = tl.load(x + inputs, mask=inputs < in_features, other=0.0).to(tl.float32)
+    total = tl.sum(numbers.to(tl.float32) * values[None, :], 1)
+    for begin in range(INPUTS, in_features, INPUTS):
+        columns = begin + inputs
+        mask = is_output[:, None] & (columns < in_features)[None, :]
+        numbers = tl.load(rows + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        values = tl.load(x + columns, mask=columns < in_features, other=0.0).to(tl.float32)
+        total += tl.sum(numbers.to(tl.float32) * values[None, :], 1)
+    if HAS_BIAS:
+        total += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + outputs, total.to(out.dtype.element_ty), mask=is_output)
 
 
 @triton.jit

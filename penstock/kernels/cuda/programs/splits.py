@@ -1,0 +1,161 @@
+"""Splits of the keys of a sequence: their ranges, and the sum of their attention."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.cuda.programs.dependent_launch import start_and_wait
+
+
+@triton.jit
+def first_key(positions, window, IS_CHUNKED: tl.constexpr):
+    """Return the first key that a query at each position sees."""
+    if IS_CHUNKED:
+        return positions // window * window
+    else:
+        return tl.maximum(positions - window + 1, 0)
+
+
+@triton.jit
+def range_of_splits(
+    sequence,
+    row_offsets,
+    lengths,
+    window,
+    num_splits,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+):
+    """Return the first key of the splits of a sequence, and the number of keys of a split.
+
+    With a SPLIT of 0 the keys that the rows of the sequence see are divided evenly, in tiles of KEYS.
+    """
+    base = sequence * 0
+    size = base + SPLIT
+    if SPLIT == 0:
+        length = tl.load(lengths + sequence)
+        if HAS_WINDOW:
+            num_rows = tl.load(row_offsets + sequence + 1) - tl.load(row_offsets + sequence)
+            base = first_key(length - num_rows, window, IS_CHUNKED) // KEYS * KEYS
+        num_tiles = (length - base + KEYS - 1) // KEYS
+        size = (num_tiles + num_splits - 1) // num_splits * KEYS
+    return base, size
+
+
+@triton.jit
+def merge(top, total, out, other_top, other_total, other_out):
+    """Merge the sums of two splits; the second split has the later keys.
+
+    Written with `fma`, so that the compiler rounds it equally in all programs.
+    """
+    new_top = tl.maximum(top, other_top)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    factor = tl.exp(top - base)
+    other_factor = tl.exp(other_top - base)
+    total = tl.fma(other_total, other_factor, total * factor)
+    factor = tl.broadcast_to(tl.expand_dims(factor, 1), out.shape)
+    other_factor = tl.broadcast_to(tl.expand_dims(other_factor, 1), out.shape)
+    return new_top, total, tl.fma(other_out, other_factor, out * factor)
+
+
+@triton.jit
+def finish(top, total, out, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
+    """Return the attention: the weighted values divided by the sum of exponentials, sinks included."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
+        new_top = tl.maximum(top, sink)
+        total = total * tl.exp(top - new_top) + tl.exp(sink - new_top)
+        out = out * tl.exp(top - new_top)[:, None]
+    return out / total[:, None]
+
+
+@triton.jit
+def merge_splits(
+    out,
+    partial_out,
+    partial_top,
+    partial_total,
+    row_offsets,
+    lengths,
+    spans,
+    sinks,
+    num_sequences,
+    num_rows,
+    num_heads,
+    window,
+    out_row_stride,
+    out_head_stride,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add up the splits of one row. Grid: rows, groups of HEADS heads.
+
+    Splits of SPLIT keys are added in order, as `attend` adds them. With a SPLIT of 0 there are at most SPLITS
+    splits and HEADS is 1.
+    """
+    start_and_wait(PDL)
+    row = tl.program_id(0)
+    low_sequence = row * 0
+    high_sequence = low_sequence + num_sequences - 1
+    while low_sequence < high_sequence:
+        middle = (low_sequence + high_sequence + 1) // 2
+        is_later = tl.load(row_offsets + middle) <= row
+        low_sequence = tl.where(is_later, middle, low_sequence)
+        high_sequence = tl.where(is_later, high_sequence, middle - 1)
+    position = tl.load(lengths + low_sequence) - (tl.load(row_offsets + low_sequence + 1) - row)
+    last = position + 1
+    if HAS_SPANS:
+        last = tl.maximum(last, tl.load(spans + row * 2 + 1))
+    first = position * 0
+    if HAS_WINDOW:
+        first = first_key(position, window, IS_CHUNKED)
+    base, size = range_of_splits(
+        low_sequence, row_offsets, lengths, window, SPLITS, KEYS, SPLIT, HAS_WINDOW, IS_CHUNKED
+    )
+    begin = (first - base) // size
+    end = (last - base + size - 1) // size
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_head = heads < num_heads
+    dims = tl.arange(0, WIDTH)
+    if SPLIT == 0:
+        splits = tl.arange(0, SPLITS)
+        is_split = (splits >= begin) & (splits < end)
+        offsets = (splits.to(tl.int64) * num_rows + row) * num_heads + tl.program_id(1)
+        tops = tl.load(partial_top + offsets, mask=is_split, other=float("-inf"))
+        largest = tl.max(tops, 0)
+        factors = tl.exp(tops - tl.where(largest == float("-inf"), 0.0, largest))
+        totals = tl.load(partial_total + offsets, mask=is_split, other=0.0)
+        partials = tl.load(
+            partial_out + offsets[:, None] * WIDTH + dims[None, :], mask=is_split[:, None], other=0.0
+        )
+        top = largest + tl.zeros([HEADS], tl.float32)
+        total = tl.sum(totals * factors, 0) + tl.zeros([HEADS], tl.float32)
+        sums = tl.sum(partials * factors[:, None], 0)[None, :] + tl.zeros([HEADS, WIDTH], tl.float32)
+    else:
+        top = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        sums = tl.zeros([HEADS, WIDTH], tl.float32)
+        for split in range(begin, end):
+            offsets = ((row.to(tl.int64) * 0 + split) * num_rows + row) * num_heads + heads
+            other_top = tl.load(partial_top + offsets, mask=is_head, other=float("-inf"))
+            other_total = tl.load(partial_total + offsets, mask=is_head, other=0.0)
+            other_sums = tl.load(
+                partial_out + offsets[:, None] * WIDTH + dims[None, :], mask=is_head[:, None], other=0.0
+            )
+            top, total, sums = merge(top, total, sums, other_top, other_total, other_sums)
+    result = finish(top, total, sums, sinks, heads, is_head, HAS_SINKS)
+    offsets = row.to(tl.int64) * out_row_stride + heads[:, None] * out_head_stride + dims[None, :]
+    mask = is_head[:, None] & (dims < DIM)[None, :]
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
