@@ -111,6 +111,17 @@ def test_routes(ops: CudaOps) -> None:
     assert ops.route(torch.zeros(1, 9), 3, "chosen")[1].tolist() == [[0, 1, 2]]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(37, 3), (64, 1024), (5, 4097), (3, 9000)])
+def test_a_single_row_times_a_weight_of_floats(
+    ops: CudaOps, dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    weight, x = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(1, 2 * inputs).to(dtype)
+    for bias in (None, torch.randn(outputs)):
+        packed = ops.pack_linear(weight, "float32" if dtype == torch.float32 else "bfloat16", bias=bias)
+        agree(ops.linear(x[:, :inputs], packed), REFERENCE.linear(x[:, :inputs], packed))
+
+
 # ---- attention ----
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.dependent_launch import start_and_wait
+from penstock.kernels.cuda.programs.dependent_launch import launch_next_and_wait
 from penstock.kernels.cuda.programs.floats8 import e4m3_values
 from penstock.kernels.cuda.programs.splits import finish, first_key, merge, range_of_splits
 from penstock.kernels.cuda.programs.tiles import group_of_tile, tanh
@@ -187,7 +187,7 @@ def attend(
     PDL: tl.constexpr,
 ):
     """Attention of one tile. Grid: tiles, kv heads. SPLIT 0 takes all keys as one split."""
-    start_and_wait(PDL)
+    launch_next_and_wait(PDL)
     sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
         ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE,
@@ -275,7 +275,7 @@ def attend_split(
     ``partial_out [splits, T, H, WIDTH]``, ``partial_top`` and ``partial_total [splits, T, H]`` are float32.
     Splits that no row of the tile sees are not written.
     """
-    start_and_wait(PDL)
+    launch_next_and_wait(PDL)
     sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
         ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE,

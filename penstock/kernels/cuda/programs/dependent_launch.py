@@ -1,6 +1,6 @@
 """Programmatic dependent launch: a program starts while the kernel launched before it still runs.
 
-See https://docs.nvidia.com/cuda/cuda-c-programming-guide, "Programmatic Dependent Launch and Synchronization".
+See "Programmatic Dependent Launch and Synchronization" in the CUDA programming guide.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def start(PDL: tl.constexpr):
+def launch_next(PDL: tl.constexpr):
     """Let the next kernel start. It waits for the end of this one before it reads results."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait(PDL: tl.constexpr):
+def wait_for_previous(PDL: tl.constexpr):
     """Wait until all kernels launched before have ended, and their results can be read."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
-def start_and_wait(PDL: tl.constexpr):
+def launch_next_and_wait(PDL: tl.constexpr):
     """Let the next kernel start, and wait for the kernels before."""
     if PDL:
         gdc_launch_dependents()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.dependent_launch import start, wait
+from penstock.kernels.cuda.programs.dependent_launch import launch_next, wait_for_previous
 from penstock.kernels.cuda.programs.floats8 import e4m3_values
 from penstock.kernels.cuda.programs.tiles import group_of_tile
 
@@ -149,14 +149,14 @@ def multiply_row(
     The first INPUTS columns of the weight are read before the previous kernel has ended, because they do not
     depend on it.
     """
-    start(PDL)
+    launch_next(PDL)
     outputs = tl.program_id(0) * N + tl.arange(0, N)
     is_output = outputs < out_features
     inputs = tl.arange(0, INPUTS)
     rows = weight + outputs.to(tl.int64)[:, None] * in_features
     mask = is_output[:, None] & (inputs < in_features)[None, :]
     numbers = tl.load(rows + inputs[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    wait(PDL)
+    wait_for_previous(PDL)
     values = tl.load(x + inputs, mask=inputs < in_features, other=0.0).to(tl.float32)
     total = tl.sum(numbers.to(tl.float32) * values[None, :], 1)
     for begin in range(INPUTS, in_features, INPUTS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.dependent_launch import start_and_wait
+from penstock.kernels.cuda.programs.dependent_launch import launch_next_and_wait
 from penstock.kernels.cuda.programs.floats8 import e4m3_codes
 from penstock.kernels.cuda.programs.tiles import round_half_even, tanh
 
@@ -35,7 +35,7 @@ def norm(
     Row r of ``x`` is at ``r // inner * outer_stride + r % inner * inner_stride``. IS_CENTRED selects the
     layer norm with a bias, otherwise the RMS norm.
     """
-    start_and_wait(PDL)
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     is_column = columns < width
@@ -77,7 +77,7 @@ def _activate(x, KIND: tl.constexpr):
 @triton.jit
 def activate(out, x, width, row_stride, cap, WIDTH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     """Apply a function to each number. Grid: rows, tiles of WIDTH columns."""
-    start_and_wait(PDL)
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_column = columns < width
@@ -92,7 +92,7 @@ def activate(out, x, width, row_stride, cap, WIDTH: tl.constexpr, KIND: tl.const
 @triton.jit
 def gate(out, x, width, row_stride, alpha, limit, WIDTH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     """Multiply the activated first half of a row by the second. Grid: rows, tiles of WIDTH columns."""
-    start_and_wait(PDL)
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_column = columns < width
@@ -130,7 +130,7 @@ def rotate(
     PDL: tl.constexpr,
 ):
     """Rotate one head of one row, or copy what is not rotated. Grid: rows, query heads + kv heads."""
-    start_and_wait(PDL)
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     is_query = head < q_heads
@@ -194,7 +194,7 @@ def store_keys_values(
     LARGEST is the largest number of a quantized cache, 0.0 for floats without a scale. With IS_E4M3 the
     cache is bytes.
     """
-    start_and_wait(PDL)
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     side = tl.program_id(2)
