@@ -24,7 +24,8 @@ _PAIR = 64
 
 def fits_nibbles(encoding: LinearEncoding) -> bool:
     """Return whether the weights of an encoding can be stored in nibbles."""
-    return encoding.numbers == "integer" and encoding.bits <= 4
+    has_codes = encoding.numbers == "integer" or encoding.block_kind is not None
+    return has_codes and encoding.bits <= 4
 
 
 def signed_offset(encoding: LinearEncoding) -> int:

@@ -10,15 +10,10 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention import FLOATS
 from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
-from penstock.kernels.cuda.products import (
-    Groups,
-    WeightTables,
-    multiply_encoded,
-    multiply_floats,
-    multiply_row,
-)
+from penstock.kernels.cuda.products import multiply_encoded, multiply_floats, multiply_row
 from penstock.kernels.cuda.programs.products import multiply_floats as floats_program
 from penstock.kernels.cuda.rows import CudaRows
+from penstock.kernels.cuda.weight_tables import Groups, WeightTables
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import LinearSlice, PackedLinear, layer_of, pack_linear, pack_quantized
@@ -78,7 +73,7 @@ class CudaLinear(CudaRows):
             x = x.index_select(1, packed.order)
         if kind.is_float:
             return multiply_floats(x, weights, None, is_deterministic=True)
-        return multiply_encoded(x, weights, None)
+        return multiply_encoded(x, weights, None, is_deterministic=self.is_deterministic)
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
         """Add the product of each row's adapter. The rows are sorted by adapter on the device."""
@@ -128,9 +123,9 @@ def _multiply_adapters(
     grid = (len(x) // tile + groups.count, divide_up(outputs, columns))
     limits = "" if ranks is None else ("out" if gathers else "in")
     launch(
-        floats_program, grid, out, x, matrices, matrices, matrices, matrices, matrices, matrices, groups.rows,
+        floats_program, grid, out, x, matrices, matrices, matrices, matrices, groups.rows,
         groups.starts, groups.starts if ranks is None else ranks, len(x), groups.count, outputs, inputs,
-        row_stride(x), row_stride(out), *matrices.stride()[1:], matrices.stride(0), 0, M=tile, N=columns,
+        row_stride(x), row_stride(out), *matrices.stride()[1:], matrices.stride(0), M=tile, N=columns,
         INPUTS=max(16, min(power_of_two(inputs), 64)), GROUPS=True, POINTERS=False, GATHERS=gathers,
-        SCATTERS=not gathers, ADDS=not gathers, LIMITS=limits, HAS_BIAS=False, IS_E4M3=False, WIDE=True,
+        SCATTERS=not gathers, ADDS=not gathers, LIMITS=limits, HAS_BIAS=False, WIDE=True,
     )  # fmt: skip

@@ -12,8 +12,9 @@ from penstock.kernels.cuda.availability import is_interpreted
 from penstock.kernels.cuda.interpreter import correct_bfloat16
 from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two
 from penstock.kernels.cuda.linear import CudaLinear
-from penstock.kernels.cuda.products import Groups, WeightTables, multiply_encoded, multiply_floats
+from penstock.kernels.cuda.products import multiply_encoded, multiply_floats
 from penstock.kernels.cuda.programs.products import combine_experts
+from penstock.kernels.cuda.weight_tables import Groups, WeightTables
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import PackedLinear
@@ -75,7 +76,7 @@ class CudaOps(CudaLinear):
     def _multiply_grouped(self, x: Tensor, weights: WeightTables, groups: Groups) -> Tensor:
         if weights.kind.is_float:
             return multiply_floats(x, weights, groups, is_deterministic=self.is_deterministic)
-        return multiply_encoded(x, weights, groups)
+        return multiply_encoded(x, weights, groups, is_deterministic=self.is_deterministic)
 
     def _weights_of(self, packed: PackedExperts) -> tuple[WeightTables, WeightTables] | None:
         """Return the weights of gates and ups, and of downs; None if no program supports them."""

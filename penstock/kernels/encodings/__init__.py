@@ -24,6 +24,7 @@ from penstock.host.discovery import modules_in
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from penstock.kernels.encodings._block_kind import BlockKind
     from penstock.kernels.panels import PanelLayout
 
 LayerRole = Literal["linear", "expert", "values", "head"]
@@ -56,8 +57,13 @@ class LinearEncoding(ABC):
     """Whether a stored integer other than 0 can represent the weight 0."""
     numbers: NumberFormat | None = None
     """The form in which a back end reads the stored weights. None: it calls `multiply`, or unpacks them."""
+    block_kind: BlockKind | None = None
+    """The parameters of its blocks, if it is an encoding of blocks."""
     activation_dtype: DType | None = None
-    """Type to which the product quantizes activations; None if it takes them as they are."""
+    """Type to which `multiply` quantizes activations; None if it takes them as they are.
+
+    A back end may take activations as they are, which is more exact.
+    """
     needs_calibration: bool = False
     """Whether `pack` can use activation statistics."""
     packs_lazily: bool = False

@@ -36,26 +36,27 @@ class BlockEncoding(LinearEncoding):
     storage_dtype = DType.uint8
     activation_dtype = DType.int8
     is_internal = True
+    block_kind: BlockKind
 
     def __init__(self, name: str, kind: BlockKind) -> None:
         self.name = name
         self.bits = kind.bits
         self.group_size = kind.scaled_inputs
         self.has_zero_points = kind.table.numbers[0] != 0 if kind.table else not kind.are_floats
-        self._kind = kind
+        self.block_kind = kind
 
     @property
     def panels(self) -> PanelLayout:
         from penstock.kernels.block_panels import BlockPanels
 
-        return BlockPanels(self._kind)
+        return BlockPanels(self.block_kind)
 
     @property
     def divisible_inputs(self) -> int:
-        return self._kind.unit
+        return self.block_kind.unit
 
     def inputs_per_number(self, key: str) -> int:
-        sizes = {"scales": self._kind.scaled_inputs, "minima": GROUP}
+        sizes = {"scales": self.block_kind.scaled_inputs, "minima": GROUP}
         return 1 if key == "weight" else sizes.get(key, SUPERBLOCK)
 
     def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
@@ -63,7 +64,7 @@ class BlockEncoding(LinearEncoding):
         return "int8" if role == "head" else self.name
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        kind = self._kind
+        kind = self.block_kind
         units = round_up(out_features, PANEL) * round_up(in_features, kind.unit) // kind.unit
         row_scales = 4 * out_features if kind.has_row_scales else 0
         return units * (kind.unit // GROUP * kind.group_bytes + kind.factor_bytes) + row_scales
@@ -72,14 +73,14 @@ class BlockEncoding(LinearEncoding):
         """Quantize each group by its smallest and largest weight; ``importance`` has no effect."""
         from penstock.kernels.blocks import quantize_blocks
 
-        return quantize_blocks(self._kind, weight)
+        return quantize_blocks(self.block_kind, weight)
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         from penstock.kernels.blocks import unpack_blocks
 
-        return unpack_blocks(self._kind, tensors)
+        return unpack_blocks(self.block_kind, tensors)
 
     def multiply(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
         from penstock.kernels.blocks import multiply_blocks
 
-        return multiply_blocks(self._kind, x, tensors, bias)
+        return multiply_blocks(self.block_kind, x, tensors, bias)

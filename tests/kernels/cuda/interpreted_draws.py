@@ -9,16 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.float_activations import FloatActivations
 from support.random_draws import examples
 from torch import Tensor
 
 from penstock.kernels import PackedExperts, SamplingInputs
 from penstock.kernels.cuda.ops import CudaOps
-from penstock.kernels.reference import ReferenceOps
 
 pytestmark = pytest.mark.random
 
-REFERENCE = ReferenceOps()
+REFERENCE = FloatActivations()
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 dtypes = st.sampled_from(list(TOLERANCE))
 seeds = st.integers(0, 2**16)

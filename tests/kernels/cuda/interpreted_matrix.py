@@ -11,16 +11,16 @@ from itertools import product
 import pytest
 import torch
 from kernels.cuda.interpreted_attention import TOLERANCE, Case, check, inputs_of
+from support.float_activations import FloatActivations
 from torch import Tensor
 
 from penstock.kernels import ENCODINGS, LayerKV, PackedExperts, SamplingInputs
 from penstock.kernels.cuda import attention
 from penstock.kernels.cuda.ops import CudaOps
-from penstock.kernels.reference import ReferenceOps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-REFERENCE = ReferenceOps()
+REFERENCE = FloatActivations()
 CACHES = ("same", "int8", "fp8", "fixed")
 DTYPES = list(TOLERANCE)
 

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 
-MODULES = ("attention", "rows", "products", "linear", "ops")
+MODULES = ("attention", "codes", "rows", "products", "linear", "ops")
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 CAPABILITY = int(os.environ.get("COMPUTE_CAPABILITY", "90"))
 
@@ -138,8 +138,10 @@ def test_sampling(ops: Any, dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_products(ops: Any, dtype: torch.dtype, encoding: str) -> None:
-    ops.require_determinism()
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_products(ops: Any, dtype: torch.dtype, encoding: str, is_deterministic: bool) -> None:
+    if is_deterministic:
+        ops.require_determinism()
     slices = [LinearSlice("a", 0, 96)]
     packed = ops.pack_linear(torch.randn(96, 256), encoding, bias=torch.zeros(96), slices=slices)
     down = ops.pack_linear(torch.randn(256, 96), encoding)

@@ -1,4 +1,4 @@
-"""Matrix products: floats, 8-bit floats in groups, and integers.
+"""Matrix products: floats, and integers with one scale per output.
 
 A product multiplies the rows of one weight, or of several (GROUPS): row p of the sorted rows belongs to the
 group g with ``starts[g] <= p < starts[g + 1]``, and is multiplied by the weight of g. ``rows[p]`` is its row
@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.cuda.programs.dependent_launch import launch_next, wait_for_previous
-from penstock.kernels.cuda.programs.floats8 import e4m3_values
 from penstock.kernels.cuda.programs.tiles import group_of_tile
 
 
 @triton.jit
-def _rows_of_tile(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.constexpr):
+def rows_of_tile(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.constexpr):
     """Return the group of this program's tile, its sorted rows, and the mask of existing rows."""
     if GROUPS:
         group, row = group_of_tile(starts, tl.program_id(0), num_groups, M)
@@ -33,7 +32,7 @@ def _rows_of_tile(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.cons
 
 
 @triton.jit
-def _weight_of(weight, weights, group, group_stride, GROUPS: tl.constexpr, POINTERS: tl.constexpr):
+def weight_of(weight, weights, group, group_stride, GROUPS: tl.constexpr, POINTERS: tl.constexpr):
     if POINTERS:
         return tl.load(weights + group).to(weight.dtype)
     elif GROUPS:
@@ -48,8 +47,6 @@ def multiply_floats(
     x,
     weight,
     weights,
-    scales,
-    scale_table,
     bias,
     biases,
     rows,
@@ -64,7 +61,6 @@ def multiply_floats(
     weight_out_stride,
     weight_in_stride,
     group_stride,
-    scale_out_stride,
     M: tl.constexpr,
     N: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -75,16 +71,14 @@ def multiply_floats(
     ADDS: tl.constexpr,
     LIMITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    IS_E4M3: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """One tile of ``x @ weight.T + bias``. Grid: tiles of rows, tiles of outputs.
 
-    With IS_E4M3 the weight is bytes, and INPUTS inputs share a scale. LIMITS: group g has only
-    ``limits[g]`` outputs ("out") or inputs ("in"). ADDS adds the product to ``out``.
+    LIMITS: group g has only ``limits[g]`` outputs ("out") or inputs ("in"). ADDS adds the product to ``out``.
     """
-    group, positions, is_row = _rows_of_tile(starts, num_rows, num_groups, M, GROUPS)
-    weight = _weight_of(weight, weights, group, group_stride, GROUPS, POINTERS)
+    group, positions, is_row = rows_of_tile(starts, num_rows, num_groups, M, GROUPS)
+    weight = weight_of(weight, weights, group, group_stride, GROUPS, POINTERS)
     sources = positions.to(tl.int64)
     targets = positions.to(tl.int64)
     if GATHERS or SCATTERS:
@@ -110,21 +104,14 @@ def multiply_floats(
         )
         at = outputs.to(tl.int64)[None, :] * weight_out_stride + inputs[:, None] * weight_in_stride
         numbers = tl.load(weight + at, mask=is_output[None, :] & is_input[:, None], other=0)
-        if IS_E4M3:
-            numbers = e4m3_values(numbers)
         if WIDE:
             values = values.to(tl.float32)
-        product = tl.dot(values, numbers.to(values.dtype), input_precision="ieee")
-        if IS_E4M3:
-            scale = _weight_of(scales, scale_table, group, 0, False, POINTERS)
-            at = outputs.to(tl.int64) * scale_out_stride + start // INPUTS
-            product = product * tl.load(scale + at, mask=is_output, other=0.0)[None, :]
-        total += product
+        total += tl.dot(values, numbers.to(values.dtype), input_precision="ieee")
     offsets = targets[:, None] * out_row_stride + outputs[None, :]
     mask = is_row[:, None] & (outputs < out_features)[None, :]
     dtype = out.dtype.element_ty
     if HAS_BIAS:
-        pointer = _weight_of(bias, biases, group, 0, False, POINTERS)
+        pointer = weight_of(bias, biases, group, 0, False, POINTERS)
         total += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     if ADDS:
         total += tl.load(out + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -171,6 +158,53 @@ def multiply_row(
 
 
 @triton.jit
+def multiply_row_of_integers(
+    out,
+    x,
+    x_scale,
+    wide,
+    weight,
+    scales,
+    bias,
+    out_features,
+    in_features,
+    N: tl.constexpr,
+    INPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """N outputs of `multiply_rows` for one row ``x [2, in]``, with the same bits. Grid: tiles of outputs."""
+    launch_next(PDL)
+    outputs = tl.program_id(0) * N + tl.arange(0, N)
+    is_output = outputs < out_features
+    inputs = tl.arange(0, INPUTS)
+    rows = weight + outputs.to(tl.int64)[:, None] * in_features
+    mask = is_output[:, None] & (inputs < in_features)[None, :]
+    numbers = tl.load(rows + inputs[None, :], mask=mask, other=0, eviction_policy="evict_first")
+    factors = tl.load(scales + outputs, mask=is_output, other=0.0)
+    wait_for_previous(PDL)
+    has_wide = tl.load(wide) > 0
+    total = tl.zeros([N], tl.int32)
+    high = tl.zeros([N], tl.int32)
+    for begin in range(0, in_features, INPUTS):
+        columns = begin + inputs
+        is_input = columns < in_features
+        if begin > 0:
+            mask = is_output[:, None] & is_input[None, :]
+            numbers = tl.load(rows + columns[None, :], mask=mask, other=0, eviction_policy="evict_first")
+        values = tl.load(x + columns, mask=is_input, other=0).to(tl.int32)
+        total += tl.sum(numbers.to(tl.int32) * values[None, :], 1)
+        if has_wide:
+            values = tl.load(x + in_features + columns, mask=is_input, other=0).to(tl.int32)
+            high += tl.sum(numbers.to(tl.int32) * values[None, :], 1)
+    exact = total.to(tl.float64) + 16.0 * high.to(tl.float64)
+    result = exact.to(tl.float32) * (tl.load(x_scale) * factors)
+    if HAS_BIAS:
+        result += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
 def multiply_rows(
     out,
     x,
@@ -200,8 +234,8 @@ def multiply_rows(
 
     ``x [2, num_sources, in]`` are the bytes of `quantize_rows`. The sums are exact.
     """
-    group, positions, is_row = _rows_of_tile(starts, num_rows, num_groups, M, GROUPS)
-    weight = _weight_of(weight, weights, group, 0, False, GROUPS)
+    group, positions, is_row = rows_of_tile(starts, num_rows, num_groups, M, GROUPS)
+    weight = weight_of(weight, weights, group, 0, False, GROUPS)
     sources = positions.to(tl.int64)
     if GATHERS:
         sources = tl.load(rows + positions, mask=is_row, other=0)
@@ -223,128 +257,15 @@ def multiply_rows(
             high += tl.dot(tl.load(x + at, mask=mask, other=0), numbers, out_dtype=tl.int32)
     # The two sums are added in float64, so that the result is rounded once.
     exact = total.to(tl.float64) + 16.0 * high.to(tl.float64)
-    scale = _weight_of(scales, scale_table, group, 0, False, GROUPS)
+    scale = weight_of(scales, scale_table, group, 0, False, GROUPS)
     factors = tl.load(x_scales + sources, mask=is_row, other=0.0)[:, None]
     factors = factors * tl.load(scale + outputs, mask=is_output, other=0.0)[None, :]
     result = exact.to(tl.float32) * factors
     if HAS_BIAS:
-        pointer = _weight_of(bias, biases, group, 0, False, GROUPS)
+        pointer = weight_of(bias, biases, group, 0, False, GROUPS)
         result += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     offsets = positions.to(tl.int64)[:, None] * out_features + outputs[None, :]
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
-
-
-@triton.jit
-def _multiply_group(
-    total,
-    x,
-    x_scales,
-    numbers,
-    scales,
-    zeros,
-    sources,
-    is_row,
-    outputs,
-    is_output,
-    group,
-    num_groups,
-    SHIFT: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-):
-    """Add the product of 32 inputs to ``total``; ``numbers [32, N]`` are bytes as stored."""
-    is_row = is_row & (sources * 0 + group < num_groups)
-    is_output = is_output & (outputs * 0 + group < num_groups)
-    inputs = group * 32 + tl.arange(0, 32)
-    at = sources[:, None] * (num_groups * 32) + inputs[None, :]
-    values = tl.load(x + at, mask=is_row[:, None], other=0)
-    integers = (numbers.to(tl.int16) - SHIFT).to(tl.int8)
-    sums = tl.dot(values, integers, out_dtype=tl.int32)
-    column = outputs.to(tl.int64) * num_groups + group
-    if HAS_ZEROS:
-        offsets = SHIFT - tl.load(zeros + column, mask=is_output, other=0).to(tl.int32)
-        sums += tl.sum(values.to(tl.int32), 1)[:, None] * offsets[None, :]
-    factors = tl.load(x_scales + sources * num_groups + group, mask=is_row, other=0.0)
-    scaled = sums.to(tl.float32) * factors[:, None]
-    of_output = tl.load(scales + column, mask=is_output, other=0.0).to(tl.float32)
-    return tl.fma(scaled, tl.broadcast_to(of_output[None, :], scaled.shape), total)
-
-
-@triton.jit
-def multiply_groups(
-    out,
-    x,
-    x_scales,
-    weight,
-    weights,
-    scales,
-    scale_table,
-    zeros,
-    zero_table,
-    row_scales,
-    row_scale_table,
-    bias,
-    biases,
-    rows,
-    starts,
-    num_rows,
-    num_weights,
-    out_features,
-    num_groups,
-    weight_bytes,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    IS_NIBBLES: tl.constexpr,
-    SHIFT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GATHERS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_ROW_SCALES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """One tile of a product of integers with a scale per 32 inputs. Grid as `multiply_floats`.
-
-    ``x [.., num_groups * 32]`` and ``x_scales [.., num_groups]`` are the results of `quantize_groups`. A row
-    of the weight has ``weight_bytes`` bytes: 32 per group, or, with IS_NIBBLES, 32 per two groups, the first
-    group in the low halves. A stored byte minus SHIFT is an int8. Zero points are stored bytes.
-    """
-    group, positions, is_row = _rows_of_tile(starts, num_rows, num_weights, M, GROUPS)
-    weight = _weight_of(weight, weights, group, 0, False, GROUPS)
-    scale = _weight_of(scales, scale_table, group, 0, False, GROUPS)
-    zero = zeros
-    if HAS_ZEROS:
-        zero = _weight_of(zeros, zero_table, group, 0, False, GROUPS)
-    sources = positions.to(tl.int64)
-    if GATHERS:
-        sources = tl.load(rows + positions, mask=is_row, other=0)
-    outputs = tl.program_id(1) * N + tl.arange(0, N)
-    is_output = outputs < out_features
-    total = tl.zeros([M, N], tl.float32)
-    for start in range(0, weight_bytes, 32):
-        columns = start + tl.arange(0, 32)
-        at = outputs.to(tl.int64)[None, :] * weight_bytes + columns[:, None]
-        stored = tl.load(weight + at, mask=is_output[None, :] & (columns < weight_bytes)[:, None], other=0)
-        if IS_NIBBLES:
-            total = _multiply_group(
-                total, x, x_scales, stored & 15, scale, zero, sources, is_row, outputs, is_output,
-                start // 16, num_groups, SHIFT, HAS_ZEROS,
-            )  # fmt: skip
-            total = _multiply_group(
-                total, x, x_scales, stored >> 4, scale, zero, sources, is_row, outputs, is_output,
-                start // 16 + 1, num_groups, SHIFT, HAS_ZEROS,
-            )  # fmt: skip
-        else:
-            total = _multiply_group(
-                total, x, x_scales, stored, scale, zero, sources, is_row, outputs, is_output,
-                start // 32, num_groups, SHIFT, HAS_ZEROS,
-            )  # fmt: skip
-    if HAS_ROW_SCALES:
-        pointer = _weight_of(row_scales, row_scale_table, group, 0, False, GROUPS)
-        total = total * tl.load(pointer + outputs, mask=is_output, other=0.0)[None, :]
-    if HAS_BIAS:
-        pointer = _weight_of(bias, biases, group, 0, False, GROUPS)
-        total += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    offsets = positions.to(tl.int64)[:, None] * out_features + outputs[None, :]
-    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.cuda.programs.dependent_launch import launch_next_and_wait
 from penstock.kernels.cuda.programs.tiles import round_half_even
 
 
@@ -19,12 +20,24 @@ def _larger_target(values, largest, target, fits, max_extras, MULTIPLE: tl.const
 
 
 @triton.jit
-def quantize_rows(out, scales, wide, x, num_rows, in_features, row_stride, max_extras, WIDTH: tl.constexpr):
+def quantize_rows(
+    out,
+    scales,
+    wide,
+    x,
+    num_rows,
+    in_features,
+    row_stride,
+    max_extras,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Quantise one row. Grid: rows.
 
     ``out [2, T, in]`` int8: an integer is ``out[0] + 16 * out[1]``. ``wide [T]`` int32 is 1 for rows with
     integers beyond -127..127; other rows have zeros in ``out[1]``.
     """
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     is_column = columns < in_features
@@ -54,24 +67,3 @@ def quantize_rows(out, scales, wide, x, num_rows, in_features, row_stride, max_e
     tl.store(out + (row * 0 + num_rows) * in_features + offsets, high.to(tl.int8), mask=is_column)
     tl.store(scales + row, scale)
     tl.store(wide + row, is_wide.to(tl.int32))
-
-
-@triton.jit
-def quantize_groups(out, scales, x, in_features, num_groups, row_stride, GROUPS: tl.constexpr):
-    """Quantise GROUPS groups of 32 inputs of one row. Grid: rows, tiles of groups."""
-    row = tl.program_id(0).to(tl.int64)
-    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    columns = groups[:, None] * 32 + tl.arange(0, 32)[None, :]
-    values = tl.load(x + row * row_stride + columns, mask=columns < in_features, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 1)
-    has_nan = tl.sum((values != values).to(tl.int32), 1) > 0
-    is_finite = (largest < float("inf")) & (has_nan == 0)
-    is_valid = is_finite & (largest >= 1e-30)
-    divisor = tl.where(is_valid, largest, 1.0)
-    values = tl.where(is_valid[:, None], values, 0.0)
-    target = tl.full([GROUPS], 127.0, tl.float32)
-    integers = round_half_even(values * tl.div_rn(target, divisor)[:, None])
-    scale = tl.where(is_valid, tl.div_rn(largest, target), tl.where(is_finite, 0.0, float("nan")))
-    is_group = groups < num_groups
-    tl.store(out + row * num_groups * 32 + columns, integers.to(tl.int8), mask=is_group[:, None])
-    tl.store(scales + row * num_groups + groups, scale, mask=is_group)

@@ -1,0 +1,170 @@
+"""Products with weights of codes (`programs.codes`): of one row, of a few rows, and of a decoded weight."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.cuda.launch import divide_up, launch, power_of_two, row_stride
+from penstock.kernels.cuda.programs import codes as programs
+from penstock.kernels.cuda.programs.row_of_codes import multiply_row_of_codes
+from penstock.kernels.cuda.weight_tables import (
+    Groups,
+    WeightTables,
+    output_tile,
+    product_grid,
+    sorted_rows,
+    tile_rows,
+)
+from penstock.kernels.encodings import LinearEncoding
+from penstock.kernels.encodings._sizes import GROUP, SUPERBLOCK
+from penstock.kernels.linear import PackedLinear
+from penstock.kernels.nibbles import NIBBLES, signed_offset
+
+_ROW_BYTES, _ROW_COLUMNS = 8192, 2048
+"""Number of bytes of a weight, and of each of its rows, that a program for a single row reads at once."""
+_MAX_TILED_ROWS = 64
+"""Number of rows above which a weight is decoded once, and cuBLAS multiplies."""
+_FIXED_ROWS = 64
+
+
+class _Format(TypedDict):
+    """The constants of the programs, which `programs.codes` describes."""
+
+    NUMBERS: str
+    OFFSET: int
+    SCALES: str
+    SCALED: int
+    PER_FACTOR: int
+    MINIMA: str
+    PER_MIN_FACTOR: int
+    HAS_ROW_SCALES: bool
+
+
+def multiply_codes(
+    x: Tensor, weights: WeightTables, groups: Groups | None, *, is_deterministic: bool
+) -> Tensor:
+    """Return the product of rows with weights of codes. Activations are not quantized.
+
+    Args:
+        x: ``[T, in]``; row ``groups.rows[p]`` of it is multiplied if ``groups`` is given.
+        weights: one weight without ``groups``, one per group otherwise.
+        groups: the sorted rows.
+        is_deterministic: whether the bits of a row must be independent of the number of rows.
+
+    Returns:
+        ``[T, out]``, or ``[P, out]`` in the sorted order.
+    """
+    if groups is None and not is_deterministic:
+        if len(x) == 1:
+            return _multiply_row(x, weights)
+        if len(x) > _MAX_TILED_ROWS:
+            bias = weights.first.bias
+            weight = decode(weights, x.dtype)
+            return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    packed = weights.first
+    count = len(x) if groups is None else len(groups.rows)
+    out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
+    rows = _FIXED_ROWS if is_deterministic else tile_rows(count, groups)
+    columns = 64 if is_deterministic else output_tile(count, packed, groups, x.device)
+    launch(
+        programs.multiply_codes, product_grid(count, rows, columns, packed, groups), out, x,
+        *weights.arguments(*_names(weights.kind), "bias"),
+        _table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,
+        packed.out_features, packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=columns,
+        GROUPS=groups is not None, HAS_BIAS=packed.bias is not None, WIDE=x.dtype == torch.float32,
+        IS_NIBBLES=packed.layout == NIBBLES, **_format(weights.kind),
+    )  # fmt: skip
+    return out
+
+
+def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
+    """Return a single weight ``[out, in]`` as floats of a type."""
+    packed = weights.first
+    weight = packed.tensors["weight"]
+    out = torch.empty((packed.out_features, packed.in_features), dtype=dtype, device=weight.device)
+    launch(
+        programs.decode_weight, (divide_up(packed.out_features, 64), divide_up(weight.shape[1], GROUP)), out,
+        *_tensors(weights), packed.out_features, packed.in_features, *_sizes(packed), N=64,
+        IS_NIBBLES=packed.layout == NIBBLES, **_format(weights.kind),
+    )  # fmt: skip
+    return out
+
+
+def _multiply_row(x: Tensor, weights: WeightTables) -> Tensor:
+    """Return the product ``[1, out]`` of a single row."""
+    packed = weights.first
+    weight, bias = packed.tensors["weight"], packed.bias
+    out = torch.empty((1, packed.out_features), dtype=x.dtype, device=x.device)
+    columns = min(power_of_two(weight.shape[1], 32), _ROW_COLUMNS)
+    tile = max(_ROW_BYTES // columns, 1)
+    launch(
+        multiply_row_of_codes, (divide_up(packed.out_features, tile),), out, x, *_tensors(weights),
+        weight if bias is None else bias, packed.out_features, packed.in_features, *_sizes(packed), N=tile,
+        BYTES=columns, HAS_BIAS=bias is not None, IS_NIBBLES=packed.layout == NIBBLES, is_dependent=True,
+        **_format(weights.kind),
+    )  # fmt: skip
+    return out
+
+
+def _tensors(weights: WeightTables) -> list[Tensor]:
+    """Return the tensors of a single weight in the order of the programs, with placeholders."""
+    named = weights.arguments(*_names(weights.kind))[::2]
+    return [named[0], _table(weights), *named[1:]]
+
+
+def _names(encoding: LinearEncoding) -> tuple[str, ...]:
+    """Return the names of the tensors of a weight, in the order of the programs."""
+    is_integer = encoding.block_kind is None
+    return ("weight", "scales", "factors", "zeros" if is_integer else "minima", "min_factors", "row_scales")
+
+
+def _table(weights: WeightTables) -> Tensor:
+    """Return the numbers of the codes if they are indices, or a placeholder."""
+    kind, weight = weights.kind.block_kind, weights.first.tensors["weight"]
+    if kind is None or kind.table is None:
+        return weight
+    return _numbers_on(kind.table.numbers, weight.device)
+
+
+@cache
+def _numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+
+def _sizes(packed: PackedLinear) -> list[int]:
+    """Return the row lengths of the weight, its scales, factors, minima and factors of minima."""
+    names = ("weight", "scales", "factors", "minima", "min_factors")
+    return [packed.tensors[name].shape[1] if name in packed.tensors else 0 for name in names]
+
+
+@cache
+def _format(encoding: LinearEncoding) -> _Format:
+    """Return the constants that describe an encoding."""
+    kind = encoding.block_kind
+    if kind is None:
+        assert encoding.group_size is not None
+        return {
+            "NUMBERS": encoding.numbers or "integer",
+            "OFFSET": signed_offset(encoding) if encoding.bits <= 4 else 0,
+            "SCALES": "float",
+            "SCALED": encoding.group_size,
+            "PER_FACTOR": 0,
+            "MINIMA": "zeros" if encoding.has_zero_points else "",
+            "PER_MIN_FACTOR": 0,
+            "HAS_ROW_SCALES": encoding.has_zero_points,
+        }
+    return {
+        "NUMBERS": "table" if kind.table else "e2m1" if kind.are_floats else "integer",
+        "OFFSET": kind.offset,
+        "SCALES": kind.scale_type if kind.scale_type in ("e8m0", "e4m3") else "float",
+        "SCALED": kind.scaled_inputs,
+        "PER_FACTOR": SUPERBLOCK // kind.scaled_inputs if kind.has_superblocks else 0,
+        "MINIMA": "minima" if kind.min_type else "",
+        "PER_MIN_FACTOR": SUPERBLOCK // GROUP if kind.min_type and kind.has_superblocks else 0,
+        "HAS_ROW_SCALES": kind.has_row_scales,
+    }

@@ -1,0 +1,288 @@
+"""Products with weights of codes: each is a number of few bits, multiplied by the scale of its group.
+
+A weight is ``number * scale - minimum``, or ``(number - zero) * scale``, times the scale of its output if
+there are such scales. The constants of the programs describe the format:
+
+* NUMBERS: "integer" (minus OFFSET), "e2m1" (4-bit floats), "e4m3" (8-bit floats), or "table" (indices).
+* SCALES: "float", "e8m0" (powers of two), or "e4m3". SCALED inputs share a scale, and PER_FACTOR scales share
+  a factor that multiplies them; 0 means that there are no factors.
+* MINIMA: "minima" of 32 inputs each, multiplied by a factor for PER_MIN_FACTOR of them; "zeros", one for each
+  scale; or "".
+
+With IS_NIBBLES a weight is stored as `kernels.nibbles` describes it, otherwise in one byte per input.
+Activations are not quantized.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.cuda.programs.floats8 import e4m3_values
+from penstock.kernels.cuda.programs.products import rows_of_tile, weight_of
+
+
+@triton.jit
+def numbers_of(codes, table, NUMBERS: tl.constexpr, OFFSET: tl.constexpr):
+    """Return the number of each code in float32."""
+    if NUMBERS == "e4m3":
+        return e4m3_values(codes)
+    elif NUMBERS == "e2m1":
+        magnitude = codes.to(tl.int32) & 7
+        exponent = magnitude >> 1
+        half = (magnitude & 1).to(tl.float32) * 0.5
+        power = ((exponent + 126) << 23).to(tl.float32, bitcast=True)
+        values = tl.where(exponent == 0, half, power * (1 + half))
+        return tl.where((codes & 8) != 0, -values, values)
+    elif NUMBERS == "table":
+        return tl.load(table + codes.to(tl.int32))
+    else:
+        return codes.to(tl.float32) - OFFSET
+
+
+@triton.jit
+def scales_of(
+    scales,
+    factors,
+    outputs,
+    groups,
+    mask,
+    num_groups,
+    num_factors,
+    SCALES: tl.constexpr,
+    PER_FACTOR: tl.constexpr,
+):
+    """Return the scales of groups of outputs in float32."""
+    stored = tl.load(scales + outputs * num_groups + groups, mask=mask, other=0)
+    if SCALES == "e8m0":
+        bits = stored.to(tl.int32) << 23
+        values = tl.where(stored == 0, 5.877471754111438e-39, bits.to(tl.float32, bitcast=True))
+        values = tl.where(stored == 255, float("nan"), values)
+    elif SCALES == "e4m3":
+        values = e4m3_values(stored)
+    else:
+        values = stored.to(tl.float32)
+    if PER_FACTOR > 0:
+        at = outputs * num_factors + groups // PER_FACTOR
+        values = values * tl.load(factors + at, mask=mask, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _weights(
+    codes,
+    inputs,
+    first_input,
+    table,
+    scales,
+    factors,
+    minima,
+    min_factors,
+    rows,
+    is_output,
+    in_features,
+    num_groups,
+    num_factors,
+    num_minima,
+    num_min_factors,
+    NUMBERS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
+    PER_FACTOR: tl.constexpr,
+    MINIMA: tl.constexpr,
+    PER_MIN_FACTOR: tl.constexpr,
+):
+    """Return the weights of ``codes [32, N]``, of inputs from ``first_input``, without scales of outputs.
+
+    ``rows [1, N]`` are the outputs.
+    """
+    numbers = numbers_of(codes, table, NUMBERS, OFFSET)
+    if SCALED < 32:
+        groups = (inputs // SCALED)[:, None]
+        mask = is_output & (inputs < in_features)[:, None]
+    else:
+        groups = first_input // SCALED
+        mask = is_output & (rows * 0 + first_input < in_features)
+    scale = scales_of(scales, factors, rows, groups, mask, num_groups, num_factors, SCALES, PER_FACTOR)
+    if MINIMA == "zeros":
+        zero = tl.load(minima + rows * num_groups + groups, mask=mask, other=0).to(tl.float32)
+        return (numbers - zero) * scale
+    weights = numbers * scale
+    if MINIMA == "minima":
+        mask = is_output & (rows * 0 + first_input < in_features)
+        weights -= scales_of(
+            minima, min_factors, rows, first_input // 32, mask, num_minima, num_min_factors, "float",
+            PER_MIN_FACTOR,
+        )  # fmt: skip
+    return weights
+
+
+@triton.jit
+def _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, weights, WIDE: tl.constexpr):
+    """Add the product of 32 inputs to ``total [M, N]``."""
+    at = sources[:, None] * x_row_stride + inputs[None, :]
+    values = tl.load(x + at, mask=is_row[:, None] & (inputs < in_features)[None, :], other=0.0)
+    if WIDE:
+        values = values.to(tl.float32)
+    weights = tl.where((inputs < in_features)[:, None], weights, 0.0)
+    return total + tl.dot(values, weights.to(values.dtype), input_precision="ieee")
+
+
+@triton.jit
+def multiply_codes(
+    out,
+    x,
+    weight,
+    weights,
+    scales,
+    scale_table,
+    factors,
+    factor_table,
+    minima,
+    minimum_table,
+    min_factors,
+    min_factor_table,
+    row_scales,
+    row_scale_table,
+    bias,
+    biases,
+    table,
+    rows,
+    starts,
+    num_rows,
+    num_weights,
+    out_features,
+    in_features,
+    x_row_stride,
+    weight_bytes,
+    num_groups,
+    num_factors,
+    num_minima,
+    num_min_factors,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    IS_NIBBLES: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
+    PER_FACTOR: tl.constexpr,
+    MINIMA: tl.constexpr,
+    PER_MIN_FACTOR: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+):
+    """One tile of a product of rows. Grid and groups as in `products.multiply_floats`.
+
+    Weights are rounded to the type of ``x`` and multiplied on tensor cores.
+    """
+    group, positions, is_row = rows_of_tile(starts, num_rows, num_weights, M, GROUPS)
+    weight = weight_of(weight, weights, group, 0, False, GROUPS)
+    scales = weight_of(scales, scale_table, group, 0, False, GROUPS)
+    if PER_FACTOR > 0:
+        factors = weight_of(factors, factor_table, group, 0, False, GROUPS)
+    if MINIMA != "":
+        minima = weight_of(minima, minimum_table, group, 0, False, GROUPS)
+    if PER_MIN_FACTOR > 0:
+        min_factors = weight_of(min_factors, min_factor_table, group, 0, False, GROUPS)
+    sources = positions.to(tl.int64)
+    if GROUPS:
+        sources = tl.load(rows + positions, mask=is_row, other=0)
+    outputs = tl.program_id(1) * N + tl.arange(0, N)
+    is_output = outputs < out_features
+    own = outputs.to(tl.int64)[None, :]
+    total = tl.zeros([M, N], tl.float32)
+    for begin in range(0, weight_bytes, 32):
+        columns = begin + tl.arange(0, 32)
+        mask = is_output[None, :] & (columns < weight_bytes)[:, None]
+        codes = tl.load(weight + own * weight_bytes + columns[:, None], mask=mask, other=0)
+        if IS_NIBBLES:
+            inputs = begin * 2 + tl.arange(0, 32)
+            low = _weights(
+                codes & 15, inputs, begin * 2, table, scales, factors, minima, min_factors, own,
+                is_output[None, :], in_features, num_groups, num_factors, num_minima, num_min_factors,
+                NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+            )  # fmt: skip
+            total = _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, low, WIDE)
+            high = _weights(
+                codes >> 4, inputs + 32, begin * 2 + 32, table, scales, factors, minima, min_factors, own,
+                is_output[None, :], in_features, num_groups, num_factors, num_minima, num_min_factors,
+                NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+            )  # fmt: skip
+            total = _add_product(
+                total, x, x_row_stride, sources, is_row, inputs + 32, in_features, high, WIDE
+            )
+        else:
+            whole = _weights(
+                codes, columns, begin, table, scales, factors, minima, min_factors, own, is_output[None, :],
+                in_features, num_groups, num_factors, num_minima, num_min_factors, NUMBERS, OFFSET, SCALES,
+                SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+            )  # fmt: skip
+            total = _add_product(total, x, x_row_stride, sources, is_row, columns, in_features, whole, WIDE)
+    if HAS_ROW_SCALES:
+        pointer = weight_of(row_scales, row_scale_table, group, 0, False, GROUPS)
+        total = total * tl.load(pointer + outputs, mask=is_output, other=0.0)[None, :]
+    if HAS_BIAS:
+        pointer = weight_of(bias, biases, group, 0, False, GROUPS)
+        total += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    offsets = positions.to(tl.int64)[:, None] * out_features + outputs[None, :]
+    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def decode_weight(
+    out,
+    weight,
+    table,
+    scales,
+    factors,
+    minima,
+    min_factors,
+    row_scales,
+    out_features,
+    in_features,
+    weight_bytes,
+    num_groups,
+    num_factors,
+    num_minima,
+    num_min_factors,
+    N: tl.constexpr,
+    IS_NIBBLES: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
+    PER_FACTOR: tl.constexpr,
+    MINIMA: tl.constexpr,
+    PER_MIN_FACTOR: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+):
+    """Write weights of 32 inputs, or of 64 in nibbles. Grid: tiles of N outputs, tiles of inputs."""
+    outputs = tl.program_id(0) * N + tl.arange(0, N)
+    own = outputs.to(tl.int64)[None, :]
+    is_output = (outputs < out_features)[None, :]
+    begin = tl.program_id(1) * 32
+    columns = begin + tl.arange(0, 32)
+    mask = is_output & (columns < weight_bytes)[:, None]
+    stored = tl.load(weight + own * weight_bytes + columns[:, None], mask=mask, other=0)
+    factor = 1.0
+    if HAS_ROW_SCALES:
+        factor = tl.load(row_scales + own, mask=is_output, other=0.0)
+    HALVES: tl.constexpr = 2 if IS_NIBBLES else 1
+    for half in tl.static_range(HALVES):
+        first = begin * HALVES + half * 32
+        inputs = first + tl.arange(0, 32)
+        codes = stored
+        if IS_NIBBLES:
+            codes = (stored >> (4 * half)) & 15
+        weights = _weights(
+            codes, inputs, first, table, scales, factors, minima, min_factors, own, is_output, in_features,
+            num_groups, num_factors, num_minima, num_min_factors, NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR,
+            MINIMA, PER_MIN_FACTOR,
+        )  # fmt: skip
+        weights = weights * factor
+        mask = is_output & (inputs < in_features)[:, None]
+        tl.store(out + own * in_features + inputs[:, None], weights.to(out.dtype.element_ty), mask=mask)

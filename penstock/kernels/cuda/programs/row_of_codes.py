@@ -1,0 +1,140 @@
+"""The product of a single row with a weight of codes; `codes` describes the formats."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.cuda.programs.codes import numbers_of, scales_of
+from penstock.kernels.cuda.programs.dependent_launch import launch_next, wait_for_previous
+
+
+@triton.jit
+def _half_of_row(
+    codes,
+    inputs,
+    first_inputs,
+    x,
+    table,
+    scales,
+    factors,
+    minima,
+    min_factors,
+    outputs,
+    is_output,
+    in_features,
+    num_groups,
+    num_factors,
+    num_minima,
+    num_min_factors,
+    N: tl.constexpr,
+    BYTES: tl.constexpr,
+    SUB: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
+    PER_FACTOR: tl.constexpr,
+    MINIMA: tl.constexpr,
+    PER_MIN_FACTOR: tl.constexpr,
+):
+    """Return the sums ``[N]`` over the inputs of ``codes [N, BYTES]``; SUB of them share a scale."""
+    values = tl.load(x + inputs, mask=inputs < in_features, other=0.0).to(tl.float32)
+    products = numbers_of(codes, table, NUMBERS, OFFSET) * values[None, :]
+    sums = tl.sum(tl.reshape(products, [N, BYTES // SUB, SUB]), 2)
+    rows = outputs.to(tl.int64)[:, None]
+    mask = is_output[:, None] & (first_inputs < in_features)[None, :]
+    groups = (first_inputs // SCALED)[None, :]
+    scale = scales_of(scales, factors, rows, groups, mask, num_groups, num_factors, SCALES, PER_FACTOR)
+    if MINIMA == "":
+        return tl.sum(sums * scale, 1)
+    totals = tl.sum(tl.reshape(values, [BYTES // SUB, SUB]), 1)[None, :]
+    if MINIMA == "zeros":
+        zero = tl.load(minima + rows * num_groups + groups, mask=mask, other=0).to(tl.float32)
+        return tl.sum((sums - totals * zero) * scale, 1)
+    else:
+        groups = (first_inputs // 32)[None, :]
+        minimum = scales_of(
+            minima, min_factors, rows, groups, mask, num_minima, num_min_factors, "float", PER_MIN_FACTOR
+        )
+        return tl.sum(sums * scale - totals * minimum, 1)
+
+
+@triton.jit
+def multiply_row_of_codes(
+    out,
+    x,
+    weight,
+    table,
+    scales,
+    factors,
+    minima,
+    min_factors,
+    row_scales,
+    bias,
+    out_features,
+    in_features,
+    weight_bytes,
+    num_groups,
+    num_factors,
+    num_minima,
+    num_min_factors,
+    N: tl.constexpr,
+    BYTES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_NIBBLES: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
+    PER_FACTOR: tl.constexpr,
+    MINIMA: tl.constexpr,
+    PER_MIN_FACTOR: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """N outputs of the product of one row with a weight. Grid: tiles of outputs.
+
+    The first BYTES bytes of each output are read before the previous kernel has ended.
+    """
+    launch_next(PDL)
+    SUB: tl.constexpr = 16 if SCALED == 16 else 32
+    outputs = tl.program_id(0) * N + tl.arange(0, N)
+    is_output = outputs < out_features
+    columns = tl.arange(0, BYTES)
+    subs = tl.arange(0, BYTES // SUB) * SUB
+    rows = weight + outputs.to(tl.int64)[:, None] * weight_bytes
+    mask = is_output[:, None] & (columns < weight_bytes)[None, :]
+    codes = tl.load(rows + columns[None, :], mask=mask, other=0, eviction_policy="evict_first")
+    wait_for_previous(PDL)
+    total = tl.zeros([N], tl.float32)
+    for begin in range(0, weight_bytes, BYTES):
+        if begin > 0:
+            mask = is_output[:, None] & (begin + columns < weight_bytes)[None, :]
+            codes = tl.load(
+                rows + (begin + columns)[None, :], mask=mask, other=0, eviction_policy="evict_first"
+            )
+        if IS_NIBBLES:
+            inputs = (begin + columns) // 32 * 64 + columns % 32
+            first_inputs = (begin + subs) // 32 * 64 + subs % 32
+            total += _half_of_row(
+                codes & 15, inputs, first_inputs, x, table, scales, factors, minima, min_factors, outputs,
+                is_output, in_features, num_groups, num_factors, num_minima, num_min_factors, N, BYTES, SUB,
+                NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+            )  # fmt: skip
+            total += _half_of_row(
+                codes >> 4, inputs + 32, first_inputs + 32, x, table, scales, factors, minima, min_factors,
+                outputs, is_output, in_features, num_groups, num_factors, num_minima, num_min_factors, N,
+                BYTES, SUB, NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+            )  # fmt: skip
+        else:
+            total += _half_of_row(
+                codes, begin + columns, begin + subs, x, table, scales, factors, minima, min_factors, outputs,
+                is_output, in_features, num_groups, num_factors, num_minima, num_min_factors, N, BYTES, SUB,
+                NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+            )  # fmt: skip
+    if HAS_ROW_SCALES:
+        total = total * tl.load(row_scales + outputs, mask=is_output, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + outputs, total.to(out.dtype.element_ty), mask=is_output)

@@ -1,0 +1,21 @@
+"""The reference operations without the quantization of activations, as the CUDA back end multiplies."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from penstock.kernels import LoRAInputs, encoding_named, unpack_linear
+from penstock.kernels.linear import PackedLinear
+from penstock.kernels.reference import ReferenceOps
+
+
+class FloatActivations(ReferenceOps):
+    """Multiplies by the unpacked weight, except in int8, whose activations are quantized everywhere."""
+
+    def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
+        kind = encoding_named(packed.encoding)
+        if kind.is_float or (kind.numbers == "integer" and kind.group_size is None):
+            return super().linear(x, packed, lora=lora)
+        y = x.double() @ unpack_linear(packed).double().T
+        y = (y if packed.bias is None else y + packed.bias.double()).to(x.dtype)
+        return y if lora is None else self._add_lora(y, x, packed, lora)
