@@ -11,13 +11,19 @@ The tokens that step 1 samples stay on the device, where step 2 reads them.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_ALIGNMENT = 16
+"""Bytes. Kernels read aligned tensors in wider units."""
+_current = threading.local()
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -60,8 +66,65 @@ def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """Return values in host memory as a tensor of a device, without waiting for earlier work of the device.
 
     On a CPU the tensor shares the memory of the values. For a GPU they are copied to pinned memory first.
+    Within `uploaded_together` the copy to the device happens at the end of the block.
     """
-    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     if device.type == "cpu":
-        return tensor
+        return values if isinstance(values, Tensor) else torch.from_numpy(values)
+    batch = getattr(_current, "batch", None)
+    if batch is not None and batch.device == device and isinstance(values, np.ndarray):
+        together = batch.add(values)
+        if together is not None:
+            return together
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@contextmanager
+def uploaded_together(device: torch.device) -> Iterator[None]:
+    """Make one copy of all arrays that this thread uploads in the block.
+
+    The tensors that `upload` returns are filled at the end of the block. Until then they have shapes and
+    types, but no operation may read them.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    _current.batch = batch = UploadBatch(device)
+    try:
+        yield
+    finally:
+        _current.batch = None
+        batch.copy()
+
+
+class UploadBatch:
+    """Arrays that are copied to a device as one block of memory.
+
+    Args:
+        device: the device.
+        num_bytes: capacity.
+        is_pinned: whether the host memory is pinned, so that the copy is asynchronous.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = 1 << 16, *, is_pinned: bool = True) -> None:
+        self.device = device
+        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._bytes = self._host.numpy()
+        self._target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def add(self, array: np.ndarray) -> Tensor | None:
+        """Return the tensor that `copy` fills with an array; None if there is no space for it."""
+        start, stop = self._used, self._used + array.nbytes
+        if stop > len(self._bytes) or array.nbytes == 0:
+            return None
+        self._bytes[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._used = -(-stop // _ALIGNMENT) * _ALIGNMENT
+        dtype = torch.from_numpy(array[:0]).dtype
+        return self._target[start:stop].view(dtype).view(array.shape)
+
+    def copy(self) -> None:
+        """Copy all arrays."""
+        if self._used:
+            used = min(self._used, len(self._bytes))
+            self._target[:used].copy_(self._host[:used], non_blocking=True)

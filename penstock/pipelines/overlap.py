@@ -115,7 +115,6 @@ class OverlappedSteps:
         self._check(contexts)
         drafts: list[list[int]] = [[] for _ in contexts]
         rows = LogitRows.of(contexts, drafts)
-        inputs = self._runner.prepare_step(contexts, drafts)
         unknown: Submitted[Tensor] | None = None
         sources: list[int] = []
         places: list[int] = []
@@ -126,8 +125,8 @@ class OverlappedSteps:
                 if request_id in after.unknown and after.batch[request_id] is context:
                     sources.append(after.unknown[request_id])
                     places.append(end - 1)
-        source_rows = upload(np.array(sources, np.int64), self._device)
-        token_rows = upload(np.array(places, np.int64), self._device)
+        inputs = self._runner.prepare_step(contexts, drafts)
+        source_rows, token_rows = upload(np.array([sources, places], np.int64), self._device)
 
         def forward() -> _Forward:
             complete = inputs

@@ -20,7 +20,7 @@ from penstock.engine import InferenceSession
 from penstock.errors import UnsupportedFeatureError
 from penstock.grammar import grammar_bitmask
 from penstock.host.heartbeat import beat
-from penstock.kernels import upload
+from penstock.kernels import upload, uploaded_together
 from penstock.kv_cache import KVCache, KVCacheManager
 from penstock.pipelines.core import LogProbabilities, SamplingParams, TextContext
 from penstock.pipelines.encoder_cache import EncoderCache
@@ -254,11 +254,12 @@ class ModelRunner:
         counts = [context.active_length for context in contexts]
         if drafts is not None:
             counts = [count + len(draft) for count, draft in zip(counts, drafts, strict=True)]
-        kv = self._kv.inputs(contexts, counts=counts) if isinstance(self._kv, KVCacheManager) else None
-        if drafts is None:  # models without `drafts` work as long as nothing is drafted
-            inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits)
-        else:
-            inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits, drafts=drafts)
+        with uploaded_together(self._device):
+            kv = self._kv.inputs(contexts, counts=counts) if isinstance(self._kv, KVCacheManager) else None
+            if drafts is None:  # models without `drafts` work as long as nothing is drafted
+                inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits)
+            else:
+                inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits, drafts=drafts)
         given = self.images.embeddings(contexts, counts) if self.images is not None else None
         return inputs if given is None else replace(inputs, input_embeds=given)
 

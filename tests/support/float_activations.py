@@ -10,11 +10,12 @@ from penstock.kernels.reference import ReferenceOps
 
 
 class FloatActivations(ReferenceOps):
-    """Multiplies by the unpacked weight, except in int8, whose activations are quantized everywhere."""
+    """Multiplies by the unpacked weight. Only up to 64 rows of int8 products are quantized."""
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         kind = encoding_named(packed.encoding)
-        if kind.is_float or (kind.numbers == "integer" and kind.group_size is None):
+        is_int8 = kind.numbers == "integer" and kind.group_size is None
+        if kind.is_float or (is_int8 and len(x) <= 64):
             return super().linear(x, packed, lora=lora)
         y = x.double() @ unpack_linear(packed).double().T
         y = (y if packed.bias is None else y + packed.bias.double()).to(x.dtype)

@@ -27,9 +27,11 @@ from penstock.kernels.nibbles import NIBBLES, signed_offset
 
 _ROW_BYTES, _ROW_COLUMNS = 8192, 2048
 """Number of bytes of a weight, and of each of its rows, that a program for a single row reads at once."""
-_MAX_TILED_ROWS = 64
+MAX_TILED_ROWS = 64
 """Number of rows above which a weight is decoded once, and cuBLAS multiplies."""
 _FIXED_ROWS = 64
+_ALL_INPUTS = 1 << 30
+"""Number of inputs that share a scale if an output has only one."""
 
 
 class _Format(TypedDict):
@@ -62,7 +64,7 @@ def multiply_codes(
     if groups is None and not is_deterministic:
         if len(x) == 1:
             return _multiply_row(x, weights)
-        if len(x) > _MAX_TILED_ROWS:
+        if len(x) > MAX_TILED_ROWS:
             bias = weights.first.bias
             weight = decode(weights, x.dtype)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
@@ -139,7 +141,8 @@ def _numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 def _sizes(packed: PackedLinear) -> list[int]:
     """Return the row lengths of the weight, its scales, factors, minima and factors of minima."""
     names = ("weight", "scales", "factors", "minima", "min_factors")
-    return [packed.tensors[name].shape[1] if name in packed.tensors else 0 for name in names]
+    found = [packed.tensors.get(name) for name in names]
+    return [0 if tensor is None else tensor[0].numel() for tensor in found]
 
 
 @cache
@@ -147,12 +150,11 @@ def _format(encoding: LinearEncoding) -> _Format:
     """Return the constants that describe an encoding."""
     kind = encoding.block_kind
     if kind is None:
-        assert encoding.group_size is not None
         return {
             "NUMBERS": encoding.numbers or "integer",
             "OFFSET": signed_offset(encoding) if encoding.bits <= 4 else 0,
             "SCALES": "float",
-            "SCALED": encoding.group_size,
+            "SCALED": encoding.group_size or _ALL_INPUTS,
             "PER_FACTOR": 0,
             "MINIMA": "zeros" if encoding.has_zero_points else "",
             "PER_MIN_FACTOR": 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.cuda.codes import multiply_codes
+from penstock.kernels.cuda.codes import MAX_TILED_ROWS, multiply_codes
 from penstock.kernels.cuda.launch import divide_up, launch, power_of_two, row_stride
 from penstock.kernels.cuda.programs import products as programs
 from penstock.kernels.cuda.programs import quantization
@@ -79,7 +79,8 @@ def multiply_encoded(
     x: Tensor, weights: WeightTables, groups: Groups | None, *, is_deterministic: bool
 ) -> Tensor:
     """Return the product of rows with quantized weights; arguments as in `multiply_floats`."""
-    if weights.kind.numbers == "integer" and weights.kind.group_size is None:
+    is_integer = weights.kind.numbers == "integer" and weights.kind.group_size is None
+    if is_integer and (groups is not None or is_deterministic or len(x) <= MAX_TILED_ROWS):
         return multiply_integers(x, weights, groups)
     return multiply_codes(x, weights, groups, is_deterministic=is_deterministic)
 

@@ -1,0 +1,44 @@
+"""Uploads to a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from penstock.kernels import upload, uploaded_together
+from penstock.kernels.device_queue import UploadBatch
+
+CPU = torch.device("cpu")
+
+
+def test_a_batch_copies_all_arrays_at_once() -> None:
+    table = np.arange(12, dtype=np.int32).reshape(3, 4)[:, :3]
+    arrays = [np.array([5, -7], np.int64), table, np.array([True]), np.zeros((2, 0)), np.array([0.25])]
+    batch = UploadBatch(CPU, 200, is_pinned=False)
+    tensors = [batch.add(array) for array in arrays]
+    assert tensors[3] is None, "an empty array needs no space"
+    batch.copy()
+    for tensor, array in zip(tensors, arrays, strict=True):
+        if tensor is not None:
+            assert tensor.dtype == torch.from_numpy(array).dtype
+            assert tensor.data_ptr() % 16 == 0
+            assert np.array_equal(tensor.numpy(), array)
+
+
+def test_an_array_beyond_the_capacity_is_refused() -> None:
+    batch = UploadBatch(CPU, 64, is_pinned=False)
+    first = batch.add(np.arange(5))
+    assert batch.add(np.arange(3)) is None
+    second = batch.add(np.arange(2))
+    batch.copy()
+    assert first is not None
+    assert second is not None
+    assert (first.tolist(), second.tolist()) == ([0, 1, 2, 3, 4], [0, 1])
+
+
+def test_uploads_to_the_cpu_share_memory() -> None:
+    values = np.arange(3)
+    with uploaded_together(CPU):
+        tensor = upload(values, CPU)
+    values[0] = 9
+    assert tensor.tolist() == [9, 1, 2]
