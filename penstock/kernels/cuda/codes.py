@@ -30,6 +30,8 @@ _ROW_BYTES, _ROW_COLUMNS = 8192, 2048
 MAX_TILED_ROWS = 64
 """Number of rows above which a weight is decoded once, and cuBLAS multiplies."""
 _FIXED_ROWS = 64
+_TILE_BYTES = 64
+"""Number of bytes per output that a tile multiplies at once. The order of additions depends on it."""
 _ALL_INPUTS = 1 << 30
 """Number of inputs that share a scale if an output has only one."""
 
@@ -77,7 +79,7 @@ def multiply_codes(
         programs.multiply_codes, product_grid(count, rows, columns, packed, groups), out, x,
         *weights.arguments(*_names(weights.kind), "bias"),
         _table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,
-        packed.out_features, packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=columns,
+        packed.out_features, packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=columns, BYTES=_TILE_BYTES,
         GROUPS=groups is not None, HAS_BIAS=packed.bias is not None, WIDE=x.dtype == torch.float32,
         IS_NIBBLES=packed.layout == NIBBLES, **_format(weights.kind),
     )  # fmt: skip

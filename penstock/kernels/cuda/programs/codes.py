@@ -71,8 +71,7 @@ def scales_of(
 @triton.jit
 def _weights(
     codes,
-    inputs,
-    first_input,
+    first_inputs,
     table,
     scales,
     factors,
@@ -85,6 +84,9 @@ def _weights(
     num_factors,
     num_minima,
     num_min_factors,
+    N: tl.constexpr,
+    BYTES: tl.constexpr,
+    SUB: tl.constexpr,
     NUMBERS: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
@@ -93,39 +95,35 @@ def _weights(
     MINIMA: tl.constexpr,
     PER_MIN_FACTOR: tl.constexpr,
 ):
-    """Return the weights of ``codes [32, N]``, of inputs from ``first_input``, without scales of outputs.
+    """Return the weights of ``codes [BYTES, N]``, without scales of outputs.
 
-    ``rows [1, N]`` are the outputs.
+    SUB inputs share a scale, from ``first_inputs [BYTES // SUB]``. ``rows [1, N]`` are the outputs. Weights
+    of missing inputs are finite.
     """
-    numbers = numbers_of(codes, table, NUMBERS, OFFSET)
-    if SCALED < 32:
-        groups = (inputs // SCALED)[:, None]
-        mask = is_output & (inputs < in_features)[:, None]
-    else:
-        groups = first_input // SCALED
-        mask = is_output & (rows * 0 + first_input < in_features)
+    numbers = tl.reshape(numbers_of(codes, table, NUMBERS, OFFSET), [BYTES // SUB, SUB, N])
+    groups = (first_inputs // SCALED)[:, None]
+    mask = is_output & (first_inputs < in_features)[:, None]
     scale = scales_of(scales, factors, rows, groups, mask, num_groups, num_factors, SCALES, PER_FACTOR)
     if MINIMA == "zeros":
         zero = tl.load(minima + rows * num_groups + groups, mask=mask, other=0).to(tl.float32)
-        return (numbers - zero) * scale
-    weights = numbers * scale
+        return tl.reshape((numbers - zero[:, None, :]) * scale[:, None, :], [BYTES, N])
+    weights = numbers * scale[:, None, :]
     if MINIMA == "minima":
-        mask = is_output & (rows * 0 + first_input < in_features)
-        weights -= scales_of(
-            minima, min_factors, rows, first_input // 32, mask, num_minima, num_min_factors, "float",
-            PER_MIN_FACTOR,
-        )  # fmt: skip
-    return weights
+        groups = (first_inputs // 32)[:, None]
+        minimum = scales_of(
+            minima, min_factors, rows, groups, mask, num_minima, num_min_factors, "float", PER_MIN_FACTOR
+        )
+        weights -= minimum[:, None, :]
+    return tl.reshape(weights, [BYTES, N])
 
 
 @triton.jit
 def _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, weights, WIDE: tl.constexpr):
-    """Add the product of 32 inputs to ``total [M, N]``."""
+    """Add the product with some inputs to ``total [M, N]``."""
     at = sources[:, None] * x_row_stride + inputs[None, :]
     values = tl.load(x + at, mask=is_row[:, None] & (inputs < in_features)[None, :], other=0.0)
     if WIDE:
         values = values.to(tl.float32)
-    weights = tl.where((inputs < in_features)[:, None], weights, 0.0)
     return total + tl.dot(values, weights.to(values.dtype), input_precision="ieee")
 
 
@@ -162,6 +160,7 @@ def multiply_codes(
     num_min_factors,
     M: tl.constexpr,
     N: tl.constexpr,
+    BYTES: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -195,31 +194,33 @@ def multiply_codes(
     is_output = outputs < out_features
     own = outputs.to(tl.int64)[None, :]
     total = tl.zeros([M, N], tl.float32)
-    for begin in range(0, weight_bytes, 32):
-        columns = begin + tl.arange(0, 32)
+    SUB: tl.constexpr = 16 if SCALED == 16 else 32
+    subs = tl.arange(0, BYTES // SUB) * SUB
+    for begin in range(0, weight_bytes, BYTES):
+        columns = begin + tl.arange(0, BYTES)
         mask = is_output[None, :] & (columns < weight_bytes)[:, None]
         codes = tl.load(weight + own * weight_bytes + columns[:, None], mask=mask, other=0)
         if IS_NIBBLES:
-            inputs = begin * 2 + tl.arange(0, 32)
+            inputs = columns // 32 * 64 + columns % 32
+            first_inputs = (begin + subs) // 32 * 64 + subs % 32
             low = _weights(
-                codes & 15, inputs, begin * 2, table, scales, factors, minima, min_factors, own,
-                is_output[None, :], in_features, num_groups, num_factors, num_minima, num_min_factors,
-                NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+                codes & 15, first_inputs, table, scales, factors, minima, min_factors, own,
+                is_output[None, :], in_features, num_groups, num_factors, num_minima, num_min_factors, N,
+                BYTES, SUB, NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
             )  # fmt: skip
             total = _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, low, WIDE)
+            inputs += 32
             high = _weights(
-                codes >> 4, inputs + 32, begin * 2 + 32, table, scales, factors, minima, min_factors, own,
-                is_output[None, :], in_features, num_groups, num_factors, num_minima, num_min_factors,
-                NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+                codes >> 4, first_inputs + 32, table, scales, factors, minima, min_factors, own,
+                is_output[None, :], in_features, num_groups, num_factors, num_minima, num_min_factors, N,
+                BYTES, SUB, NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
             )  # fmt: skip
-            total = _add_product(
-                total, x, x_row_stride, sources, is_row, inputs + 32, in_features, high, WIDE
-            )
+            total = _add_product(total, x, x_row_stride, sources, is_row, inputs, in_features, high, WIDE)
         else:
             whole = _weights(
-                codes, columns, begin, table, scales, factors, minima, min_factors, own, is_output[None, :],
-                in_features, num_groups, num_factors, num_minima, num_min_factors, NUMBERS, OFFSET, SCALES,
-                SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+                codes, begin + subs, table, scales, factors, minima, min_factors, own, is_output[None, :],
+                in_features, num_groups, num_factors, num_minima, num_min_factors, N, BYTES, SUB, NUMBERS,
+                OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
             )  # fmt: skip
             total = _add_product(total, x, x_row_stride, sources, is_row, columns, in_features, whole, WIDE)
     if HAS_ROW_SCALES:
@@ -272,6 +273,7 @@ def decode_weight(
     if HAS_ROW_SCALES:
         factor = tl.load(row_scales + own, mask=is_output, other=0.0)
     HALVES: tl.constexpr = 2 if IS_NIBBLES else 1
+    SUB: tl.constexpr = 16 if SCALED == 16 else 32
     for half in tl.static_range(HALVES):
         first = begin * HALVES + half * 32
         inputs = first + tl.arange(0, 32)
@@ -279,9 +281,9 @@ def decode_weight(
         if IS_NIBBLES:
             codes = (stored >> (4 * half)) & 15
         weights = _weights(
-            codes, inputs, first, table, scales, factors, minima, min_factors, own, is_output, in_features,
-            num_groups, num_factors, num_minima, num_min_factors, NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR,
-            MINIMA, PER_MIN_FACTOR,
+            codes, first + tl.arange(0, 32 // SUB) * SUB, table, scales, factors, minima, min_factors, own,
+            is_output, in_features, num_groups, num_factors, num_minima, num_min_factors, N, 32, SUB, NUMBERS,
+            OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
         )  # fmt: skip
         weights = weights * factor
         mask = is_output & (inputs < in_features)[:, None]

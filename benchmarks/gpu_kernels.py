@@ -1,0 +1,129 @@
+"""Times of the CUDA back end's programs on a GPU: products of all encodings, attention, sampling.
+
+    python benchmarks/gpu_kernels.py products --encodings bfloat16 int4 --rows 1 16
+    python benchmarks/gpu_kernels.py attention sampling
+
+Each time is the median over replays of a CUDA graph (`triton.testing.do_bench_cudagraph`). A line shows the
+bytes that the operation must read divided by the time (TB/s), or its operations divided by the time (TF/s).
+For products the relative error against float32 on the same data follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from triton.testing import do_bench_cudagraph
+
+from penstock.kernels import ENCODINGS, LayerKV, Ops, SamplingInputs, unpack_linear
+from penstock.kernels.cuda import load
+
+LAYERS = ((2048, 2048), (28672, 4096), (4096, 14336))
+"""Outputs and inputs: an attention product of 1 B, and the feed-forward products of 8 B."""
+CONTEXTS = ((1, 1, 200), (1, 1, 2000), (1, 1, 32000), (64, 1, 600), (256, 1, 600), (4, 2000, 2000))
+"""Sequences, rows of each, and keys of each."""
+VOCABULARY = 151936
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("work", nargs="+", choices=["products", "attention", "sampling"])
+    parser.add_argument("--encodings", nargs="+", choices=list(ENCODINGS), default=list(ENCODINGS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 64, 2048])
+    arguments = parser.parse_args()
+    ops = load()
+    if ops is None:
+        parser.error("torch finds no GPU, or triton is not installed")
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    torch.manual_seed(0)
+    for work in arguments.work:
+        if work == "products":
+            products(ops, arguments.encodings, arguments.rows)
+        else:
+            {"attention": attention, "sampling": sampling}[work](ops)
+
+
+def microseconds(run: Callable[[], object]) -> float:
+    """Return the median time of a call."""
+    return 1e3 * float(do_bench_cudagraph(run, rep=30, return_mode="median"))
+
+
+def products(ops: Ops, encodings: list[str], row_counts: list[int]) -> None:
+    """Time ``x [rows, in]`` times a weight, with activations in bfloat16."""
+    for encoding in encodings:
+        for outputs, inputs in LAYERS:
+            packed = ops.pack_linear(torch.randn(outputs, inputs) / inputs**0.5, encoding)
+            packed = replace(packed, tensors={name: tensor.cuda() for name, tensor in packed.tensors.items()})
+            exact = unpack_linear(packed).float()
+            num_bytes = sum(tensor.nbytes for tensor in packed.tensors.values())
+            cells = [f"{encoding:9} {outputs:5} x {inputs:<5} {num_bytes / 2**20:6.1f} MiB"]
+            for rows in row_counts:
+                x = torch.randn(rows, inputs, device="cuda").bfloat16()
+                expected = x.float() @ exact.T
+                error = float((ops.linear(x, packed).float() - expected).norm() / expected.norm())
+                time = microseconds(lambda x=x, packed=packed: ops.linear(x, packed))  # type: ignore[misc]
+                rate, unit = num_bytes / time / 1e6, "TB/s"
+                if rows > 64:
+                    rate, unit = 2 * rows * outputs * inputs / time / 1e6, "TF/s"
+                cells.append(f"{rows}: {time:7.1f} us {rate:6.2f} {unit} {error:.0e}")
+            print(" | ".join(cells), flush=True)
+
+
+def attention(ops: Ops) -> None:
+    """Time attention with 32 query heads, 8 kv heads and 128 dimensions over a paged cache."""
+    heads, kv_heads, dim, block = 32, 8, 128, 16
+    for cache_type in (torch.bfloat16, torch.float8_e4m3fn):
+        for sequences, rows, length in CONTEXTS:
+            columns = -(-length // block)
+            cache = torch.randn(2, sequences * columns, kv_heads, block, dim, device="cuda").to(cache_type)
+            scales = None
+            if cache_type != torch.bfloat16:
+                scales = torch.ones(cache.shape[:-1], device="cuda")
+            tables = torch.randperm(sequences * columns, device="cuda").int().view(sequences, columns)
+            slots = torch.zeros(sequences * rows, dtype=torch.int64, device="cuda")
+            kv = LayerKV(cache, tables, slots, None, scales)
+            q = torch.randn(sequences * rows, heads, dim, device="cuda").bfloat16()
+            offsets = (torch.arange(sequences + 1, device="cuda") * rows).int()
+            lengths = torch.full((sequences,), length, dtype=torch.int32, device="cuda")
+            time = microseconds(
+                lambda q=q, kv=kv, o=offsets, n=lengths: ops.attention(q, kv, o, n, scale=dim**-0.5)  # type: ignore[misc]
+            )
+            num_bytes = cache.nbytes + (0 if scales is None else scales.nbytes)
+            pairs = sequences * (rows * length - rows * (rows - 1) // 2)
+            print(
+                f"{str(cache_type)[6:]:14} {sequences:3} x {rows:4} rows, {length:5} keys: {time:8.1f} us "
+                f"{num_bytes / time / 1e6:5.2f} TB/s {4 * pairs * heads * dim / time / 1e6:6.1f} TF/s",
+                flush=True,
+            )
+
+
+def sampling(ops: Ops) -> None:
+    """Time the sampling of a token for each row, from peaked and from flat logits."""
+    rules = {
+        "greedy": (0.0, 0, 1.0),
+        "temperature": (0.8, 0, 1.0),
+        "top_k 40": (0.8, 40, 1.0),
+        "top_p 0.9": (0.8, 0, 0.9),
+        "top_k 1000, top_p 0.95": (0.8, 1000, 0.95),
+    }
+    for shape, spread in (("peaked", 4.0), ("flat", 1.0)):
+        for name, (temperature, top_k, top_p) in rules.items():
+            cells = [f"{shape:6} {name:23}"]
+            for rows in (1, 64, 256):
+                logits = (spread * torch.randn(rows, VOCABULARY, device="cuda")).bfloat16()
+                inputs = SamplingInputs(
+                    torch.full((rows,), temperature, device="cuda"),
+                    torch.full((rows,), top_k, device="cuda"),
+                    torch.full((rows,), top_p, device="cuda"),
+                    torch.zeros(rows, device="cuda"),
+                    torch.rand(rows, dtype=torch.float64, device="cuda"),
+                )
+                time = microseconds(lambda x=logits, s=inputs: ops.sample(x, s))  # type: ignore[misc]
+                cells.append(f"{rows}: {time:8.1f} us")
+            print(" | ".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
