@@ -79,7 +79,8 @@ def multiply_codes(
         programs.multiply_codes, product_grid(count, rows, columns, packed, groups), out, x,
         *weights.arguments(*_names(weights.kind), "bias"),
         _table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,
-        packed.out_features, packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=columns, BYTES=_TILE_BYTES,
+        packed.out_features, packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=columns,
+        BYTES=_TILE_BYTES,
         GROUPS=groups is not None, HAS_BIAS=packed.bias is not None, WIDE=x.dtype == torch.float32,
         IS_NIBBLES=packed.layout == NIBBLES, **_format(weights.kind),
     )  # fmt: skip
