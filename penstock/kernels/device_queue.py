@@ -72,7 +72,7 @@ def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
         return values if isinstance(values, Tensor) else torch.from_numpy(values)
     batch = getattr(_current, "batch", None)
     if batch is not None and batch.device == device and isinstance(values, np.ndarray):
-        together = batch.add(values)
+        together: Tensor | None = batch.add(values)
         if together is not None:
             return together
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
