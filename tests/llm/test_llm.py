@@ -330,7 +330,8 @@ def test_ctrl_c_waits_for_the_step_to_end(stepping: LLM, monkeypatch: pytest.Mon
     assert finished == [1]
 
 
-def test_a_failed_request_ends_the_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_ends_the_batch(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = stepping
     step = llm._scheduler.step
 
     def failing(num_steps: int = 1) -> Any:
@@ -338,14 +339,15 @@ def test_a_failed_request_ends_the_batch(llm: LLM, monkeypatch: pytest.MonkeyPat
         llm._scheduler.failures |= {request_id: InsufficientBlocksError(3, 1, 2) for request_id in outputs}
         return outputs
 
-    monkeypatch.setattr(llm._scheduler, "step", failing)
-    with pytest.raises(InsufficientBlocksError):
-        llm.generate(["Hello"] * 9, GREEDY)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._scheduler, "step", failing)
+        with pytest.raises(InsufficientBlocksError):
+            llm.generate(["Hello"] * 9, GREEDY)
     assert len(llm.generate(["Hello"] * 9, GREEDY)) == 9
 
 
-def test_a_second_thread_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_thread_is_refused(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = stepping
     inside, done = threading.Event(), threading.Event()
 
     def waiting(run: Run) -> Run:

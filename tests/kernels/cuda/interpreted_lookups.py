@@ -1,4 +1,4 @@
-"""Lookups of rows in Triton's interpreter, also with indices outside; `test_interpreter.py` runs this file."""
+"""Lookups of rows in the interpreter, also with indices outside; `test_interpreter.py` runs this file."""
 
 from __future__ import annotations
 
