@@ -21,7 +21,7 @@ class CudaConvolution(ReferenceConvolution):
         assert packed.weight is not None
         groups = packed.groups
         # [out, in / groups, k] -> [groups, k, in / groups, out / groups]
-        weight = packed.weight.float().unflatten(0, (groups, -1)).permute(0, 3, 2, 1)
+        weight = packed.weight.float().view(groups, -1, *packed.weight.shape[1:]).permute(0, 3, 2, 1)
         padded = F.pad(x, (0, 0, packed.padding, packed.padding))
         y = _convolved(padded, weight, packed.stride, packed.dilation)
         return y if packed.bias is None else y + packed.bias.float()
@@ -31,7 +31,7 @@ class CudaConvolution(ReferenceConvolution):
         assert packed.weight is not None
         stride, groups = packed.stride, packed.groups
         # [in, out / groups, k] -> [groups, k, in / groups, out / groups]
-        weight = packed.weight.float().flip(2).unflatten(0, (groups, -1)).permute(0, 3, 1, 2)
+        weight = packed.weight.float().flip(2).view(groups, -1, *packed.weight.shape[1:]).permute(0, 3, 1, 2)
         spread = x.new_zeros((len(x) - 1) * stride + 1, x.shape[1])
         spread[::stride] = x
         edge = packed.dilation * (packed.kernel_size - 1) - packed.padding  # negative: rows are dropped
