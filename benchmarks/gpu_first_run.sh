@@ -29,10 +29,16 @@ run() { # run SECONDS NAME COMMAND...
   status=$?
   echo "$name: exit status $status after $((SECONDS - begin)) s, $(grep -v '^$' "$out/$name.log" | tail -n 1)"
 }
+# pytest-benchmark warns in each process of pytest-xdist, and tests turn warnings into errors.
+plugins=(-p no:benchmark)
+if $python -c 'import xdist' 2>/dev/null; then
+  has_xdist=1
+  plugins+=(-n "${PROCESSES:-$(nproc)}")
+fi
 check() { # check SECONDS NAME TESTS...
   local limit=$1 name=$2
   shift 2
-  run "$limit" "$name" "$python" -m pytest -q -p no:cacheprovider -m gpu --timeout=300 --maxfail=20 "$@"
+  run "$limit" "$name" "$python" -m pytest -q -p no:cacheprovider "${plugins[@]}" -m gpu --timeout=300 "$@"
 }
 measure() { # measure SECONDS NAME SHAPE WORK...
   local limit=$1 name=$2 shape=$3
@@ -58,16 +64,19 @@ print(sys.version.split()[0], torch.cuda.get_device_name() if torch.cuda.is_avai
 END
 case $part in
 tests)
-  # At the same time: most of the time goes into the compilation of programs, on one core each.
+  # In several processes: most of the time goes into the compilation of programs, on one core each.
   run 60 env "$python" -m penstock env &
-  check 400 conformance tests/kernels/test_conformance.py &
-  check 400 graphs tests/kernels/cuda &
-  check 400 kernels tests/kernels/test_encoder_attention.py tests/kernels/test_experts.py tests/kernels/test_convolution.py &
-  check 400 determinism tests/kernels/test_determinism.py tests/architectures/test_invariance.py &
-  check 400 models tests/architectures/test_parity.py tests/architectures/test_encoder_parity.py &
-  check 400 features tests/lora/test_batches.py tests/llm/test_llm.py tests/pipelines/test_pipeline.py \
-    tests/pipelines/test_speculation_combined.py &
+  kernels="tests/kernels" determinism="tests/architectures/test_invariance.py"
+  models="tests/architectures/test_parity.py tests/architectures/test_encoder_parity.py"
+  features="tests/lora/test_batches.py tests/llm/test_llm.py tests/pipelines/test_pipeline.py"
+  features+=" tests/pipelines/test_speculation_combined.py tests/architectures/test_encodings.py"
+  if [ -n "${has_xdist:-}" ]; then
+    check 500 tests $kernels $determinism $models $features
+  else
+    for name in kernels determinism models features; do check 500 "tests-$name" ${!name} & done
+  fi
   wait
+  grep -E '^(FAILED|ERROR)' -h "$out"/tests*.log | cut -c-150 | head -n 60
   run 60 bench "$python" -m penstock bench run demo --work decode --repeats 2 --devices "$devices"
   ;;
 figures)

@@ -138,7 +138,12 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     @operation(weights=["table"])
     @abstractmethod
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Return the rows ``[T, E]`` of ``table [V, E]`` for ``tokens [T]``."""
+        """Return the rows ``[T, E]`` of ``table [V, E]`` for ``tokens [T]``.
+
+        A token outside the table raises `IndexError` on a CPU. A GPU cannot raise: its row is NaN, or 0 in a
+        table of integers, so that sampling returns -1 for this row alone. The same applies to `take_rows` and
+        `rope_rows`.
+        """
 
     @operation(
         weights=["packed"],
@@ -346,7 +351,10 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     @operation(functions={"put_rows": CFunction("4P 5q")})
     @abstractmethod
     def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-        """Return ``x [T, E]`` with its rows ``rows [P]`` replaced by ``values [P, E]``."""
+        """Return ``x [T, E]`` with its rows ``rows [P]`` replaced by ``values [P, E]``.
+
+        A row outside ``x`` raises `IndexError` on a CPU and is skipped on a GPU.
+        """
 
     @operation(functions={"sample": CFunction("q P 3q 6P q P", can_be_long=True)})
     @abstractmethod

@@ -117,7 +117,8 @@ def test_mpnet_with_fewer_buckets_than_distances_have(tmp_path: Path) -> None:
 
 
 def test_a_batch_has_the_bits_of_single_inputs(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
-    model, pipeline, _ = encoder
+    model, _, folder = encoder
+    pipeline = open_encoder(folder, deterministic=True)
     inputs = random_inputs(vocabulary_of(model))
     together = encode_all(pipeline, inputs, outputs=("dense",))
     for tokens, response in zip(inputs, together, strict=True):

@@ -73,13 +73,22 @@ def test_close_to_float32(
     assert len(generate(pipeline, [context_of(PROMPT, 5)])[0]) == 5
 
 
+def smallest_estimate(pipeline: TextGenerationPipeline) -> float:
+    """Return the smallest share of the weights' bytes that may be estimated.
+
+    The estimate is for panels. A back end without panels, such as that of GPUs, stores 5 bits in a byte.
+    """
+    return 0.995 if pipeline.session.ops.packs_weights else 0.6
+
+
 @pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize("encoding", ["float32", *FARTHEST])
 def test_the_estimated_size(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = opened(checkpoint, encoding, monkeypatch)
     held = held_bytes(pipeline)
     foretold = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
-    assert 0.995 * held <= foretold <= 1.15 * held, "each part of a fused layer may start a new panel"
+    least = smallest_estimate(pipeline)
+    assert least * held <= foretold <= 1.15 * held, "each part of a fused layer may start a new panel"
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
@@ -96,7 +105,7 @@ def test_narrow_experts_of_a_wide_model_have_four_bits(
     experts = [one for one in parts_of(model.network) if isinstance(one, PackedExperts)]
     assert {one.encoding for each in experts for one in (*each.gate_up, *each.down)} == {"int4"}
     held, foretold = held_bytes(pipeline), model.estimate_weights_size(model.pipeline_config)
-    assert 0.995 * held <= foretold <= 1.15 * held
+    assert smallest_estimate(pipeline) * held <= foretold <= 1.15 * held
 
 
 @pytest.mark.matrix(strength=1)

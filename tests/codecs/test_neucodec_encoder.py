@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from support.back_ends import all_back_ends
+from support.back_ends import all_back_ends, back_end_params
 from support.codecs import write_neucodec
 from torch import Tensor
 
@@ -67,9 +67,9 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return Oracle(folder, model, outputs)
 
 
-@pytest.fixture(scope="module", params=all_back_ends())
+@pytest.fixture(scope="module", params=back_end_params(all_back_ends()))
 def session(request: pytest.FixtureRequest) -> Any:
-    return SimpleNamespace(ops=all_back_ends()[request.param])
+    return SimpleNamespace(ops=all_back_ends(deterministic=True)[request.param])
 
 
 def sound(length: int, seed: int = 0) -> Tensor:

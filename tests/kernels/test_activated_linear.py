@@ -20,7 +20,7 @@ ACTIVATIONS: list[Activation] = ["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 @pytest.fixture(params=back_end_params(fast_back_ends()))
 def ops(request: pytest.FixtureRequest) -> Ops:
     torch.manual_seed(0)
-    return fast_back_ends()[request.param]
+    return fast_back_ends(deterministic=True)[request.param]
 
 
 @pytest.mark.parametrize("encoding", NAMES)

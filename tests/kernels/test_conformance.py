@@ -308,11 +308,29 @@ def test_row_lookups(ops: Ops, dtype: torch.dtype) -> None:
     part = table[:, 3:8]
     put = ops.put_rows(part, rows[:2], values[:, :5])
     assert torch.equal(put, REFERENCE.put_rows(part, rows[:2], values[:, :5]))
-    for outside in (11, -12):
+    for outside in (11, -1, -12, 2**40):
+        indices = torch.tensor([1, outside])
+        if ops.name == "cuda":
+            check_rows_outside(ops, table, indices, values)
+            continue
         with pytest.raises(IndexError):
-            ops.embedding(torch.tensor([1, outside]), table)
-        with pytest.raises(IndexError):
-            ops.put_rows(table, torch.tensor([1, outside]), values)
+            ops.embedding(indices, table)
+        if outside != -1:  # the reference counts it from the end
+            with pytest.raises(IndexError):
+                ops.put_rows(table, indices, values)
+
+
+def check_rows_outside(ops: Ops, table: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Check that the second index, which is outside, changes no other row."""
+    for looked_up in (ops.embedding(indices, table), ops.take_rows(table, indices)):
+        assert torch.equal(looked_up[0], table[1])
+        assert (looked_up[1].isnan() if table.is_floating_point() else looked_up[1] == 0).all()
+    assert torch.equal(ops.put_rows(table, indices, values)[[0, *range(2, 11)]], table[[0, *range(2, 11)]])
+    assert torch.equal(ops.put_rows(table, indices, values)[1], values[0])
+    if table.dtype == torch.float32:
+        for rows, source in zip(ops.rope_rows(indices, table, table[:, :]), (table, table), strict=True):
+            assert torch.equal(rows[0], source[1])
+            assert rows[1].isnan().all()
 
 
 @pytest.mark.parametrize("rows", [1, 40, 3000])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.back_ends import back_end_params, fast_back_ends
+from support.back_ends import all_back_ends, back_end_params
 from torch import Tensor
 
 from penstock.kernels import Ops
@@ -16,7 +16,7 @@ from penstock.kernels.convolution import inverse_dft_weight
 from penstock.kernels.reference import ReferenceOps
 
 REFERENCE = ReferenceOps()
-OPS = {"reference": REFERENCE, **fast_back_ends()}
+OPS = all_back_ends()
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
 LENGTHS = [9, 1, 30]
 
@@ -46,6 +46,12 @@ TRANSPOSED: dict[str, dict[str, Any]] = {
 def ops(request: pytest.FixtureRequest) -> Ops:
     torch.manual_seed(0)
     return OPS[request.param]
+
+
+@pytest.fixture(params=back_end_params(OPS))
+def deterministic(request: pytest.FixtureRequest) -> Ops:
+    torch.manual_seed(0)
+    return all_back_ends(deterministic=True)[request.param]
 
 
 def offsets_of(lengths: list[int]) -> Tensor:
@@ -106,13 +112,13 @@ def test_conv_transpose1d(ops: Ops, name: str, dtype: torch.dtype, with_bias: bo
 
 
 @pytest.mark.parametrize("name", ["wide", "depthwise dilated", "strided"])
-def test_a_sequence_has_the_same_bits_alone(ops: Ops, name: str) -> None:
+def test_a_sequence_has_the_same_bits_alone(deterministic: Ops, name: str) -> None:
     fields = dict(CONVOLUTIONS[name])
-    packed = ops.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
+    packed = deterministic.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
     lengths = [100, 9, 41]
     x, offsets = ragged(packed.in_channels, torch.float32, lengths)
-    own = [ops.conv1d(x[a:b], packed, offsets_of([int(b - a)])) for a, b in pairwise(offsets)]
-    assert torch.equal(ops.conv1d(x, packed, offsets), torch.cat(own))
+    own = [deterministic.conv1d(x[a:b], packed, offsets_of([int(b - a)])) for a, b in pairwise(offsets)]
+    assert torch.equal(deterministic.conv1d(x, packed, offsets), torch.cat(own))
 
 
 @pytest.mark.parametrize("name", ["wide", "depthwise", "strided", "grouped"])

@@ -44,7 +44,7 @@ Run = Callable[[Ops, Tensor], tuple[Tensor, ...]]
 
 @pytest.fixture(params=back_end_params(all_back_ends()))
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return all_back_ends()[request.param]
+    return all_back_ends(deterministic=True)[request.param]
 
 
 @pytest.fixture(params=DTYPES, ids=str)

@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=back_end_params(fast_back_ends()))
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return fast_back_ends()[request.param]
+    return fast_back_ends(deterministic=True)[request.param]
 
 
 def ragged(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

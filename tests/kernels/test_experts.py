@@ -40,6 +40,11 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return all_back_ends()[request.param]
 
 
+@pytest.fixture(params=back_end_params(all_back_ends()))
+def deterministic(request: pytest.FixtureRequest) -> Ops:
+    return all_back_ends(deterministic=True)[request.param]
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
@@ -209,35 +214,37 @@ def test_a_clamped_swish_far_out(ops: Ops, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_bits_of_a_row_do_not_depend_on_other_rows(ops: Ops, dtype: torch.dtype) -> None:
-    x, experts = torch.randn(90, HIDDEN).to(dtype), packed(ops, weights(bias=True), dtype)
-    topk_weights, topk_ids = ops.route(torch.randn(90, EXPERTS), 3, "all_normed")
-    whole = ops.experts(x, experts, topk_weights, topk_ids, CLAMPED)
+def test_bits_of_a_row_do_not_depend_on_other_rows(deterministic: Ops, dtype: torch.dtype) -> None:
+    x, experts = torch.randn(90, HIDDEN).to(dtype), packed(deterministic, weights(bias=True), dtype)
+    topk_weights, topk_ids = deterministic.route(torch.randn(90, EXPERTS), 3, "all_normed")
+    whole = deterministic.experts(x, experts, topk_weights, topk_ids, CLAMPED)
     for some in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(90)):
         assert torch.equal(
-            ops.experts(x[some], experts, topk_weights[some], topk_ids[some], CLAMPED), whole[some]
+            deterministic.experts(x[some], experts, topk_weights[some], topk_ids[some], CLAMPED), whole[some]
         )
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("experts", [6, 30, 128])
-def test_the_route_of_a_row_does_not_depend_on_other_rows(ops: Ops, routing: Routing, experts: int) -> None:
+def test_the_route_of_a_row_does_not_depend_on_other_rows(
+    deterministic: Ops, routing: Routing, experts: int
+) -> None:
     logits = torch.randn(700, experts).bfloat16()  # with ties
-    topk_weights, topk_ids = ops.route(logits, 4, routing)
+    topk_weights, topk_ids = deterministic.route(logits, 4, routing)
     for some in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(700)):
-        own_weights, own = ops.route(logits[some], 4, routing)
+        own_weights, own = deterministic.route(logits[some], 4, routing)
         assert torch.equal(own, topk_ids[some])
         assert torch.equal(own_weights, topk_weights[some])
 
 
-def test_an_expert_that_all_rows_use(ops: Ops) -> None:
+def test_an_expert_that_all_rows_use(deterministic: Ops) -> None:
     """The rows exceed those that an expert computes at once."""
     rows = 2 * ROWS_OF_EXPERTS + 5
-    x, experts = torch.randn(rows, HIDDEN), packed(ops, weights(bias=False), torch.float32)
+    x, experts = torch.randn(rows, HIDDEN), packed(deterministic, weights(bias=False), torch.float32)
     topk_weights, topk_ids = torch.ones(rows, 1), torch.full((rows, 1), 4)
-    whole = ops.experts(x, experts, topk_weights, topk_ids, "silu")
+    whole = deterministic.experts(x, experts, topk_weights, topk_ids, "silu")
     parts = [
-        ops.experts(x[a:b], experts, topk_weights[a:b], topk_ids[a:b], "silu")
+        deterministic.experts(x[a:b], experts, topk_weights[a:b], topk_ids[a:b], "silu")
         for a, b in pairwise([0, 1000, 1030, rows])
     ]
     assert torch.equal(torch.cat(parts), whole)
@@ -255,12 +262,14 @@ def adapters(rows: Tensor, names: list[str]) -> LoRAInputs:
     return LoRAInputs(rows, matrices)
 
 
-def test_adapters_on_some_experts_are_merged_weights(ops: Ops) -> None:
+def test_adapters_on_some_experts_are_merged_weights(deterministic: Ops) -> None:
     given, x = weights(bias=True), torch.randn(30, HIDDEN)
     topk_weights, topk_ids = routed(30, 3)
     rows = torch.randint(-1, 2, (30,))
     lora = adapters(rows, ["1.up", "4.gate", "4.down"])
-    got = ops.experts(x, packed(ops, given, torch.float32), topk_weights, topk_ids, "silu", lora=lora)
+    got = deterministic.experts(
+        x, packed(deterministic, given, torch.float32), topk_weights, topk_ids, "silu", lora=lora
+    )
     for adapter in (-1, 0, 1):
         merged = [tuple(None if one is None else one.clone() for one in expert) for expert in given]
         if adapter >= 0:
@@ -270,9 +279,13 @@ def test_adapters_on_some_experts_are_merged_weights(ops: Ops) -> None:
                 assert matrix is not None
                 target = {"gate": matrix[:INNER], "up": matrix[INNER:], "down": matrix}[part]
                 target += up[adapter] @ down[adapter]
-        expected = ops.experts(x, packed(ops, merged, torch.float32), topk_weights, topk_ids, "silu")  # type: ignore[arg-type]
+        expected = deterministic.experts(
+            x, packed(deterministic, merged, torch.float32), topk_weights, topk_ids, "silu"
+        )  # type: ignore[arg-type]
         torch.testing.assert_close(got[rows == adapter], expected[rows == adapter], atol=1e-5, rtol=1e-4)
-    plain = ops.experts(x, packed(ops, given, torch.float32), topk_weights, topk_ids, "silu")
+    plain = deterministic.experts(
+        x, packed(deterministic, given, torch.float32), topk_weights, topk_ids, "silu"
+    )
     assert torch.equal(got[rows < 0], plain[rows < 0]), "to the bit"
     assert not torch.allclose(got[rows >= 0], plain[rows >= 0], atol=1e-3)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.lazy_queue import register_lazy
 from support.tiny_llm import EOS, MAX_LENGTH, write_tiny_llm
 
 from penstock import LLM, GenerationOutput, SamplingParams
@@ -21,6 +22,7 @@ from penstock.errors import (
     PromptTooLongError,
     UnsupportedFeatureError,
 )
+from penstock.scheduler import OverlappedScheduler
 
 pytestmark = pytest.mark.models
 
@@ -234,7 +236,7 @@ def test_wrong_prompts(prompts: Any, words: str, llm: LLM) -> None:
 
 
 def test_the_whole_batch_is_checked_before_any_of_it_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.pipeline, "execute", lambda *_: pytest.fail("something ran"))
+    replace_runs(llm, monkeypatch, lambda run: lambda *_: pytest.fail("something ran"))
     with pytest.raises(PromptTooLongError) as caught:
         llm.generate(["fine", "x" * (MAX_LENGTH + 1)], GREEDY)
     assert (caught.value.num_tokens, caught.value.max_length) == (MAX_LENGTH + 1, MAX_LENGTH)
@@ -254,44 +256,82 @@ def test_stop_strings_need_text(llm: LLM) -> None:
         llm.generate("Hello", SamplingParams(stop=["x"], detokenize=False))
 
 
+Run = Callable[..., Any]
+"""Runs a batch, or launches it."""
+
+
+def replace_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch, around: Callable[[Run], Run]) -> None:
+    """Replace what runs a batch: `execute`, and with overlapped steps also the launch of a step."""
+    monkeypatch.setattr(llm.pipeline, "execute", around(llm.pipeline.execute))
+    if isinstance(llm._scheduler, OverlappedScheduler):
+        steps: Any = llm._scheduler._steps
+        monkeypatch.setattr(steps, "launch", around(steps.launch))
+
+
+@pytest.fixture(params=["default", "overlapped"])
+def stepping(
+    request: pytest.FixtureRequest, model: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LLM]:
+    """The shared LLM, and one with overlapped steps on every machine."""
+    if request.param == "default":
+        yield llm
+        return
+    register_lazy(monkeypatch)
+    with LLM(str(model), kernels="lazy", kv_cache_block_size=16, max_batch_size=4) as overlapped:
+        assert isinstance(overlapped._scheduler, OverlappedScheduler)
+        yield overlapped
+        assert not overlapped._scheduler.has_work
+        assert overlapped.pipeline.kv.num_free_blocks == overlapped.pipeline.kv.num_blocks
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interruption_cancels_all_requests(
-    error: type[BaseException], llm: LLM, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], stepping: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    llm = stepping
     expected = [one.token_ids for one in llm.generate(["Hello"] * 9, GREEDY)]
-    execute, calls = llm.pipeline.execute, []
+    calls = []
 
-    def failing(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 4:
-            raise error
-        return execute(*args)
+    def failing(run: Run) -> Run:
+        def wrapped(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) >= 4:
+                raise error
+            return run(*args)
 
-    monkeypatch.setattr(llm.pipeline, "execute", failing)
-    with pytest.raises(error):
-        llm.generate(["Hello"] * 9, GREEDY)
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        replace_runs(llm, patch, failing)
+        with pytest.raises(error):
+            llm.generate(["Hello"] * 9, GREEDY)
+    assert len(calls) >= 4
     assert not llm._scheduler.has_work
     assert llm.pipeline.kv.num_free_blocks == llm.pipeline.kv.num_blocks
-    monkeypatch.undo()
     assert [one.token_ids for one in llm.generate(["Hello"] * 9, GREEDY)] == expected
 
 
-def test_ctrl_c_waits_for_the_step_to_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    execute, finished = llm.pipeline.execute, []
+def test_ctrl_c_waits_for_the_step_to_end(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = []
 
-    def interrupted(*args: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
-        outputs = execute(*args)
-        finished.append(1)
-        return outputs
+    def interrupted(run: Run) -> Run:
+        def wrapped(*args: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            outputs = run(*args)
+            finished.append(1)
+            return outputs
 
-    monkeypatch.setattr(llm.pipeline, "execute", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["Hello"] * 9, GREEDY)
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        replace_runs(stepping, patch, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stepping.generate(["Hello"] * 9, GREEDY)
     assert finished == [1]
 
 
-def test_a_failed_request_ends_the_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_ends_the_batch(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = stepping
     step = llm._scheduler.step
 
     def failing(num_steps: int = 1) -> Any:
@@ -299,22 +339,26 @@ def test_a_failed_request_ends_the_batch(llm: LLM, monkeypatch: pytest.MonkeyPat
         llm._scheduler.failures |= {request_id: InsufficientBlocksError(3, 1, 2) for request_id in outputs}
         return outputs
 
-    monkeypatch.setattr(llm._scheduler, "step", failing)
-    with pytest.raises(InsufficientBlocksError):
-        llm.generate(["Hello"] * 9, GREEDY)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._scheduler, "step", failing)
+        with pytest.raises(InsufficientBlocksError):
+            llm.generate(["Hello"] * 9, GREEDY)
     assert len(llm.generate(["Hello"] * 9, GREEDY)) == 9
 
 
-def test_a_second_thread_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    execute, inside, done = llm.pipeline.execute, threading.Event(), threading.Event()
+def test_a_second_thread_is_refused(stepping: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = stepping
+    inside, done = threading.Event(), threading.Event()
 
-    def waiting(*args: Any) -> Any:
-        inside.set()
-        done.wait(10)
-        return execute(*args)
+    def waiting(run: Run) -> Run:
+        def wrapped(*args: Any) -> Any:
+            inside.set()
+            done.wait(10)
+            return run(*args)
 
-    monkeypatch.setattr(llm.pipeline, "execute", waiting)
+        return wrapped
+
+    replace_runs(llm, monkeypatch, waiting)
     outputs: list[GenerationOutput] = []
     thread = threading.Thread(target=lambda: outputs.extend(llm.generate("Hello", GREEDY)))
     thread.start()

@@ -17,6 +17,7 @@ from penstock import LLM, GenerationOutput, SamplingParams
 from penstock.errors import InputError, UnknownParameterError, UnsupportedFeatureError
 from penstock.pipelines.core import Grammar, LogProbabilities, TextContext
 from penstock.pipelines.core.randomness import splitmix64
+from penstock.scheduler import OverlappedScheduler
 
 pytestmark = pytest.mark.models
 
@@ -43,6 +44,17 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     assert shared_llm.pipeline.kv.num_free_blocks == shared_llm.pipeline.kv.num_blocks
 
 
+@pytest.fixture
+def synchronous(llm: LLM, model: Path) -> Iterator[LLM]:
+    """An LLM each of whose steps is one call of `execute`."""
+    if not isinstance(llm._scheduler, OverlappedScheduler):
+        yield llm
+        return
+    options: dict[str, Any] = {"kv_cache_block_size": 16, "max_batch_size": 8, "deterministic": True}
+    with LLM(str(model), overlap_steps=False, **options) as other:
+        yield other
+
+
 def ids(outputs: list[GenerationOutput]) -> list[list[int]]:
     return [one.token_ids for one in outputs]
 
@@ -63,8 +75,9 @@ def test_n_answers_in_order(llm: LLM) -> None:
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 2])
 def test_the_prompt_is_computed_once(
-    prompt_logprobs: int | None, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    prompt_logprobs: int | None, synchronous: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    llm = synchronous
     rows: list[int] = []
     execute = llm.pipeline.execute
 

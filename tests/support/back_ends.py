@@ -16,7 +16,7 @@ from penstock.kernels.reference import ReferenceOps
 
 
 @cache
-def _variants() -> dict[str, tuple[Ops, bool]]:
+def _variants(*, deterministic: bool = False) -> dict[str, tuple[Ops, bool]]:
     """Return all variants besides the reference, each with whether it runs on a GPU."""
     found = {}
     for backend in BACKENDS.backends:
@@ -24,24 +24,30 @@ def _variants() -> dict[str, tuple[Ops, bool]]:
             if type(ops) is ReferenceOps:
                 continue
             on_gpu = "cpu" not in backend.sizes and os.environ.get("TRITON_INTERPRET") != "1"
-            found[ops.description.replace(" ", "-")] = on_device(ops, "cuda") if on_gpu else ops, on_gpu
+            own = on_device(ops, "cuda") if on_gpu else ops
+            if on_gpu and deterministic:  # a CPU always is
+                own.require_determinism()
+            found[ops.description.replace(" ", "-")] = own, on_gpu
     return found
 
 
-def fast_back_ends() -> dict[str, Ops]:
-    """Return all variants besides the reference, by their descriptions, such as ``cpu avx2``."""
-    return {name: ops for name, (ops, _) in _variants().items()}
+def fast_back_ends(*, deterministic: bool = False) -> dict[str, Ops]:
+    """Return all variants besides the reference, by their descriptions, such as ``cpu avx2``.
+
+    With ``deterministic`` they are instances of their own, after `Ops.require_determinism`.
+    """
+    return {name: ops for name, (ops, _) in _variants(deterministic=deterministic).items()}
 
 
 @cache
-def all_back_ends() -> dict[str, Ops]:
-    """Return the reference and all other variants."""
-    return {"reference": ReferenceOps(), **fast_back_ends()}
+def all_back_ends(*, deterministic: bool = False) -> dict[str, Ops]:
+    """Return the reference and all other variants; see `fast_back_ends`."""
+    return {"reference": ReferenceOps(), **fast_back_ends(deterministic=deterministic)}
 
 
 def back_end_params(back_ends: Mapping[str, Ops]) -> list[Any]:
     """Return the names of back ends as parameters of a fixture; those on a GPU are marked ``gpu``."""
     if not back_ends:
         return [pytest.param("none", marks=pytest.mark.skip("no back end is built"))]
-    on_gpu = {name for name, (_, on_gpu) in _variants().items() if on_gpu}
+    on_gpu = {name for name, (_, on_gpu) in _variants(deterministic=False).items() if on_gpu}
     return [pytest.param(name, marks=pytest.mark.gpu) if name in on_gpu else name for name in back_ends]

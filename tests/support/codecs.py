@@ -21,7 +21,7 @@ def load_reference(
     name: str, back_end: str = "reference", folder: Path = FOLDER, encoding: str = "float32"
 ) -> Any:
     """Return the codec of a folder, on the operations of a back end."""
-    session: Any = SimpleNamespace(ops=all_back_ends()[back_end])
+    session: Any = SimpleNamespace(ops=all_back_ends(deterministic=True)[back_end])
     return load_codec(folder / name, session, encoding=encoding)
 
 

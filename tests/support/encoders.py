@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from support.checkpoints import skip_unknown_type
 from support.published import publish, transformers_values
 
 from penstock.architectures.registry import PIPELINE_REGISTRY, SupportedArchitecture
@@ -33,7 +34,9 @@ def save_encoder(architecture: SupportedArchitecture, folder: Path, head: str, *
     assert architecture.tiny_config is not None
     values = architecture.tiny_config() | changes
     values.pop("architectures", None)
-    config = transformers.AutoConfig.for_model(**transformers_values(values))
+    known = transformers_values(values)
+    skip_unknown_type(known["model_type"])
+    config = transformers.AutoConfig.for_model(**known)
     torch.manual_seed(0)
     auto = getattr(transformers, f"AutoModel{head}")
     model = auto.from_config(config, attn_implementation="eager").eval()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.checkpoints import skip_unknown_type
 
 from penstock.architectures.registry import SupportedArchitecture
 from penstock.pipelines import TextGenerationPipeline
@@ -29,6 +30,7 @@ def save_vision_model(architecture: SupportedArchitecture, folder: Path, **chang
     values = architecture.tiny_config()
     for name, change in changes.items():
         values[name] = values[name] | change if isinstance(change, dict) else change
+    skip_unknown_type(values["model_type"])
     config = AutoConfig.for_model(
         **{name: value for name, value in values.items() if name != "architectures"}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention import FLOATS
 from penstock.kernels.cuda.availability import is_interpreted
+from penstock.kernels.cuda.convolution import CudaConvolution
 from penstock.kernels.cuda.interpreter import correct_bfloat16
 from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two
 from penstock.kernels.cuda.linear import CudaLinear
@@ -23,7 +25,7 @@ from penstock.kernels.ops import Gating
 _COLUMNS = 1024
 
 
-class CudaOps(CudaLinear):
+class CudaOps(CudaConvolution, CudaLinear):
     """Triton programs for float32, bfloat16 and float16 activations."""
 
     def __init__(self) -> None:
@@ -72,6 +74,11 @@ class CudaOps(CudaLinear):
         grid = (num_rows, divide_up(x.shape[1], columns))
         launch(combine_experts, grid, out, y, row_weights, rows_of_pairs, x.shape[1], TOP=top, WIDTH=columns)
         return out
+
+    def _add_pairs(self, total: Tensor, rows: Tensor, values: Tensor, counts: Sequence[int]) -> None:
+        # `index_add_` of a GPU adds the values of one row in any order: each call has a row once.
+        for some, own in zip(rows.split_with_sizes(counts), values.split_with_sizes(counts), strict=True):
+            total.index_add_(0, some, own)
 
     def _multiply_grouped(self, x: Tensor, weights: WeightTables, groups: Groups) -> Tensor:
         if weights.kind.is_float:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from penstock.kernels.activations import Activation
 from penstock.kernels.codes import LARGEST_FP8
-from penstock.kernels.cuda.attention import FLOATS, CudaAttention, bytes_of
+from penstock.kernels.cuda.attention import FLOATS, bytes_of
 from penstock.kernels.cuda.launch import Program, divide_up, has_rows, launch, power_of_two, row_stride
+from penstock.kernels.cuda.lookups import CudaLookups
 from penstock.kernels.cuda.programs import rows as programs
 from penstock.kernels.cuda.programs.routing import route
 from penstock.kernels.cuda.programs.sampling import sample
@@ -25,7 +26,7 @@ _LOGITS = 4096
 """Number of logits that the sampler reads at once."""
 
 
-class CudaRows(CudaAttention):
+class CudaRows(CudaLookups):
     """Operations whose result for a row depends only on that row."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

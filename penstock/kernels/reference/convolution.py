@@ -42,9 +42,13 @@ class ReferenceConvolution(ConvolutionOps):
             for j in range(packed.kernel_size):
                 total += packed.taps[j] * y[:, j]
             return (total if packed.bias is None else total + packed.bias).to(x.dtype)
+        return self._grouped_conv1d(x.float(), packed).to(x.dtype)
+
+    def _grouped_conv1d(self, x: Tensor, packed: PackedConv1d) -> Tensor:
+        """Return the convolution of one sequence ``[T, in]`` float32 with a weight of several groups."""
         assert packed.weight is not None
         y = F.conv1d(
-            x.float().t()[None],
+            x.t()[None],
             packed.weight.float(),
             None if packed.bias is None else packed.bias.float(),
             packed.stride,
@@ -52,7 +56,7 @@ class ReferenceConvolution(ConvolutionOps):
             packed.dilation,
             packed.groups,
         )
-        return y[0].t().to(x.dtype)
+        return y[0].t()
 
     def conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d, row_offsets: Tensor) -> Tensor:
         return each_sequence(lambda one: self._conv_transpose1d(one, packed), x, row_offsets)
@@ -70,18 +74,22 @@ class ReferenceConvolution(ConvolutionOps):
             windows = padded.as_strided((blocks, (before + 1) * channels), (channels, 1))
             y = self.linear(windows, packed.linear).view(blocks * stride, packed.out_channels)
             return y[packed.padding : packed.padding + rows]
+        return self._grouped_conv_transpose1d(x.float(), packed).to(x.dtype)
+
+    def _grouped_conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d) -> Tensor:
+        """Return the transposed convolution of ``[T, in]`` float32 with several groups or a dilation."""
         assert packed.weight is not None
         y = F.conv_transpose1d(
-            x.float().t()[None],
+            x.t()[None],
             packed.weight.float(),
             None if packed.bias is None else packed.bias.float(),
-            stride,
+            packed.stride,
             packed.padding,
             packed.output_padding,
             packed.groups,
             packed.dilation,
         )
-        return y[0].t().to(x.dtype)
+        return y[0].t()
 
     def snake(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
         wide = x.float()

@@ -237,8 +237,15 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
             else:
                 y = self.gated_activation(y, gating)
             y = self._each(downs, y, rows, counts, lora)
-            total.index_add_(0, rows, y.float() * topk_weights.flatten()[pairs, None])  # in order
+            self._add_pairs(total, rows, y.float() * topk_weights.flatten()[pairs, None], counts)
         return total.to(x.dtype)
+
+    def _add_pairs(self, total: Tensor, rows: Tensor, values: Tensor, counts: Sequence[int]) -> None:
+        """Add ``values [P, E]`` to the rows ``[P]`` of ``total``, in order. They are sorted by expert.
+
+        ``counts`` has the number of rows of each expert. The rows of an expert are distinct.
+        """
+        total.index_add_(0, rows, values)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 
-MODULES = ("attention", "codes", "rows", "products", "linear", "ops")
+MODULES = ("attention", "codes", "lookups", "rows", "products", "linear", "ops")
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 CAPABILITY = int(os.environ.get("COMPUTE_CAPABILITY", "90"))
 
@@ -126,6 +126,14 @@ def test_rows(ops: Any, dtype: torch.dtype) -> None:
     for activation in ("silu", "gelu", "gelu_tanh", "relu"):
         ops.activation(x, activation)
         ops.gated_activation(x, activation)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_lookups(ops: Any, dtype: torch.dtype) -> None:
+    table, rows = torch.zeros(9, 257, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+    ops.embedding(rows, table)
+    ops.put_rows(table, rows, table[:3])
+    ops.rope_rows(rows, torch.zeros(9, 64), torch.zeros(9, 64))
 
 
 @DTYPES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -44,27 +46,46 @@ def test_overlapped_steps_change_no_text(params: SamplingParams) -> None:
     assert texts("gpu", params, overlap_steps=True) == texts("gpu", params, overlap_steps=False)
 
 
+@pytest.fixture
+def _allows_waiting_again() -> Iterator[None]:
+    yield
+    set_sync_mode("default")
+
+
+def set_sync_mode(mode: str) -> None:
+    """Choose what torch does when a call waits for the device. torch warns that the mode is a prototype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.usefixtures("_allows_waiting_again")
 def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launching a step and its sampling calls nothing that synchronizes; torch raises if one does."""
     penalised = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
     with LLM("demo", quantization_encoding="float32", devices="gpu") as llm:
         for params in (GREEDY, SAMPLED, penalised):
             llm.generate(PROMPTS, params)  # compiles the programs and captures the graphs
-        calls = []
+        calls: list[str] = []
+        waits: list[str] = []
         for name in ("launch", "sample"):
             method = getattr(OverlappedSteps, name)
 
             def watched(self: Any, *arguments: Any, name: str = name, method: Any = method) -> Any:
                 calls.append(name)
-                torch.cuda.set_sync_debug_mode("error")
                 try:
+                    set_sync_mode("error")
                     return method(self, *arguments)
+                except RuntimeError as error:  # the scheduler would run the step again, without overlap
+                    waits.append(f"{name}: {error}")
+                    raise
                 finally:
-                    torch.cuda.set_sync_debug_mode("default")
+                    set_sync_mode("default")
 
             monkeypatch.setattr(OverlappedSteps, name, watched)
         for params in (GREEDY, SAMPLED, penalised):
             llm.generate(PROMPTS, params)
+    assert not waits
     assert len(calls) > 100
 
 

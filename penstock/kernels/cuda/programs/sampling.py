@@ -39,6 +39,16 @@ def _weights(scores, top, temperature):
 
 
 @triton.jit
+def _last_mass(mass, weights):
+    """Return the mass after a chunk, given the mass before it: that of its last token with a weight.
+
+    A parallel sum adds the weights of each token in another order. A token without a weight could
+    therefore have a larger mass than the last token with one.
+    """
+    return tl.max(tl.where(weights > 0, mass + tl.cumsum(weights, 0), mass), 0)
+
+
+@triton.jit
 def _kept(scores, keys, seen, threshold, num_equal):
     """Return the mask of kept tokens of a chunk: those above the threshold, and the first ones equal to it.
 
@@ -125,13 +135,14 @@ def _draw(
         is_kept, seen = _kept(scores, _keys(scores), seen, threshold, num_equal)
         weights = _weights(scores, best, temperature)
         weights = tl.where(is_kept & (weights >= min_p), weights, 0.0)
-        total = tl.max(total + tl.cumsum(weights, 0), 0)
+        total = _last_mass(total, weights)
     # If the product rounds up to the total, the number below the total selects the last kept token.
     bits = total.to(tl.int64, bitcast=True) - 1
     target = tl.minimum(uniform * total, bits.to(tl.float64, bitcast=True))
     mass = tl.full((), 0.0, tl.float64)
     seen = tl.full((), 0, tl.int32)
     found = tl.full((), 2147483647, tl.int32)
+    last = tl.full((), 0, tl.int32)
     for start in range(0, vocabulary, CHUNK):
         scores, _, tokens = _scores(logits, bitmask, start, vocabulary, CHUNK, HAS_MASK)
         is_kept, seen = _kept(scores, _keys(scores), seen, threshold, num_equal)
@@ -139,8 +150,9 @@ def _draw(
         weights = tl.where(is_kept & (weights >= min_p), weights, 0.0)
         masses = mass + tl.cumsum(weights, 0)
         found = tl.minimum(found, tl.min(tl.where((masses > target) & (weights > 0), tokens, 2147483647), 0))
-        mass = tl.max(masses, 0)
-    return found
+        last = tl.maximum(last, tl.max(tl.where(weights > 0, tokens, 0), 0))
+        mass = _last_mass(mass, weights)
+    return tl.minimum(found, last)
 
 
 @triton.jit

@@ -1,0 +1,57 @@
+"""Convolutions with several groups, in full precision.
+
+cuDNN multiplies float32 numbers in TF32, with 10 bits of mantissa, unless a setting of the whole process
+forbids it. Products of cuBLAS have all bits by default.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.convolution import PackedConv1d, PackedConvTranspose1d
+from penstock.kernels.reference.convolution import ReferenceConvolution
+
+
+class CudaConvolution(ReferenceConvolution):
+    """Convolutions as one product per group over windows of rows."""
+
+    def _grouped_conv1d(self, x: Tensor, packed: PackedConv1d) -> Tensor:
+        assert packed.weight is not None
+        groups = packed.groups
+        # [out, in / groups, k] -> [groups, k, in / groups, out / groups]
+        weight = packed.weight.float().view(groups, -1, *packed.weight.shape[1:]).permute(0, 3, 2, 1)
+        padded = F.pad(x, (0, 0, packed.padding, packed.padding))
+        y = _convolved(padded, weight, packed.stride, packed.dilation)
+        return y if packed.bias is None else y + packed.bias.float()
+
+    def _grouped_conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d) -> Tensor:
+        """Convolve with the reversed taps, after zeros are inserted between the rows."""
+        assert packed.weight is not None
+        stride, groups = packed.stride, packed.groups
+        # [in, out / groups, k] -> [groups, k, in / groups, out / groups]
+        weight = packed.weight.float().flip(2).view(groups, -1, *packed.weight.shape[1:]).permute(0, 3, 1, 2)
+        spread = x.new_zeros((len(x) - 1) * stride + 1, x.shape[1])
+        spread[::stride] = x
+        edge = packed.dilation * (packed.kernel_size - 1) - packed.padding  # negative: rows are dropped
+        padded = F.pad(spread, (0, 0, edge, edge + packed.output_padding))
+        y = _convolved(padded, weight, 1, packed.dilation)
+        return y if packed.bias is None else y + packed.bias.float()
+
+
+def _convolved(x: Tensor, weight: Tensor, stride: int, dilation: int) -> Tensor:
+    """Return the convolution ``[rows, out]`` of ``x [T, in]`` without padding.
+
+    ``weight`` is ``[groups, k, in / groups, out / groups]``.
+    """
+    groups, size, inputs, _ = weight.shape
+    rows = (len(x) - dilation * (size - 1) - 1) // stride + 1
+    row, column = x.stride()
+    windows = x.as_strided(
+        (groups, rows, size, inputs),
+        (inputs * column, stride * row, dilation * row, column),
+        x.storage_offset(),
+    )
+    y = torch.bmm(windows.flatten(2), weight.flatten(1, 2))  # [groups, rows, out / groups]
+    return y.transpose(0, 1).flatten(1)

@@ -1,0 +1,63 @@
+"""Convolutions and sums of the CUDA back end that torch would compute otherwise on a GPU."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.convolution import PackedConv1d, PackedConvTranspose1d
+from penstock.kernels.cuda.convolution import CudaConvolution
+from penstock.kernels.reference.convolution import ReferenceConvolution
+
+SHAPES = list(product((1, 2, 4), (1, 4), (1, 3), (0, 5), (1, 2), (1, 20)))
+"""Groups, size of the kernel, stride, padding, dilation, rows."""
+
+
+def same(name: str, packed: PackedConv1d | PackedConvTranspose1d, x: Tensor) -> None:
+    """Compare with the convolution of torch. The methods use nothing of their instance."""
+    ours, theirs = (getattr(cls, name)(None, x, packed) for cls in (CudaConvolution, ReferenceConvolution))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_are_convolutions(has_bias: bool) -> None:
+    torch.manual_seed(0)
+    bias, count = torch.randn(12) if has_bias else None, 0
+    for groups, size, stride, padding, dilation, rows in SHAPES:
+        x = torch.randn(rows, 16)[:, :8]
+        weight = torch.randn(12, 8 // groups, size)
+        conv = PackedConv1d(8, 12, size, stride, padding, dilation, groups, weight=weight, bias=bias)
+        if conv.output_length(rows):
+            same("_grouped_conv1d", conv, x)
+            count += 1
+        for extra in range(stride):
+            weight = torch.randn(8, 12 // groups, size)
+            transposed = PackedConvTranspose1d(
+                8, 12, size, stride, padding, extra, dilation, groups, weight=weight, bias=bias
+            )
+            if transposed.output_length(rows) > 0:
+                same("_grouped_conv_transpose1d", transposed, x)
+                count += 1
+    assert count > len(SHAPES)
+
+
+def test_no_call_adds_to_a_row_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU adds the values of one call in any order."""
+    pytest.importorskip("triton")
+    from penstock.kernels.cuda.ops import CudaOps
+
+    add, calls = Tensor.index_add_, []
+
+    def watched(self: Tensor, dim: int, rows: Tensor, values: Tensor) -> Any:
+        calls.append(rows.tolist())
+        return add(self, dim, rows, values)
+
+    monkeypatch.setattr(Tensor, "index_add_", watched)
+    total, values = torch.zeros(4, 2), torch.arange(10.0).view(5, 2)
+    CudaOps()._add_pairs(total, torch.tensor([1, 3, 1, 2, 1]), values, [2, 2, 1])
+    assert calls == [[1, 3], [1, 2], [1]]
+    assert total.tolist() == [[0, 0], [12, 15], [6, 7], [2, 3]]
