@@ -103,7 +103,9 @@ def draw_from_list(
     wanted = tl.full((), float("inf"), tl.float64)
     each = tl.full((), 0.0, tl.float64)
     if (top_k > 0) & (top_k < vocabulary):
-        threshold, above = _first_of_list(keys, is_listed.to(tl.float64), threshold, top, top_k.to(tl.float64))
+        threshold, above = _first_of_list(
+            keys, is_listed.to(tl.float64), threshold, top, top_k.to(tl.float64)
+        )
         num_equal = tl.sum((keys == threshold).to(tl.int32), 0)
         limit = tl.minimum(num_equal, (top_k - above.to(tl.int64)).to(tl.int32))
         own = weights_of(score_of(threshold, SHIFT), best, temperature)
@@ -191,7 +193,7 @@ def draw_from_row(
         limit = tl.where(threshold == smallest, limit, 2147483647)
     before = tl.full((), 0, tl.int32)
     for chunk in range(0, chunks):
-        scores, is_bad, tokens = scores_of(logits, bitmask, chunk * CHUNK, vocabulary, CHUNK, HAS_MASK)
+        scores = scores_of(logits, bitmask, chunk * CHUNK, vocabulary, CHUNK, HAS_MASK)
         keys = keys_of(scores, SHIFT)
         is_equal = (keys == threshold).to(tl.int32)
         ranks = before + tl.cumsum(is_equal, 0) - 1
@@ -202,8 +204,8 @@ def draw_from_row(
         before += tl.sum(is_equal, 0)
     tl.debug_barrier()  # other threads read the masses
     return draw_from_chunks(
-        logits, bitmask, seen, masses, best, temperature, min_p, uniform, threshold, limit, above, each, wanted,
-        vocabulary, chunks, CHUNK, CHUNKS, SHIFT, True, HAS_MASK,
+        logits, bitmask, seen, masses, best, temperature, min_p, uniform, threshold, limit, above, each,
+        wanted, vocabulary, chunks, CHUNK, CHUNKS, SHIFT, True, HAS_MASK,
     )  # fmt: skip
 
 
@@ -235,7 +237,7 @@ def _held_by_row(
     held = tl.zeros((_WAYS, BLOCK), tl.float64)
     limits = thresholds.to(tl.int32)
     for start in range(0, vocabulary, BLOCK):
-        scores, is_bad, tokens = scores_of(logits, bitmask, start, vocabulary, BLOCK, HAS_MASK)
+        scores = scores_of(logits, bitmask, start, vocabulary, BLOCK, HAS_MASK)
         keys = keys_of(scores, SHIFT)
         if IS_COUNT:
             measures = (scores > float("-inf")).to(tl.float64)
@@ -263,7 +265,7 @@ def draw_from_chunks(
     target = _target(uniform, tl.max(cumulative, 0))
     chunk = _at(target, cumulative, mass, numbers)
     before = tl.max(tl.where(numbers < chunk, cumulative, 0.0), 0)
-    scores, is_bad, tokens = scores_of(logits, bitmask, chunk * CHUNK, vocabulary, CHUNK, HAS_MASK)
+    scores = scores_of(logits, bitmask, chunk * CHUNK, vocabulary, CHUNK, HAS_MASK)
     weights = weights_of(scores, best, temperature)
     is_kept = weights >= min_p
     if IS_LIMITED:
@@ -271,4 +273,5 @@ def draw_from_chunks(
         ranks = tl.load(seen + chunk) + tl.cumsum((keys == threshold).to(tl.int32), 0) - 1
         is_kept = is_kept & _kept(keys, ranks, threshold, limit, above, each, wanted)
     weights = tl.where(is_kept, weights, 0.0)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     return _at(target, before + tl.cumsum(weights, 0), weights, tokens)

@@ -22,20 +22,27 @@ NUM_FIELDS = tl.constexpr(20)
 
 
 @triton.jit
-def scores_of(logits, bitmask, start, vocabulary, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Return the logits of a chunk of tokens, whether a logit is NaN or +inf, and the tokens.
-
-    The logits of excluded tokens and of tokens beyond the vocabulary are -inf.
-    """
+def logits_of(logits, start, vocabulary, CHUNK: tl.constexpr):
+    """Return the logits of a chunk of tokens as float32, -inf beyond the vocabulary."""
     tokens = start + tl.arange(0, CHUNK)
-    is_token = tokens < vocabulary
-    scores = tl.load(logits + tokens, mask=is_token, other=float("-inf")).to(tl.float32)
-    is_bad = is_token & ((scores != scores) | (scores == float("inf")))
-    scores = tl.where(is_bad, float("-inf"), scores)
+    return tl.load(logits + tokens, mask=tokens < vocabulary, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def allowed(scores, bitmask, start, vocabulary, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Return the logits of a chunk with -inf for the tokens that the bitmask excludes."""
     if HAS_MASK:
-        words = tl.load(bitmask + tokens // 32, mask=is_token, other=0)
+        tokens = start + tl.arange(0, CHUNK)
+        words = tl.load(bitmask + tokens // 32, mask=tokens < vocabulary, other=0)
         scores = tl.where((words >> (tokens % 32)) & 1 != 0, scores, float("-inf"))
-    return scores, is_bad, tokens
+    return scores
+
+
+@triton.jit
+def scores_of(logits, bitmask, start, vocabulary, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Return the logits of a chunk of a valid row, -inf for excluded tokens and beyond the vocabulary."""
+    scores = logits_of(logits, start, vocabulary, CHUNK)
+    return allowed(scores, bitmask, start, vocabulary, CHUNK, HAS_MASK)
 
 
 @triton.jit

@@ -24,9 +24,11 @@ from penstock.kernels.cuda.programs.logits import (
     LARGEST,
     NUM_BINS,
     SPARE,
+    allowed,
     field_of,
     integers_of,
     keys_of,
+    logits_of,
     scores_of,
     weights_of,
 )
@@ -61,9 +63,12 @@ def summarize(
     top_k = tl.load(top_ks + row)
     is_top_k = (top_k > 0) & (top_k < vocabulary)
     is_limited = is_top_k | (tl.load(top_ps + row) < 1)
-    scores, is_bad, tokens = scores_of(
-        logits + row * row_stride, bitmask + row * mask_stride, chunk * CHUNK, vocabulary, CHUNK, HAS_MASK
-    )
+    start = chunk * CHUNK
+    scores = logits_of(logits + row * row_stride, start, vocabulary, CHUNK)
+    is_bad = (scores != scores) | (scores == float("inf"))
+    scores = tl.where(is_bad, float("-inf"), scores)
+    scores = allowed(scores, bitmask + row * mask_stride, start, vocabulary, CHUNK, HAS_MASK)
+    tokens = start + tl.arange(0, CHUNK)
     largest = tl.max(scores, 0)
     first = tl.min(tl.where(scores == largest, tokens, 2147483647), 0)
     num_bad = tl.sum(is_bad.to(tl.int32), 0)
@@ -88,12 +93,12 @@ def select(
     row_stride, mask_stride,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens of a chunk that may be kept, and write their number. Grid: rows, chunks.
+    """List the tokens that may be kept of some chunks, and write their number. Grid: rows, parts of the row.
 
-    Also writes the mass of the chunk: of all tokens if the row has a top_p and no top_k, of the tokens that
+    Also writes the mass of each chunk: of all tokens if the row has a top_p and no top_k, of the tokens that
     min_p keeps if it has neither. Nothing is written for rows that take the largest logit.
     """
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row).to(tl.float64)
     top_k = tl.load(top_ks + row)
     top_p = tl.load(top_ps + row).to(tl.float64)
@@ -105,26 +110,35 @@ def select(
     best = tl.max(largest, 0)
     is_valid = (best > float("-inf")) & (best < float("inf"))
     if is_valid & (temperature > 0) & (top_k != 1):
-        scores, is_bad, tokens = scores_of(
-            logits + row * row_stride, bitmask + row * mask_stride, chunk * CHUNK, vocabulary, CHUNK, HAS_MASK
-        )
+        smallest = tl.where(is_limited, 0.0, tl.load(min_ps + row).to(tl.float64))
+        top_bin = _bins(best, temperature, is_top_k)
+        farthest = tl.full((), float("inf"), tl.float64)
         if is_limited:
             histograms = field_of(fields, row, chunks, HISTOGRAM)
             limit = _limit(
                 histograms, largest, best, temperature, top_k, top_p, 1.0001, vocabulary, chunks, CHUNKS
             )
-            top_bin = _bins(best, temperature, is_top_k)
-            distances = top_bin - _bins(scores, temperature, is_top_k)
-            farthest = tl.where(limit > _FARTHEST, float("inf"), limit.to(tl.float64))
-            is_listed = (scores > float("-inf")) & (distances <= farthest)
-            places = tl.cumsum(is_listed.to(tl.int32), 0) - 1
-            listed = offsets + (row * chunks + chunk) * CHUNK
-            tl.store(listed + places, (tokens - chunk * CHUNK).to(tl.int16), mask=is_listed)
-            tl.store(integers_of(fields, row, chunks, COUNT) + chunk, tl.sum(is_listed.to(tl.int32), 0))
-        if is_top_k == 0:
-            weights = weights_of(scores, best, temperature)
-            smallest = tl.where(is_limited, 0.0, tl.load(min_ps + row).to(tl.float64))
-            tl.store(masses + row * chunks + chunk, tl.sum(tl.where(weights >= smallest, weights, 0.0), 0))
+            farthest = tl.where(limit > _FARTHEST, farthest, limit.to(tl.float64))
+        for chunk in range(tl.program_id(1), chunks, tl.num_programs(1)):
+            nearest = top_bin - _bins(tl.load(maxima + chunk), temperature, is_top_k)
+            count = tl.full((), 0, tl.int32)
+            if (is_top_k == 0) | (nearest <= farthest):
+                scores = scores_of(
+                    logits + row * row_stride, bitmask + row * mask_stride, chunk * CHUNK, vocabulary, CHUNK,
+                    HAS_MASK,
+                )  # fmt: skip
+                if is_limited:
+                    distances = top_bin - _bins(scores, temperature, is_top_k)
+                    is_listed = (scores > float("-inf")) & (distances <= farthest)
+                    places = tl.cumsum(is_listed.to(tl.int32), 0) - 1
+                    listed = offsets + (row * chunks + chunk) * CHUNK
+                    tl.store(listed + places, tl.arange(0, CHUNK).to(tl.int16), mask=is_listed)
+                    count = tl.sum(is_listed.to(tl.int32), 0)
+                if is_top_k == 0:
+                    weights = weights_of(scores, best, temperature)
+                    mass = tl.sum(tl.where(weights >= smallest, weights, 0.0), 0)
+                    tl.store(masses + row * chunks + chunk, mass)
+            tl.store(integers_of(fields, row, chunks, COUNT) + chunk, count)
 
 
 @triton.jit
@@ -183,7 +197,7 @@ def _range(
     low = keys_of(lowest.to(tl.float32), SHIFT)
     low = tl.where(far > _FARTHEST, -2139095040 >> SHIFT, low)  # the number of -inf
     high = tl.where(near > _FARTHEST, best, highest.to(tl.float32))
-    return low.to(tl.int64), keys_of(high, SHIFT).to(tl.int64) + 1
+    return low.to(tl.int64), tl.minimum(keys_of(high, SHIFT) + 1, keys_of(best, SHIFT)).to(tl.int64)
 
 
 @triton.jit
