@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def rules_of(rows: Sequence[dict[str, float]], uniforms: Sequence[float] | None = None) -> SamplingInputs:
+def rules_of(rows: Sequence[Mapping[str, float]], uniforms: Sequence[float] | None = None) -> SamplingInputs:
     """Return the rules of each row, with random uniforms if none are given."""
     values = [{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | row for row in rows]
     return SamplingInputs(
@@ -61,7 +61,8 @@ def test_the_first_of_equal_tokens_is_the_greedy_one(ops: Ops) -> None:
     logits = torch.zeros(3, 5000)
     logits[1, [4999, 3000]] = 1
     logits[2, [1023, 1024]] = 1
-    for rule in ({"temperature": 0.0}, {"top_k": 1}):
+    some: list[dict[str, float]] = [{"temperature": 0.0}, {"top_k": 1}]
+    for rule in some:
         assert check(ops, logits, rules_of([rule] * 3)).tolist() == [0, 3000, 1023]
 
 
@@ -83,7 +84,14 @@ def test_flat_distributions(ops: Ops, rule: dict[str, float], dtype: torch.dtype
 
 
 def test_a_mask_that_leaves_one_token(ops: Ops) -> None:
-    rows = [{}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 3000}]
+    rows: list[dict[str, float]] = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 40},
+        {"top_p": 0.9},
+        {"min_p": 0.2},
+        {"top_k": 3000},
+    ]
     for token in (0, 2047, 2048, 4098):
         mask = torch.zeros(len(rows), 129, dtype=torch.int32)
         mask[:, token // 32] = torch.tensor(1 << token % 32).int()
@@ -95,7 +103,8 @@ def test_a_mask_that_leaves_one_token(ops: Ops) -> None:
 def test_the_last_tokens_of_a_vocabulary(ops: Ops, vocabulary: int) -> None:
     logits = torch.randn(5, vocabulary)
     logits[:, -2:] = 9
-    for rule in ({}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}):
+    some: list[dict[str, float]] = [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}]
+    for rule in some:
         tokens = check(ops, logits, rules_of([rule] * 5, (0.0, 0.3, 0.6, 0.9, 1 - 2**-53)))
         if rule:
             assert set(tokens.tolist()) <= {vocabulary - 2, vocabulary - 1}
