@@ -27,7 +27,8 @@ def _seed() -> None:
 
 def rules_of(rows: Sequence[Mapping[str, float]], uniforms: Sequence[float] | None = None) -> SamplingInputs:
     """Return the rules of each row, with random uniforms if none are given."""
-    values = [{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | row for row in rows]
+    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    values = [{**usual, **row} for row in rows]
     return SamplingInputs(
         torch.tensor([row["temperature"] for row in values]),
         torch.tensor([int(row["top_k"]) for row in values]),

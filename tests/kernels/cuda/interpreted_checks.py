@@ -363,13 +363,21 @@ def test_samples(ops: CudaOps, rule: dict[str, float]) -> None:
         assert got[1] == -1
 
 
-@pytest.mark.parametrize("sizes", [(1024, 4096), (16, 1024), (16, 32)], ids=["few", "many", "row"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((1024, 4096), torch.float32),
+        ((16, 1024), torch.bfloat16),
+        ((16, 32), torch.float32),
+        ((16, 32), torch.bfloat16),
+    ],
+    ids=["few", "many", "row", "row of bfloat16"],
+)
 def test_samples_from_lists_and_from_rows(
     ops: CudaOps, dtype: torch.dtype, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The candidates are in registers of two sizes, or too many for them; a row has ten chunks."""
-    monkeypatch.setattr("penstock.kernels.cuda.rows._LOGITS", 64)
+    """The candidates are in registers of two sizes, or too many for them; a row has five chunks."""
+    monkeypatch.setattr("penstock.kernels.cuda.rows._LOGITS", 128)
     monkeypatch.setattr("penstock.kernels.cuda.rows._FEW", sizes[0])
     monkeypatch.setattr("penstock.kernels.cuda.rows._MANY", sizes[1])
     rows = [  # temperature, top_k, top_p, min_p
@@ -386,12 +394,11 @@ def test_samples_from_lists_and_from_rows(
     logits = (2 * torch.randn(len(rows), 600)).to(dtype)
     logits[:, 200:300] = logits[:, 300:400]  # ties in different chunks
     mask = torch.randint(-(2**31), 2**31, (len(rows), 19)).int()
-    for uniform in (0.0, 0.3, 1 - 2**-53):
-        uniforms = torch.full((len(rows),), uniform, dtype=torch.float64)
-        inputs = SamplingInputs(temperature, top_k.long(), top_p, min_p, uniforms)
-        for allowed in (None, mask):
-            got, expected = (o.sample(logits, inputs, allowed) for o in (ops, REFERENCE))
-            assert torch.equal(got, expected)
+    uniforms = torch.tensor([0.0, 0.3, 1 - 2**-53, 0.9], dtype=torch.float64).repeat(2)
+    inputs = SamplingInputs(temperature, top_k.long(), top_p, min_p, uniforms)
+    for allowed in (None, mask):
+        got, expected = (o.sample(logits, inputs, allowed) for o in (ops, REFERENCE))
+        assert torch.equal(got, expected)
 
 
 # ---- a model ----
