@@ -11,8 +11,9 @@ from penstock.kernels.cuda.attention import FLOATS, bytes_of
 from penstock.kernels.cuda.launch import Program, divide_up, has_rows, launch, power_of_two, row_stride
 from penstock.kernels.cuda.lookups import CudaLookups
 from penstock.kernels.cuda.programs import rows as programs
+from penstock.kernels.cuda.programs import sampling as sampling_programs
+from penstock.kernels.cuda.programs.logits import NUM_FIELDS
 from penstock.kernels.cuda.programs.routing import route
-from penstock.kernels.cuda.programs.sampling import sample
 from penstock.kernels.experts import ClampedSwiGLU
 from penstock.kernels.inputs import LayerKV, SamplingInputs
 from penstock.kernels.routing import Routing
@@ -22,8 +23,16 @@ _MAX_NORM = 1 << 15
 _MAX_EXPERTS = 1024
 _COLUMNS = 1024
 """Columns per tile of elementwise programs."""
-_LOGITS = 4096
-"""Number of logits that the sampler reads at once."""
+_LOGITS = 1024
+"""Number of logits per chunk of the sampler."""
+_CHUNKS = 256
+"""Largest number of chunks; chunks of larger vocabularies have more logits."""
+_PARTS = 1024
+"""Number of programs that list candidates, at least. It does not change what a chunk writes."""
+_FEW, _MANY = 1024, 4096
+"""Numbers of tokens that may be kept, up to which the sampler holds them in registers."""
+_ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
+"""Number of low bits that are 0 in a float32 converted from the type."""
 
 
 class CudaRows(CudaLookups):
@@ -123,12 +132,29 @@ class CudaRows(CudaLookups):
         if logits.dtype not in FLOATS or not has_rows(logits):
             return super().sample(logits, sampling, bitmask)
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        chunk = min(max(_LOGITS, power_of_two(divide_up(vocabulary, _CHUNKS))), power_of_two(vocabulary, 16))
+        chunks = divide_up(vocabulary, chunk)
+        fields = torch.empty((rows, NUM_FIELDS.value, chunks), dtype=torch.float32, device=logits.device)
+        masses = torch.empty((rows, chunks), dtype=torch.float64, device=logits.device)
+        offsets = torch.empty((rows, chunks, chunk), dtype=torch.int16, device=logits.device)
         mask = tokens if bitmask is None else bitmask.contiguous()
-        rules = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.uniforms)
+        temperature, top_k, top_p = (
+            rule.contiguous() for rule in (sampling.temperature, sampling.top_k, sampling.top_p)
+        )
+        min_p, uniforms = sampling.min_p.contiguous(), sampling.uniforms.contiguous()
+        sizes = vocabulary, chunks, row_stride(logits), 0 if bitmask is None else mask.stride(0)
+        given = logits, mask, temperature, top_k, top_p
+        constants = {"CHUNK": chunk, "HAS_MASK": bitmask is not None}
+        spread = constants | {"CHUNKS": power_of_two(chunks, 16)}
+        launch(sampling_programs.summarize, (rows, chunks), fields, *given, *sizes, **constants, num_warps=4)
+        parts = min(chunks, divide_up(_PARTS, max(rows, 1)))
         launch(
-            sample, (rows,), tokens, logits, mask, *(rule.contiguous() for rule in rules), vocabulary,
-            row_stride(logits), 0 if bitmask is None else mask.stride(0),
-            CHUNK=min(_LOGITS, power_of_two(vocabulary, 16)), HAS_MASK=bitmask is not None, num_warps=8,
+            sampling_programs.select, (rows, parts), fields, masses, offsets, *given, min_p, *sizes, **spread,
+            num_warps=4,
+        )  # fmt: skip
+        launch(
+            sampling_programs.draw, (rows,), tokens, fields, masses, offsets, *given, min_p, uniforms, *sizes,
+            **spread, FEW=_FEW, MANY=_MANY, SHIFT=_ZERO_BITS[logits.dtype], num_warps=16,
         )  # fmt: skip
         return tokens
 

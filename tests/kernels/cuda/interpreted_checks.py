@@ -385,6 +385,44 @@ def test_samples(ops: CudaOps, rule: dict[str, float]) -> None:
         assert got[1] == -1
 
 
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((1024, 4096), torch.float32),
+        ((16, 1024), torch.bfloat16),
+        ((16, 32), torch.float32),
+        ((16, 32), torch.bfloat16),
+    ],
+    ids=["few", "many", "row", "row of bfloat16"],
+)
+def test_samples_from_lists_and_from_rows(
+    ops: CudaOps, dtype: torch.dtype, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The candidates are in registers of two sizes, or too many for them; a row has five chunks."""
+    monkeypatch.setattr("penstock.kernels.cuda.rows._LOGITS", 128)
+    monkeypatch.setattr("penstock.kernels.cuda.rows._FEW", sizes[0])
+    monkeypatch.setattr("penstock.kernels.cuda.rows._MANY", sizes[1])
+    rows = [  # temperature, top_k, top_p, min_p
+        (1.0, 0, 0.9, 0.0),
+        (3.0, 0, 0.99, 0.1),
+        (9.0, 0, 0.0, 0.0),
+        (0.5, 300, 1.0, 0.0),
+        (2.0, 90, 0.7, 0.0),
+        (2.0, 599, 0.99999, 0.2),
+        (1.0, 0, 1.0, 0.1),
+        (0.0, 0, 0.5, 0.0),
+    ]
+    temperature, top_k, top_p, min_p = torch.tensor(rows).T.contiguous()
+    logits = (2 * torch.randn(len(rows), 600)).to(dtype)
+    logits[:, 200:300] = logits[:, 300:400]  # ties in different chunks
+    mask = torch.randint(-(2**31), 2**31, (len(rows), 19)).int()
+    uniforms = torch.tensor([0.0, 0.3, 1 - 2**-53, 0.9], dtype=torch.float64).repeat(2)
+    inputs = SamplingInputs(temperature, top_k.long(), top_p, min_p, uniforms)
+    for allowed in (None, mask):
+        got, expected = (o.sample(logits, inputs, allowed) for o in (ops, REFERENCE))
+        assert torch.equal(got, expected)
+
+
 # ---- a model ----
 
 

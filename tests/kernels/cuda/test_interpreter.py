@@ -58,7 +58,7 @@ def test_models() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("file", ["conformance", "encoder_attention", "experts", "determinism"])
+@pytest.mark.parametrize("file", ["conformance", "encoder_attention", "experts", "determinism", "sampling"])
 def test_the_tests_of_all_back_ends(file: str) -> None:
     chosen = "cuda and not 32003 and not snake and not polar"
     run_interpreted(f"tests/kernels/test_{file}.py", "--timeout=1800", "-k", chosen, timeout=7000)

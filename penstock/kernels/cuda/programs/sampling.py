@@ -1,8 +1,14 @@
 """Sampling of one token per row, as `Ops.sample` defines it, in float64 and without sorting.
 
+Three programs run one after the other. Each row is divided into chunks of tokens.
+
+1. `summarize` finds the largest logit of each chunk. For rows with top_k or top_p it also makes a histogram.
+2. `select` finds with the histograms of all chunks a limit below which no token is kept, and lists the tokens
+   of its chunk above the limit. It adds up the weights of its chunk.
+3. `draw` finds the kept tokens among the listed ones and returns the token of the row.
+
 Tokens are ranked by logit, then by id. Each rule keeps a prefix of this order, so it is represented by the
-smallest kept logit and the number of kept tokens with exactly this logit. Both are found by bisection over
-the bits of the logits.
+smallest kept logit and the number of kept tokens with exactly this logit.
 """
 
 from __future__ import annotations
@@ -10,238 +16,252 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.cuda.programs.draws import draw_from_chunks, draw_from_list, draw_from_row
+from penstock.kernels.cuda.programs.logits import (
+    COUNT,
+    FIRST,
+    HISTOGRAM,
+    LARGEST,
+    NUM_BINS,
+    SPARE,
+    allowed,
+    field_of,
+    integers_of,
+    keys_of,
+    logits_of,
+    scores_of,
+    weights_of,
+)
+
+_BINS_PER_LOGIT = tl.constexpr(4.0)
+"""Bins per unit of a logit, in histograms of numbers of tokens."""
+_BINS_PER_NAT = tl.constexpr(2.0)
+"""Bins per unit of a logit divided by the temperature, in histograms of weights."""
+_FARTHEST = tl.constexpr(4096)
+"""Largest distance from the largest logit, in bins, at which a limit is searched."""
+
 
 @triton.jit
-def _keys(scores):
-    """Return int64 numbers in the order of float32 scores; -0 is 0."""
-    bits = (scores + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, -2147483648 - bits.to(tl.int64), bits.to(tl.int64))
+def _bins(scores, temperature, is_top_k):
+    """Return the numbers of the bins of scores, as float64: equal functions of the score in all programs."""
+    scale = tl.where(is_top_k, _BINS_PER_LOGIT, _BINS_PER_NAT / temperature)
+    return tl.floor(scores.to(tl.float64) * scale)
 
 
 @triton.jit
-def _scores(logits, bitmask, start, vocabulary, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Return the logits of a chunk of tokens, whether a logit is NaN or infinite, and the tokens."""
-    tokens = start + tl.arange(0, CHUNK)
-    is_token = tokens < vocabulary
-    scores = tl.load(logits + tokens, mask=is_token, other=float("-inf")).to(tl.float32)
-    is_bad = is_token & ((scores != scores) | (scores == float("inf")))
+def summarize(
+    fields, logits, bitmask, temperatures, top_ks, top_ps, vocabulary, chunks, row_stride, mask_stride,
+    CHUNK: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Write the largest logit of a chunk, its first token and a histogram. Grid: rows, chunks.
+
+    The largest logit of a chunk with a NaN or +inf is +inf. Bins are counted from that of the largest logit.
+    A histogram has numbers of tokens if the row has a top_k, else weights relative to this logit.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperatures + row).to(tl.float64)
+    top_k = tl.load(top_ks + row)
+    is_top_k = (top_k > 0) & (top_k < vocabulary)
+    is_limited = is_top_k | (tl.load(top_ps + row) < 1)
+    start = chunk * CHUNK
+    scores = logits_of(logits + row * row_stride, start, vocabulary, CHUNK)
+    is_bad = (scores != scores) | (scores == float("inf"))
     scores = tl.where(is_bad, float("-inf"), scores)
-    if HAS_MASK:
-        words = tl.load(bitmask + tokens // 32, mask=is_token, other=0)
-        scores = tl.where((words >> (tokens % 32)) & 1 != 0, scores, float("-inf"))
-    return scores, is_bad, tokens
+    scores = allowed(scores, bitmask + row * mask_stride, start, vocabulary, CHUNK, HAS_MASK)
+    tokens = start + tl.arange(0, CHUNK)
+    largest = tl.max(scores, 0)
+    first = tl.min(tl.where(scores == largest, tokens, 2147483647), 0)
+    num_bad = tl.sum(is_bad.to(tl.int32), 0)
+    maximum = tl.where(num_bad > 0, float("inf"), largest)
+    tl.store(field_of(fields, row, chunks, LARGEST) + chunk, maximum)
+    tl.store(integers_of(fields, row, chunks, FIRST) + chunk, first)
+    if (temperature > 0) & (top_k != 1) & is_limited:
+        is_token = scores > float("-inf")
+        distances = _bins(largest, temperature, is_top_k) - _bins(scores, temperature, is_top_k)
+        own = tl.where(is_token, tl.minimum(distances, NUM_BINS - 1), NUM_BINS - 1).to(tl.int32)
+        exponents = (scores.to(tl.float64) - largest.to(tl.float64)) / temperature
+        numbers = tl.where(is_top_k, 1.0, tl.exp(exponents.to(tl.float32)))
+        numbers = tl.where(is_token, numbers, 0.0)
+        bins = tl.arange(0, NUM_BINS)
+        histogram = tl.sum(tl.where(own[None, :] == bins[:, None], numbers[None, :], 0.0), 1)
+        tl.store(field_of(fields, row, chunks, HISTOGRAM) + bins * chunks + chunk, histogram)
 
 
 @triton.jit
-def _weights(scores, top, temperature):
-    """Return the exponentials of scores ``[CHUNK]`` in float64, relative to the largest one."""
-    return tl.exp(scores.to(tl.float64) / temperature - top.to(tl.float64) / temperature)
+def select(
+    fields, masses, offsets, logits, bitmask, temperatures, top_ks, top_ps, min_ps, vocabulary, chunks,
+    row_stride, mask_stride,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """List the tokens that may be kept of some chunks, and write their number. Grid: rows, parts of the row.
 
-
-@triton.jit
-def _last_mass(mass, weights):
-    """Return the mass after a chunk, given the mass before it: that of its last token with a weight.
-
-    A parallel sum adds the weights of each token in another order. A token without a weight could
-    therefore have a larger mass than the last token with one.
+    Also writes the mass of each chunk: of all tokens if the row has a top_p and no top_k, of the tokens that
+    min_p keeps if it has neither. Nothing is written for rows that take the largest logit.
     """
-    return tl.max(tl.where(weights > 0, mass + tl.cumsum(weights, 0), mass), 0)
-
-
-@triton.jit
-def _kept(scores, keys, seen, threshold, num_equal):
-    """Return the mask of kept tokens of a chunk: those above the threshold, and the first ones equal to it.
-
-    ``seen`` is the number of tokens at the threshold in previous chunks. Also returns the number after this
-    chunk.
-    """
-    is_equal = (keys == threshold) & (scores > float("-inf"))
-    ranks = seen + tl.cumsum(is_equal.to(tl.int32), 0) - 1
-    is_kept = (keys > threshold) | (is_equal & (ranks < num_equal))
-    return is_kept & (scores > float("-inf")), seen + tl.sum(is_equal.to(tl.int32), 0)
-
-
-@triton.jit
-def sample(
-    out,
-    logits,
-    bitmask,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    uniforms,
-    vocabulary,
-    row_stride,
-    mask_stride,
-    CHUNK: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-):
-    """Sample the token of one row. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
-    logits += row * row_stride
-    bitmask += row * mask_stride
     temperature = tl.load(temperatures + row).to(tl.float64)
     top_k = tl.load(top_ks + row)
     top_p = tl.load(top_ps + row).to(tl.float64)
-    min_p = tl.load(min_ps + row).to(tl.float64)
-
-    best = tl.full((), float("-inf"), tl.float32)
-    token = tl.full((), 0, tl.int32)
-    num_bad = tl.full((), 0, tl.int32)
-    for start in range(0, vocabulary, CHUNK):
-        scores, is_bad, tokens = _scores(logits, bitmask, start, vocabulary, CHUNK, HAS_MASK)
-        num_bad += tl.sum(is_bad.to(tl.int32), 0)
-        largest = tl.max(scores, 0)
-        first = tl.min(tl.where(scores == largest, tokens, 2147483647), 0)
-        token = tl.where(largest > best, first, token)
-        best = tl.maximum(best, largest)
-    is_valid = (num_bad == 0) & (best > float("-inf"))
+    is_top_k = (top_k > 0) & (top_k < vocabulary)
+    is_limited = is_top_k | (top_p < 1)
+    maxima = field_of(fields, row, chunks, LARGEST)
+    numbers = tl.arange(0, CHUNKS)
+    largest = tl.load(maxima + numbers, mask=numbers < chunks, other=float("-inf"))
+    best = tl.max(largest, 0)
+    is_valid = (best > float("-inf")) & (best < float("inf"))
     if is_valid & (temperature > 0) & (top_k != 1):
-        token = _draw(
-            logits, bitmask, best, temperature, top_k, top_p, min_p, tl.load(uniforms + row), vocabulary,
-            CHUNK, HAS_MASK,
-        )  # fmt: skip
-    tl.store(out + row, tl.where(is_valid, token, -1).to(tl.int64))
+        smallest = tl.where(is_limited, 0.0, tl.load(min_ps + row).to(tl.float64))
+        top_bin = _bins(best, temperature, is_top_k)
+        farthest = tl.full((), float("inf"), tl.float64)
+        if is_limited:
+            histograms = field_of(fields, row, chunks, HISTOGRAM)
+            limit = _limit(
+                histograms, largest, best, temperature, top_k, top_p, 1.0001, vocabulary, chunks, CHUNKS
+            )
+            farthest = tl.where(limit > _FARTHEST, farthest, limit.to(tl.float64))
+        for chunk in range(tl.program_id(1), chunks, tl.num_programs(1)):
+            nearest = top_bin - _bins(tl.load(maxima + chunk), temperature, is_top_k)
+            count = tl.full((), 0, tl.int32)
+            if (is_top_k == 0) | (nearest <= farthest):
+                scores = scores_of(
+                    logits + row * row_stride, bitmask + row * mask_stride, chunk * CHUNK, vocabulary, CHUNK,
+                    HAS_MASK,
+                )  # fmt: skip
+                if is_limited:
+                    distances = top_bin - _bins(scores, temperature, is_top_k)
+                    is_listed = (scores > float("-inf")) & (distances <= farthest)
+                    places = tl.cumsum(is_listed.to(tl.int32), 0) - 1
+                    listed = offsets + (row * chunks + chunk) * CHUNK
+                    tl.store(listed + places, tl.arange(0, CHUNK).to(tl.int16), mask=is_listed)
+                    count = tl.sum(is_listed.to(tl.int32), 0)
+                if is_top_k == 0:
+                    weights = weights_of(scores, best, temperature)
+                    mass = tl.sum(tl.where(weights >= smallest, weights, 0.0), 0)
+                    tl.store(masses + row * chunks + chunk, mass)
+            tl.store(integers_of(fields, row, chunks, COUNT) + chunk, count)
 
 
 @triton.jit
-def _draw(
-    logits,
-    bitmask,
-    best,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    uniform,
-    vocabulary,
-    CHUNK: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-):
-    """Return the inverse CDF at ``uniform`` over the kept tokens in token-id order."""
-    threshold = tl.full((), -3000000000, tl.int64)  # below all keys: everything is kept
-    num_equal = tl.full((), 0, tl.int32) + vocabulary
-    if (top_k > 0) & (top_k < vocabulary):
-        threshold, num_equal = _first_k(logits, bitmask, best, top_k, vocabulary, CHUNK, HAS_MASK)
-    if top_p < 1:
-        threshold, num_equal = _first_p(
-            logits, bitmask, best, temperature, top_p, threshold, num_equal, vocabulary, CHUNK, HAS_MASK
-        )
-    total = tl.full((), 0.0, tl.float64)
-    seen = tl.full((), 0, tl.int32)
-    for start in range(0, vocabulary, CHUNK):
-        scores, _, _ = _scores(logits, bitmask, start, vocabulary, CHUNK, HAS_MASK)
-        is_kept, seen = _kept(scores, _keys(scores), seen, threshold, num_equal)
-        weights = _weights(scores, best, temperature)
-        weights = tl.where(is_kept & (weights >= min_p), weights, 0.0)
-        total = _last_mass(total, weights)
-    # If the product rounds up to the total, the number below the total selects the last kept token.
-    bits = total.to(tl.int64, bitcast=True) - 1
-    target = tl.minimum(uniform * total, bits.to(tl.float64, bitcast=True))
-    mass = tl.full((), 0.0, tl.float64)
-    seen = tl.full((), 0, tl.int32)
-    found = tl.full((), 2147483647, tl.int32)
-    last = tl.full((), 0, tl.int32)
-    for start in range(0, vocabulary, CHUNK):
-        scores, _, tokens = _scores(logits, bitmask, start, vocabulary, CHUNK, HAS_MASK)
-        is_kept, seen = _kept(scores, _keys(scores), seen, threshold, num_equal)
-        weights = _weights(scores, best, temperature)
-        weights = tl.where(is_kept & (weights >= min_p), weights, 0.0)
-        masses = mass + tl.cumsum(weights, 0)
-        found = tl.minimum(found, tl.min(tl.where((masses > target) & (weights > 0), tokens, 2147483647), 0))
-        last = tl.maximum(last, tl.max(tl.where(weights > 0, tokens, 0), 0))
-        mass = _last_mass(mass, weights)
-    return tl.minimum(found, last)
+def _limit(
+    histograms, largest, best, temperature, top_k, top_p, factor, vocabulary, chunks, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """Return the distance in bins from the largest logit, up to which tokens hold ``factor`` times top_p.
 
+    It is above `_FARTHEST` if there is none. Masses are float32: with a factor above 1, no token farther away
+    is kept; with a factor below 1, all tokens that are nearer are kept. For a top_k, which has no factor,
+    both are true.
 
-@triton.jit
-def _first_k(logits, bitmask, best, top_k, vocabulary, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Return the key of the k-th token and the number of tokens with this key among the first k."""
-    low = tl.full((), -2200000000, tl.int64)
-    high = _keys(best)
-    while low < high:  # the largest key that at least k tokens reach
-        middle = low + (high - low + 1) // 2
-        count = tl.full((), 0, tl.int32)
-        for start in range(0, vocabulary, CHUNK):
-            scores, _, tokens = _scores(logits, bitmask, start, vocabulary, CHUNK, HAS_MASK)
-            count += tl.sum(((_keys(scores) >= middle) & (tokens < vocabulary)).to(tl.int32), 0)
-        is_reached = count >= top_k
-        low = tl.where(is_reached, middle, low)
-        high = tl.where(is_reached, high, middle - 1)
-    above = tl.full((), 0, tl.int32)
-    for start in range(0, vocabulary, CHUNK):
-        scores, _, _ = _scores(logits, bitmask, start, vocabulary, CHUNK, HAS_MASK)
-        above += tl.sum((_keys(scores) > low).to(tl.int32), 0)
-    return low, (top_k - above).to(tl.int32)
-
-
-@triton.jit
-def _first_p(
-    logits,
-    bitmask,
-    best,
-    temperature,
-    top_p,
-    threshold,
-    num_equal,
-    vocabulary,
-    CHUNK: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-):
-    """Return the threshold and number of equal tokens after top_p; both arguments are those after top_k.
-
-    A token stays while the tokens before it hold less than ``top_p`` of the kept mass.
+    The second limit of top_p does not depend on the histograms: tokens whose weight is at most
+    ``(1 - top_p) / (2 vocabulary)`` of the largest one hold at most half of the mass that top_p removes.
     """
-    wanted = top_p * _mass(
-        logits, bitmask, best, temperature, threshold - 1, threshold, num_equal, vocabulary, CHUNK, HAS_MASK
+    is_top_k = (top_k > 0) & (top_k < vocabulary)
+    chunk, bins = tl.arange(0, CHUNKS), tl.arange(0, NUM_BINS)
+    held = tl.load(
+        histograms + bins[None, :] * chunks + chunk[:, None], mask=chunk[:, None] < chunks, other=0.0
     )
-    low = tl.maximum(threshold, -2200000000)
-    high = _keys(best)
-    while low < high:  # the smallest key that keeps tokens: the mass above it is less than wanted
-        middle = low + (high - low) // 2
-        mass = _mass(
-            logits, bitmask, best, temperature, middle, threshold, num_equal, vocabulary, CHUNK, HAS_MASK
-        )
-        is_enough = mass < wanted
+    exponents = (largest.to(tl.float64) - best.to(tl.float64)) / temperature
+    held *= tl.where(is_top_k, 1.0, tl.exp(exponents.to(tl.float32)))[:, None]
+    total = tl.sum(tl.sum(held, 1), 0)
+    wanted = tl.where(is_top_k, top_k.to(tl.float32), (total * (top_p * factor)).to(tl.float32))
+    apart = _bins(best, temperature, is_top_k) - _bins(largest, temperature, is_top_k)
+    apart = tl.minimum(apart, _FARTHEST + 1).to(tl.int32)
+    distances = apart[:, None] + bins[None, :]
+    distances = tl.where(bins[None, :] == NUM_BINS - 1, _FARTHEST + 1, distances)
+    low = tl.full((), 0, tl.int32)
+    high = tl.full((), 0, tl.int32) + _FARTHEST + 1
+    while low < high:  # the nearest distance that holds as much as is wanted
+        middle = (low + high) // 2
+        is_enough = tl.sum(tl.sum(tl.where(distances <= middle, held, 0.0), 1), 0) >= wanted
         high = tl.where(is_enough, middle, high)
         low = tl.where(is_enough, low, middle + 1)
-    above = _mass(logits, bitmask, best, temperature, low, threshold, num_equal, vocabulary, CHUNK, HAS_MASK)
-    each = tl.full((), 0.0, tl.float64)
-    count = tl.full((), 0, tl.int32)
-    for start in range(0, vocabulary, CHUNK):
-        scores, _, _ = _scores(logits, bitmask, start, vocabulary, CHUNK, HAS_MASK)
-        is_equal = (_keys(scores) == low) & (scores > float("-inf"))
-        count += tl.sum(is_equal.to(tl.int32), 0)
-        each = tl.maximum(each, tl.max(tl.where(is_equal, _weights(scores, best, temperature), 0.0), 0))
-    limit = tl.where(low == threshold, num_equal, count)
-    kept = tl.full((), 0, tl.int32)
-    before = above
-    while (kept < limit) & ((before < wanted) | (kept == 0)):
-        kept += 1
-        before = tl.where(each > 0, before + each, wanted)
-    return low, kept
+    share = (1 - top_p) / (2.0 * vocabulary)
+    nats = -tl.log(tl.maximum(share, 1e-30).to(tl.float32))
+    second = (nats * _BINS_PER_NAT).to(tl.int32) + 2
+    return tl.where(is_top_k | (top_p >= 1), low, tl.minimum(low, second))
 
 
 @triton.jit
-def _mass(
-    logits,
-    bitmask,
-    best,
-    temperature,
-    floor,
-    threshold,
-    num_equal,
-    vocabulary,
-    CHUNK: tl.constexpr,
+def _range(
+    histograms, largest, best, temperature, top_k, top_p, vocabulary, chunks,
+    CHUNKS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Return the smallest and the largest possible threshold of the first rule of a row, as int64."""
+    is_top_k = (top_k > 0) & (top_k < vocabulary)
+    near = _limit(histograms, largest, best, temperature, top_k, top_p, 0.9999, vocabulary, chunks, CHUNKS)
+    far = _limit(histograms, largest, best, temperature, top_k, top_p, 1.0001, vocabulary, chunks, CHUNKS)
+    top_bin = _bins(best, temperature, is_top_k)
+    width = tl.where(is_top_k, 1 / _BINS_PER_LOGIT, temperature / _BINS_PER_NAT)
+    # One bin more on both sides, because the products round.
+    lowest = tl.maximum((top_bin - far.to(tl.float64) - 1) * width, -3.4028234663852886e38)
+    highest = tl.minimum((top_bin - near.to(tl.float64) + 2) * width, best.to(tl.float64))
+    low = keys_of(lowest.to(tl.float32), SHIFT)
+    low = tl.where(far > _FARTHEST, -2139095040 >> SHIFT, low)  # the number of -inf
+    high = tl.where(near > _FARTHEST, best, highest.to(tl.float32))
+    return low.to(tl.int64), tl.minimum(keys_of(high, SHIFT) + 1, keys_of(best, SHIFT)).to(tl.int64)
+
+
+@triton.jit
+def draw(
+    out, fields, masses, offsets, logits, bitmask, temperatures, top_ks, top_ps, min_ps, uniforms, vocabulary,
+    chunks, row_stride, mask_stride,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, SHIFT: tl.constexpr,
     HAS_MASK: tl.constexpr,
-):
-    """Return the sum of weights of the kept tokens with keys above ``floor``."""
-    mass = tl.full((), 0.0, tl.float64)
-    seen = tl.full((), 0, tl.int32)
-    for start in range(0, vocabulary, CHUNK):
-        scores, _, _ = _scores(logits, bitmask, start, vocabulary, CHUNK, HAS_MASK)
-        keys = _keys(scores)
-        is_kept, seen = _kept(scores, keys, seen, threshold, num_equal)
-        mass += tl.sum(tl.where(is_kept & (keys > floor), _weights(scores, best, temperature), 0.0), 0)
-    return mass
+):  # fmt: skip
+    """Write the token of one row. Grid: rows.
+
+    ``FEW`` and ``MANY`` are the numbers of listed tokens that are held in registers. ``SHIFT`` is the number
+    of low bits that are 0 in every logit.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    bitmask += row * mask_stride
+    masses += row * chunks
+    offsets += row * chunks * CHUNK
+    temperature = tl.load(temperatures + row).to(tl.float64)
+    top_k = tl.load(top_ks + row)
+    top_p = tl.load(top_ps + row).to(tl.float64)
+    is_top_k = (top_k > 0) & (top_k < vocabulary)
+    ends = integers_of(fields, row, chunks, SPARE)
+    histograms = field_of(fields, row, chunks, HISTOGRAM)
+    chunk = tl.arange(0, CHUNKS)
+    is_chunk = chunk < chunks
+    largest = tl.load(field_of(fields, row, chunks, LARGEST) + chunk, mask=is_chunk, other=float("-inf"))
+    best = tl.max(largest, 0)
+    first = tl.load(integers_of(fields, row, chunks, FIRST) + chunk, mask=is_chunk, other=2147483647)
+    token = tl.min(tl.where(largest == best, first, 2147483647), 0)
+    is_valid = (best > float("-inf")) & (best < float("inf"))
+    if is_valid & (temperature > 0) & (top_k != 1):
+        min_p = tl.load(min_ps + row).to(tl.float64)
+        uniform = tl.load(uniforms + row)
+        if is_top_k | (top_p < 1):
+            count = tl.load(integers_of(fields, row, chunks, COUNT) + chunk, mask=is_chunk, other=0)
+            tl.store(ends + chunk, tl.cumsum(count, 0), mask=is_chunk)
+            listed = tl.sum(count, 0)
+            mass = tl.full((), 0.0, tl.float64)
+            if is_top_k == 0:
+                mass = tl.sum(tl.load(masses + chunk, mask=is_chunk, other=0.0), 0)
+            tl.debug_barrier()  # other threads read the ends of the lists
+            if listed <= FEW:
+                token = draw_from_list(
+                    logits, offsets, ends, listed, mass, best, temperature, top_k, top_p, min_p, uniform,
+                    vocabulary, chunks, CHUNK, CHUNKS, FEW, SHIFT,
+                )  # fmt: skip
+            elif listed <= MANY:
+                token = draw_from_list(
+                    logits, offsets, ends, listed, mass, best, temperature, top_k, top_p, min_p, uniform,
+                    vocabulary, chunks, CHUNK, CHUNKS, MANY, SHIFT,
+                )  # fmt: skip
+            else:
+                low, high = _range(
+                    histograms, largest, best, temperature, top_k, top_p, vocabulary, chunks, CHUNKS, SHIFT
+                )
+                token = draw_from_row(
+                    logits, bitmask, ends, masses, mass, low, high, best, temperature, top_k, top_p, min_p,
+                    uniform, vocabulary, chunks, CHUNK, CHUNKS, SHIFT, HAS_MASK,
+                )  # fmt: skip
+        else:
+            token = draw_from_chunks(
+                logits, bitmask, ends, masses, best, temperature, min_p, uniform, 0, 0, 0.0, 0.0, 0.0,
+                vocabulary, chunks, CHUNK, CHUNKS, SHIFT, False, HAS_MASK,
+            )  # fmt: skip
+    tl.store(out + row, tl.where(is_valid, token, -1).to(tl.int64))

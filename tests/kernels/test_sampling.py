@@ -1,0 +1,153 @@
+"""Sampling by every back end from vocabularies of several thousand tokens, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from support.back_ends import back_end_params, fast_back_ends
+from torch import Tensor
+
+from penstock.kernels import Ops, SamplingInputs
+from penstock.kernels.reference import ReferenceOps
+
+REFERENCE = ReferenceOps()
+
+
+@pytest.fixture(params=back_end_params(fast_back_ends()))
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return fast_back_ends()[request.param]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def rules_of(rows: Sequence[Mapping[str, float]], uniforms: Sequence[float] | None = None) -> SamplingInputs:
+    """Return the rules of each row, with random uniforms if none are given."""
+    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    values = [{**usual, **row} for row in rows]
+    return SamplingInputs(
+        torch.tensor([row["temperature"] for row in values]),
+        torch.tensor([int(row["top_k"]) for row in values]),
+        torch.tensor([row["top_p"] for row in values]),
+        torch.tensor([row["min_p"] for row in values]),
+        torch.rand(len(rows), dtype=torch.float64)
+        if uniforms is None
+        else torch.tensor(uniforms, dtype=torch.float64),
+    )
+
+
+def check(ops: Ops, logits: Tensor, rules: SamplingInputs, mask: Tensor | None = None) -> Tensor:
+    """Return the tokens of a back end, which must be those of the reference."""
+    tokens = ops.sample(logits, rules, mask)
+    assert torch.equal(tokens, REFERENCE.sample(logits, rules, mask))
+    return tokens
+
+
+ENDS = (0.0, 0.4, 1 - 2**-53)
+
+
+@pytest.mark.parametrize("rule", [{"top_k": 3}, {"top_k": 3, "temperature": 0.1}, {"top_p": 1e-6}], ids=str)
+def test_equal_logits_that_are_far_apart_rank_by_token_id(ops: Ops, rule: dict[str, float]) -> None:
+    logits = torch.full((3, 5000), -40.0)
+    logits[:, [5, 1030, 2050, 4097, 4999]] = 1
+    tokens = check(ops, logits, rules_of([rule] * 3, ENDS))
+    assert tokens.tolist() == ([5, 1030, 2050] if "top_k" in rule else [5, 5, 5])
+
+
+def test_the_first_of_equal_tokens_is_the_greedy_one(ops: Ops) -> None:
+    logits = torch.zeros(3, 5000)
+    logits[1, [4999, 3000]] = 1
+    logits[2, [1023, 1024]] = 1
+    some: list[dict[str, float]] = [{"temperature": 0.0}, {"top_k": 1}]
+    for rule in some:
+        assert check(ops, logits, rules_of([rule] * 3)).tolist() == [0, 3000, 1023]
+
+
+@pytest.mark.parametrize("top_k", [30, 2000, 6000, 15_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # equal logits abound in bfloat16
+def test_a_large_top_k(ops: Ops, top_k: int, dtype: torch.dtype) -> None:
+    logits = (3 * torch.randn(3, 20_000)).to(dtype)
+    ends = (0.0, 0.999, 1 - 2**-53)
+    check(ops, logits, rules_of([{"top_k": top_k, "temperature": 9.0}] * 3, ends))
+    check(ops, logits, rules_of([{"top_k": top_k, "top_p": 0.97, "min_p": 0.01, "temperature": 2.0}] * 3))
+
+
+@pytest.mark.parametrize("rule", [{"top_p": 0.95}, {"top_p": 0.3, "min_p": 0.7}, {"min_p": 0.5}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flat_distributions(ops: Ops, rule: dict[str, float], dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 20_000).to(dtype)
+    for temperature in (1.0, 40.0):
+        check(ops, logits, rules_of([rule | {"temperature": temperature}] * 3))
+
+
+def test_a_mask_that_leaves_one_token(ops: Ops) -> None:
+    rows: list[dict[str, float]] = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 40},
+        {"top_p": 0.9},
+        {"min_p": 0.2},
+        {"top_k": 3000},
+    ]
+    for token in (0, 2047, 2048, 4098):
+        mask = torch.zeros(len(rows), 129, dtype=torch.int32)
+        mask[:, token // 32] = torch.tensor(1 << token % 32).int()
+        logits = torch.randn(len(rows), 4099)
+        assert check(ops, logits, rules_of(rows), mask).tolist() == [token] * len(rows)
+
+
+@pytest.mark.parametrize("vocabulary", [1023, 1024, 1025, 4099])
+def test_the_last_tokens_of_a_vocabulary(ops: Ops, vocabulary: int) -> None:
+    logits = torch.randn(5, vocabulary)
+    logits[:, -2:] = 9
+    some: list[dict[str, float]] = [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}]
+    for rule in some:
+        tokens = check(ops, logits, rules_of([rule] * 5, (0.0, 0.3, 0.6, 0.9, 1 - 2**-53)))
+        if rule:
+            assert set(tokens.tolist()) <= {vocabulary - 2, vocabulary - 1}
+
+
+@pytest.mark.parametrize("top_p", [0.99, 0.99999, 0.99999994, 0.9999999999999999])
+def test_a_top_p_near_1(ops: Ops, top_p: float) -> None:
+    """Of the tail, which holds 0.1 of the mass, ``top_p`` keeps the first tokens."""
+    logits = torch.zeros(3, 9000)
+    logits[:, 3] = torch.tensor(9 * 8999.0).log()
+    ends = (0.0, 0.95, 1 - 2**-50)
+    tokens = check(ops, logits, rules_of([{"top_p": top_p}] * 3, ends)).tolist()
+    assert tokens[0] == 0
+    assert abs(tokens[2] - 8999 * (1 - 10 * (1 - top_p))) < 2
+
+
+def test_all_rules_in_one_batch(ops: Ops) -> None:
+    """Each row of a batch has the token that it has alone, and the reference's."""
+    rows: list[dict[str, float]] = [
+        {"temperature": 0.0},
+        {},
+        {"temperature": 1e-6},
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_k": 4000},
+        {"top_p": 0.9},
+        {"top_p": 0.95, "temperature": 30.0},
+        {"top_p": 0.0, "temperature": 30.0},
+        {"min_p": 0.1},
+        {"top_k": 50, "top_p": 0.8, "min_p": 0.05, "temperature": 0.7},
+        {"top_k": 50},
+        {"top_p": 0.9},
+    ]
+    logits = 3 * torch.randn(len(rows), 7001)
+    logits[-2, 6000] = torch.nan
+    logits[-1] = -torch.inf
+    mask = torch.randint(-(2**31), 2**31, (len(rows), 219)).int()
+    rules = rules_of(rows)
+    for bits in (None, mask):
+        tokens = check(ops, logits, rules, bits)
+        assert tokens[-2:].tolist() == [-1, -1]
+        for row in range(len(rows)):
+            some = torch.tensor([row])
+            own = ops.sample(logits[some], rules.take(some), None if bits is None else bits[some])
+            assert own[0] == tokens[row]
