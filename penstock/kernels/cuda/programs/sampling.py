@@ -116,7 +116,7 @@ def select(
         if is_limited:
             histograms = field_of(fields, row, chunks, HISTOGRAM)
             limit = _limit(
-                histograms, largest, best, temperature, top_k, top_p, 1.0001, vocabulary, chunks, CHUNKS
+                histograms, largest, best, temperature, top_k, top_p, vocabulary, chunks, CHUNKS, False
             )
             farthest = tl.where(limit > _FARTHEST, farthest, limit.to(tl.float64))
         for chunk in range(tl.program_id(1), chunks, tl.num_programs(1)):
@@ -143,17 +143,19 @@ def select(
 
 @triton.jit
 def _limit(
-    histograms, largest, best, temperature, top_k, top_p, factor, vocabulary, chunks, CHUNKS: tl.constexpr
+    histograms, largest, best, temperature, top_k, top_p, vocabulary, chunks,
+    CHUNKS: tl.constexpr, IS_NEAR: tl.constexpr,
 ):  # fmt: skip
-    """Return the distance in bins from the largest logit, up to which tokens hold ``factor`` times top_p.
+    """Return a distance in bins from the largest logit such that no token farther away is kept.
 
-    It is above `_FARTHEST` if there is none. Masses are float32: with a factor above 1, no token farther away
-    is kept; with a factor below 1, all tokens that are nearer are kept. For a top_k, which has no factor,
-    both are true.
+    With ``IS_NEAR`` all tokens that are nearer than the distance are kept. The distance is above `_FARTHEST`
+    if there is none. Masses are float32, so more than top_p of the mass must be nearer, or less. The tokens
+    of a last bin, which has no lower end, may be at any distance beyond its upper end.
 
     The second limit of top_p does not depend on the histograms: tokens whose weight is at most
     ``(1 - top_p) / (2 vocabulary)`` of the largest one hold at most half of the mass that top_p removes.
     """
+    FACTOR: tl.constexpr = 0.9999 if IS_NEAR else 1.0001
     is_top_k = (top_k > 0) & (top_k < vocabulary)
     chunk, bins = tl.arange(0, CHUNKS), tl.arange(0, NUM_BINS)
     held = tl.load(
@@ -162,11 +164,12 @@ def _limit(
     exponents = (largest.to(tl.float64) - best.to(tl.float64)) / temperature
     held *= tl.where(is_top_k, 1.0, tl.exp(exponents.to(tl.float32)))[:, None]
     total = tl.sum(tl.sum(held, 1), 0)
-    wanted = tl.where(is_top_k, top_k.to(tl.float32), (total * (top_p * factor)).to(tl.float32))
+    wanted = tl.where(is_top_k, top_k.to(tl.float32), (total * (top_p * FACTOR)).to(tl.float32))
     apart = _bins(best, temperature, is_top_k) - _bins(largest, temperature, is_top_k)
     apart = tl.minimum(apart, _FARTHEST + 1).to(tl.int32)
     distances = apart[:, None] + bins[None, :]
-    distances = tl.where(bins[None, :] == NUM_BINS - 1, _FARTHEST + 1, distances)
+    if not IS_NEAR:
+        distances = tl.where(bins[None, :] == NUM_BINS - 1, _FARTHEST + 1, distances)
     low = tl.full((), 0, tl.int32)
     high = tl.full((), 0, tl.int32) + _FARTHEST + 1
     while low < high:  # the nearest distance that holds as much as is wanted
@@ -174,10 +177,12 @@ def _limit(
         is_enough = tl.sum(tl.sum(tl.where(distances <= middle, held, 0.0), 1), 0) >= wanted
         high = tl.where(is_enough, middle, high)
         low = tl.where(is_enough, low, middle + 1)
-    share = (1 - top_p) / (2.0 * vocabulary)
-    nats = -tl.log(tl.maximum(share, 1e-30).to(tl.float32))
-    second = (nats * _BINS_PER_NAT).to(tl.int32) + 2
-    return tl.where(is_top_k | (top_p >= 1), low, tl.minimum(low, second))
+    if not IS_NEAR:
+        share = (1 - top_p) / (2.0 * vocabulary)
+        nats = -tl.log(tl.maximum(share, 1e-30).to(tl.float32))
+        second = (nats * _BINS_PER_NAT).to(tl.int32) + 2
+        low = tl.where(is_top_k | (top_p >= 1), low, tl.minimum(low, second))
+    return low
 
 
 @triton.jit
@@ -187,8 +192,8 @@ def _range(
 ):  # fmt: skip
     """Return the smallest and the largest possible threshold of the first rule of a row, as int64."""
     is_top_k = (top_k > 0) & (top_k < vocabulary)
-    near = _limit(histograms, largest, best, temperature, top_k, top_p, 0.9999, vocabulary, chunks, CHUNKS)
-    far = _limit(histograms, largest, best, temperature, top_k, top_p, 1.0001, vocabulary, chunks, CHUNKS)
+    near = _limit(histograms, largest, best, temperature, top_k, top_p, vocabulary, chunks, CHUNKS, True)
+    far = _limit(histograms, largest, best, temperature, top_k, top_p, vocabulary, chunks, CHUNKS, False)
     top_bin = _bins(best, temperature, is_top_k)
     width = tl.where(is_top_k, 1 / _BINS_PER_LOGIT, temperature / _BINS_PER_NAT)
     # One bin more on both sides, because the products round.
