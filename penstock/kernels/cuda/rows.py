@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -144,7 +146,7 @@ class CudaRows(CudaLookups):
         min_p, uniforms = sampling.min_p.contiguous(), sampling.uniforms.contiguous()
         sizes = vocabulary, chunks, row_stride(logits), 0 if bitmask is None else mask.stride(0)
         given = logits, mask, temperature, top_k, top_p
-        constants = {"CHUNK": chunk, "HAS_MASK": bitmask is not None}
+        constants: dict[str, Any] = {"CHUNK": chunk, "HAS_MASK": bitmask is not None}
         spread = constants | {"CHUNKS": power_of_two(chunks, 16)}
         launch(sampling_programs.summarize, (rows, chunks), fields, *given, *sizes, **constants, num_warps=4)
         parts = min(chunks, divide_up(_PARTS, max(rows, 1)))
