@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -100,6 +101,8 @@ class OverlappedSteps:
         self._runner, self._model, self._queue = runner, model, queue
         self._check, self._take_tokens = check, take_tokens
         self._device = model.devices[0].torch_device
+        self._collected: float | None = None
+        """Time at which the last step was collected, in seconds."""
 
     def launch(self, batch: Mapping[str, TextContext], after: OverlappedStep | None) -> OverlappedStep:
         """Launch the forward of a batch.
@@ -189,6 +192,18 @@ class OverlappedSteps:
         except Exception:
             _logger.debug("a step whose result is not needed failed", exc_info=True)
 
+    def runs_ahead(self, contexts: Sequence[TextContext]) -> bool:
+        """Return whether several steps of these contexts can run in one call.
+
+        They cannot if the host takes part in each step: for grammars, changed logits and log probabilities.
+        """
+        return all(
+            not context.log_probabilities
+            and not context.sampling_params.changes_logits
+            and context.matcher is None
+            for context in contexts
+        )
+
     def collects_first(self, step: OverlappedStep) -> bool:
         """Return whether a step must be collected before the next one is launched.
 
@@ -235,6 +250,10 @@ class OverlappedSteps:
             start, active, end = step.windows[index]
             contexts[index].set_token_indices(start_idx=start, active_idx=active, end_idx=end)
         tokens = step.fetched.wait()
+        now = perf_counter()
+        if self._collected is not None and len(step.forward.value.inputs.tokens) == len(contexts):
+            self._runner.record_step(now - self._collected)
+        self._collected = now
         sampled = tokens.new_zeros(len(contexts))
         sampled[step.kept] = tokens
         forward = step.forward.value

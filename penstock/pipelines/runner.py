@@ -68,6 +68,8 @@ class LaunchHandle:
     """The sampled tokens ``[n, B]`` of all steps if they ran as one call, instead of ``sampled``."""
     outputs: ModelOutputs | None = None
     """Outputs of the forward if log probabilities were requested."""
+    begin: float | None = None
+    """Time of the launch in seconds, if all contexts decode."""
 
 
 class ModelRunner:
@@ -160,15 +162,20 @@ class ModelRunner:
         handle = LaunchHandle(contexts, drafts, num_steps, inputs, rows)
         is_decoding = len(rows.positions) == len(contexts) and all(c.active_length == 1 for c in contexts)
         begin = perf_counter()
+        handle.begin = begin if is_decoding else None
         if num_steps > 1 and is_decoding and not is_scored:
             handle.fused = self._run_fused_steps(sampler, handle)
         if handle.fused is None:
             self._run_steps(sampler, handle, is_scored)
         else:
             handle.num_steps = len(handle.fused)
-        if is_decoding:
-            self._seconds = (perf_counter() - begin) / handle.num_steps
+        if is_decoding and self._session.queue is None:
+            self.record_step((perf_counter() - begin) / handle.num_steps)
         return handle
+
+    def record_step(self, seconds: float) -> None:
+        """Record the duration of a decode step, for `num_steps_for`."""
+        self._seconds = seconds
 
     def collect(self, handle: LaunchHandle) -> list[SampledTokens]:
         """Return the tokens of a launched batch, one entry per context.
@@ -179,6 +186,8 @@ class ModelRunner:
         results = [SampledTokens() for _ in handle.contexts]
         fused = handle.fused
         steps = [tokens.tolist() for tokens in handle.sampled] if fused is None else fused.tolist()
+        if handle.begin is not None and self._session.queue is not None:  # the device has run by now
+            self.record_step((perf_counter() - handle.begin) / handle.num_steps)
         for tokens in steps:
             _append_sampled(results, handle.drafts, tokens)
         if handle.outputs is not None:

@@ -9,6 +9,9 @@ A step of the scheduler, with batch n running on the device::
     sample(n + 1)   for the contexts that are still running
 
 A context that leaves while a launched step uses its blocks keeps them until that step is collected.
+
+Steps of a few contexts are shorter than the host's time per step. If nothing needs the host between them,
+several run in one call of `Pipeline.execute` instead.
 """
 
 from __future__ import annotations
@@ -27,6 +30,10 @@ from penstock.scheduler.scheduler import Scheduler
 
 ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
+
+_MAX_AHEAD = 8
+"""Maximum number of contexts that run several steps in one call. With more contexts a step takes longer than
+the host needs for the next one."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,16 +95,23 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         """Launch one batch if any context can run, and collect the batch that was launched before.
 
         Args:
-            num_steps: ignored: a step generates at most one token per context.
+            num_steps: maximum number of tokens of each context, if a few contexts run several steps in one
+                call of `Pipeline.execute`; see `StepLauncher.runs_ahead`. Otherwise a step generates at most
+                one token per context.
 
         Returns:
             The output of each context of the collected batch, by request id. Finished contexts are removed.
         """
-        if self._open is None and self._executes:
+        runs_ahead = self._runs_ahead(num_steps)
+        if self._open is None and (self._executes or runs_ahead):
+            num_steps = 1 if self._executes else num_steps
             self._executes = False
-            return super().step(1)
+            return super().step(num_steps)
         self._begin_step()
         outputs: dict[str, OutputT] = {}
+        if self._open is not None and runs_ahead:
+            self.last_batch = (len(self._open.batch), 0)
+            return self._collect()
         if self._open is not None and self._steps.collects_first(self._open.step):
             outputs = self._collect()
         if self._open is not None:
@@ -114,6 +128,15 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
             outputs, self.last_batch = self._collect(), size
         self._sample()
         return outputs
+
+    def _runs_ahead(self, num_steps: int) -> bool:
+        """Return whether the running contexts run several steps in one call instead of overlapped ones."""
+        if num_steps == 1 or self._waiting or self._cancelled or not self._running:
+            return False
+        entries = self._running.values()
+        if len(entries) > _MAX_AHEAD or not all(entry.is_decoding for entry in entries):
+            return False
+        return self._steps.runs_ahead([entry.context for entry in entries])
 
     def _launch(self, batch: Batch[ContextT]) -> None:
         """Launch the forward of a batch. If that fails, the next step runs through `Pipeline.execute`."""

@@ -127,6 +127,7 @@ def served(
     *,
     every: int = 0,
     cancels: Mapping[str, int] | None = None,
+    num_steps: int = 1,
     **limits: Any,
 ) -> tuple[dict[str, Any], Scheduler[Any, Any]]:
     """Run contexts and return their tokens, log probabilities and ends.
@@ -136,6 +137,7 @@ def served(
         contexts: the contexts.
         every: number of steps between two arrivals; 0: all contexts arrive at the start.
         cancels: request id -> number of tokens after which it is cancelled.
+        num_steps: maximum number of steps in one call.
         limits: arguments of the scheduler.
     """
     steps = pipeline.overlapped_steps
@@ -152,7 +154,7 @@ def served(
                 break
         number += 1
         assert number < 100_000, "no progress"
-        for name, output in scheduler.step().items():
+        for name, output in scheduler.step(num_steps).items():
             outputs[name] += [(part.next_token, part.log_probabilities) for part in output.tokens]
             if output.is_done:
                 outputs[name].append(output.final_status)
@@ -200,6 +202,36 @@ def test_plain_requests(pipelines: dict[str, TextGenerationPipeline], queues: li
         assert [len(outputs[str(i)]) for i in range(8)] == [5 + 3 * i + 2 for i in range(8)]
     assert queues[0].num_early - before <= 1  # the first step reads the size of the vocabulary
     assert not queues[0].num_waiting
+
+
+@pytest.mark.parametrize("every", [0, 1, 3, 9])
+def test_a_few_contexts_run_several_steps_in_one_call(
+    pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """Contexts that arrive later, end at different times, are cancelled, or need the host in each step."""
+
+    def contexts(**penalty: float) -> list[TextContext]:
+        return [
+            context_of(
+                str(i), PROMPT[:n], 4 + 7 * i, sampling_params=replace(DRAWN, temperature=i % 2, **penalty)
+            )
+            for i, n in enumerate([1, 30, 7, 50])
+        ]
+
+    calls: list[int] = []
+    execute = TextGenerationPipeline.execute
+
+    def counted(self: TextGenerationPipeline, batch: Any, num_steps: int = 1) -> Any:
+        if self is pipelines["lazy"]:
+            calls.append(num_steps)
+        return execute(self, batch, num_steps)
+
+    monkeypatch.setattr(TextGenerationPipeline, "execute", counted)
+    both(pipelines, contexts, every=every, num_steps=4, cancels={"3": 11})
+    assert max(calls) > 1
+    calls.clear()
+    both(pipelines, partial(contexts, frequency_penalty=0.5), every=every, num_steps=4)
+    assert not calls, "penalties need the tokens of each step"
 
 
 def test_steps_overlap(pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.collectives import Collectives
 from penstock.kernels.cuda.ops import CudaOps
+from penstock.kernels.device_queue import upload
 from penstock.kernels.graph import Graph, GraphCompiler, Step
+from penstock.kernels.inputs import SamplingInputs
 from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.ops import Ops
 
@@ -24,36 +28,71 @@ class CudaGraph(Graph):
     """A captured step.
 
     Args:
+        ops: the operations, which sample between steps.
         graph: the graph of torch.
-        inputs: the tensors that it reads.
-        results: the tensors that it writes.
+        inputs: name -> the tensor that it reads.
+        results: the tensors that it writes; the first one is the logits ``[R, V]``.
     """
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, inputs: Sequence[Tensor], results: Sequence[Tensor]
+        self, ops: Ops, graph: torch.cuda.CUDAGraph, inputs: Mapping[str, Tensor], results: Sequence[Tensor]
     ) -> None:
-        self._graph, self._inputs, self._results = graph, tuple(inputs), tuple(results)
+        self._ops, self._graph = ops, graph
+        self._inputs, self._results = dict(inputs), tuple(results)
 
     @property
     def description(self) -> str:
         return "a CUDA graph"
 
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for own, given in zip(self._inputs, inputs, strict=True):
-            if given.dim() == 2:
-                own[:, : given.shape[1]].copy_(given, non_blocking=True)
-            else:  # one launch copies all tensors of a type
-                targets, sources = together.setdefault(own.dtype, ([], []))
-                targets.append(own)
-                sources.append(given)
-        for targets, sources in together.values():
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+        _copy(self._inputs.values(), inputs)
         self._graph.replay()
         return tuple(result.clone() for result in self._results)
 
     def run(self) -> None:
         self._graph.replay()
+
+    def replay_steps(
+        self,
+        inputs: Sequence[Tensor],
+        varied: Mapping[str, Tensor],
+        sampling: SamplingInputs,
+        uniforms: Tensor,
+        ends: Tensor,
+        ranks: Collectives | None = None,
+    ) -> Tensor | None:
+        """Launch all steps without waiting; `Graph.replay_steps` describes the arguments.
+
+        Rows that have ended continue, because the host does not see the tokens between the steps.
+        """
+        if ranks is not None:
+            return None
+        _copy(self._inputs.values(), inputs)
+        device = inputs[0].device
+        uniforms = upload(uniforms, device)
+        tokens = torch.empty(uniforms.shape, dtype=torch.int64, device=device)
+        for step in range(len(uniforms)):
+            if step:  # a row without finite logits continues with any token: its result is not used
+                torch.clamp(tokens[step - 1], min=0, out=self._inputs["tokens"])
+                _copy((self._inputs[name] for name in varied), [values[step] for values in varied.values()])
+            self._graph.replay()
+            draws = replace(sampling, uniforms=uniforms[step])
+            tokens[step] = self._ops.sample(self._results[0], draws)
+        return tokens
+
+
+def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Copy tensors; tables may have fewer columns than their targets. One launch copies all of a type."""
+    together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if source.dim() == 2:
+            target[:, : source.shape[1]].copy_(source, non_blocking=True)
+        else:
+            pair = together.setdefault(target.dtype, ([], []))
+            pair[0].append(target)
+            pair[1].append(source)
+    for own, given in together.values():
+        torch._foreach_copy_(own, given, non_blocking=True)
 
 
 class CudaGraphCompiler(GraphCompiler):
@@ -97,7 +136,7 @@ class CudaGraphCompiler(GraphCompiler):
         except RuntimeError as error:
             raise self._refusal(f"CUDA cannot capture this step: {error}") from error
         self._num_bytes += max(cuda.memory_reserved() - before, 0)
-        return CudaGraph(graph, list(inputs.values()), captured), results
+        return CudaGraph(self.ops, graph, inputs, captured), results
 
     def _limit(self) -> int:
         """Return the memory that graphs may take."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -346,6 +346,9 @@ class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
 
         Returns the request ids of contexts that end with the step; they do not move.
         """
+
+    def runs_ahead(self, contexts: Sequence[AcceptedContext]) -> bool:
+        """Return whether several steps of these contexts can run in one call, without the host between."""
 
     def collects_first(self, step: LaunchedStep) -> bool:
         """Return whether a sampled step must be collected before the next one is launched."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from penstock.kernels import GraphCache, Ops
+from penstock.kernels import GraphCache, Ops, SamplingInputs
 from penstock.kernels.cuda.graphs import CudaGraphCompiler, graphs_of
 from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.reference import ReferenceOps
@@ -128,6 +129,41 @@ def test_results_do_not_change_with_the_next_replay() -> None:
     run(cache, inputs_of(0, 0))
     assert first is not None
     assert torch.equal(first, expected)
+
+
+@pytest.mark.parametrize("uniforms", [[0.0, 0.0, 0.0], [0.1, 0.6, 0.95]])
+def test_several_steps_feed_their_tokens_to_the_next(uniforms: list[float]) -> None:
+    """Three steps in one call sample the tokens of three single steps, greedy or at a temperature of 1."""
+    ops, table = ReferenceOps(), torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    table[4] = torch.nan  # the row after token 4 has no finite logits
+
+    def logits(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        rows = ops.take_rows(table, inputs["tokens"])
+        return [ops.add(rows, inputs["positions"][:, None].float().sin().expand(-1, 6) * table[0])]
+
+    def given(tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        return {"tokens": tokens, "positions": positions}
+
+    first, positions = torch.tensor([1, 4]), torch.tensor([[5, 9], [6, 10], [7, 11]])
+    temperature = torch.full((2,), float(any(uniforms)))
+    rules = SamplingInputs(
+        temperature, torch.zeros(2).long(), torch.ones(2), torch.zeros(2), torch.zeros(2).double()
+    )
+    draws = torch.tensor(uniforms, dtype=torch.float64)[:, None].expand(3, 2)
+    cache = GraphCache(CudaGraphCompiler(ops, cuda=FakeCuda()))
+    inputs = given(first, positions[0])
+    assert cache.run_loop("key", inputs, {"positions": positions}, rules, draws, torch.empty(2, 0)) is None
+    for _ in range(2):
+        cache.run("key", inputs, logits)
+    got = cache.run_loop("key", inputs, {"positions": positions}, rules, draws, torch.empty(2, 0))
+    tokens, expected = first, []
+    for row, draw in zip(positions, draws, strict=True):
+        sampled = ops.sample(logits(ops, given(tokens, row))[0], replace(rules, uniforms=draw))
+        expected.append(sampled.tolist())
+        tokens = sampled.clamp(min=0)
+    assert got is not None
+    assert got.tolist() == expected
+    assert expected[0][1] == -1
 
 
 def test_graphs_beyond_the_budget_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
