@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.cuda.launch import divide_up, launch, power_of_two, row_stride
 from penstock.kernels.cuda.programs import codes as programs
-from penstock.kernels.cuda.programs.row_of_codes import multiply_row_of_codes
+from penstock.kernels.cuda.programs.row_of_codes import multiply_row_of_codes, multiply_rows_of_codes
 from penstock.kernels.cuda.weight_tables import (
     Groups,
     WeightTables,
@@ -27,6 +27,8 @@ from penstock.kernels.nibbles import NIBBLES, signed_offset
 
 _ROW_BYTES, _ROW_COLUMNS = 8192, 2048
 """Number of bytes of a weight, and of each of its rows, that a program for a single row reads at once."""
+_MAX_FEW_ROWS, _ROWS_PER_PROGRAM = 8, 4
+"""Number of rows up to which each output is a sum in one program, and the rows of a program."""
 MAX_TILED_ROWS = 64
 """Number of rows above which a weight is decoded once, and cuBLAS multiplies."""
 _FIXED_ROWS = 64
@@ -64,8 +66,8 @@ def multiply_codes(
         ``[T, out]``, or ``[P, out]`` in the sorted order.
     """
     if groups is None and not is_deterministic:
-        if len(x) == 1:
-            return _multiply_row(x, weights)
+        if len(x) <= _MAX_FEW_ROWS:
+            return _multiply_few_rows(x, weights)
         if len(x) > MAX_TILED_ROWS:
             bias = weights.first.bias
             weight = decode(weights, x.dtype)
@@ -100,19 +102,26 @@ def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _multiply_row(x: Tensor, weights: WeightTables) -> Tensor:
-    """Return the product ``[1, out]`` of a single row."""
-    packed = weights.first
+def _multiply_few_rows(x: Tensor, weights: WeightTables) -> Tensor:
+    """Return the product ``[T, out]`` of one row or of a few rows."""
+    packed, count = weights.first, len(x)
     weight, bias = packed.tensors["weight"], packed.bias
-    out = torch.empty((1, packed.out_features), dtype=x.dtype, device=x.device)
+    out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
     columns = min(power_of_two(weight.shape[1], 32), _ROW_COLUMNS)
     tile = max(_ROW_BYTES // columns, 1)
-    launch(
-        multiply_row_of_codes, (divide_up(packed.out_features, tile),), out, x, *_tensors(weights),
-        weight if bias is None else bias, packed.out_features, packed.in_features, *_sizes(packed), N=tile,
-        BYTES=columns, HAS_BIAS=bias is not None, IS_NIBBLES=packed.layout == NIBBLES, is_dependent=True,
-        **_format(weights.kind),
-    )  # fmt: skip
+    tiles = divide_up(packed.out_features, tile)
+    pointers = (out, x, *_tensors(weights), weight if bias is None else bias)
+    sizes = (packed.out_features, packed.in_features, *_sizes(packed))
+    constants = {"N": tile, "BYTES": columns, "HAS_BIAS": bias is not None, **_format(weights.kind)}
+    constants["IS_NIBBLES"] = packed.layout == NIBBLES
+    if count == 1:
+        launch(multiply_row_of_codes, (tiles,), *pointers, *sizes, is_dependent=True, **constants)
+    else:
+        rows = min(power_of_two(count), _ROWS_PER_PROGRAM)
+        launch(
+            multiply_rows_of_codes, (divide_up(count, rows), tiles), *pointers, count, row_stride(x), *sizes,
+            is_dependent=True, ROWS=rows, **constants,
+        )  # fmt: skip
     return out
 
 

@@ -295,7 +295,7 @@ def test_encodings(ops: CudaOps, encoding: str) -> None:
     assert (packed.layout == NIBBLES) == (encoding_named(encoding).bits == 4)
     assert torch.equal(unpack_linear(packed), unpack_linear(expected))
     for rows, dtype in ((1, torch.float32), (1, torch.bfloat16), (3, torch.float32), (3, torch.bfloat16),
-                        (70, torch.float32)):  # fmt: skip
+                        (7, torch.float32), (12, torch.float32), (70, torch.float32)):  # fmt: skip
         x = torch.randn(rows, 330).to(dtype)
         agree(ops.linear(x, packed), REFERENCE.linear(x, expected))
     x = torch.randn(3, 330)

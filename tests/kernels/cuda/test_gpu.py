@@ -43,7 +43,14 @@ def test_decode_steps_are_graphs_and_change_no_text() -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_overlapped_steps_change_no_text(params: SamplingParams) -> None:
-    assert texts("gpu", params, overlap_steps=True) == texts("gpu", params, overlap_steps=False)
+    single = {"max_num_steps": 1}  # several steps in one call do not overlap
+    overlapped = texts("gpu", params, overlap_steps=True, **single)
+    assert overlapped == texts("gpu", params, overlap_steps=False, **single)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_several_steps_in_one_call_change_no_text(params: SamplingParams) -> None:
+    assert texts("gpu", params) == texts("gpu", params, max_num_steps=1)
 
 
 @pytest.fixture
@@ -63,7 +70,7 @@ def set_sync_mode(mode: str) -> None:
 def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launching a step and its sampling calls nothing that synchronizes; torch raises if one does."""
     penalised = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
-    with LLM("demo", quantization_encoding="float32", devices="gpu") as llm:
+    with LLM("demo", quantization_encoding="float32", devices="gpu", max_num_steps=1) as llm:
         for params in (GREEDY, SAMPLED, penalised):
             llm.generate(PROMPTS, params)  # compiles the programs and captures the graphs
         calls: list[str] = []

@@ -1,4 +1,4 @@
-"""The product of a single row with a weight of codes; `codes` describes the formats."""
+"""Products of one row, or of a few rows, with a weight of codes; `codes` describes the formats."""
 
 from __future__ import annotations
 
@@ -138,3 +138,149 @@ def multiply_row_of_codes(
     if HAS_BIAS:
         total += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
     tl.store(out + outputs, total.to(out.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
+def _add_rows(
+    total,
+    codes,
+    inputs,
+    first_inputs,
+    x,
+    x_row_stride,
+    first_row,
+    num_rows,
+    table,
+    scales,
+    factors,
+    minima,
+    min_factors,
+    outputs,
+    is_output,
+    in_features,
+    num_groups,
+    num_factors,
+    num_minima,
+    num_min_factors,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    BYTES: tl.constexpr,
+    SUB: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
+    PER_FACTOR: tl.constexpr,
+    MINIMA: tl.constexpr,
+    PER_MIN_FACTOR: tl.constexpr,
+):
+    """Add the product of the rows with ``codes [N, BYTES]`` to ``total [N, ROWS]``."""
+    own = outputs.to(tl.int64)[:, None]
+    mask = is_output[:, None] & (first_inputs < in_features)[None, :]
+    groups = (first_inputs // SCALED)[None, :]
+    scale = scales_of(scales, factors, own, groups, mask, num_groups, num_factors, SCALES, PER_FACTOR)
+    numbers = tl.reshape(numbers_of(codes, table, NUMBERS, OFFSET), [N, BYTES // SUB, SUB])
+    if MINIMA == "zeros":
+        zero = tl.load(minima + own * num_groups + groups, mask=mask, other=0).to(tl.float32)
+        numbers = numbers - zero[:, :, None]
+    weights = numbers * scale[:, :, None]
+    if MINIMA == "minima":
+        groups = (first_inputs // 32)[None, :]
+        minimum = scales_of(
+            minima, min_factors, own, groups, mask, num_minima, num_min_factors, "float", PER_MIN_FACTOR
+        )
+        weights = weights - minimum[:, :, None]
+    weights = tl.reshape(weights, [N, BYTES])
+    for row in tl.static_range(ROWS):
+        is_input = (inputs < in_features) & (inputs * 0 + first_row + row < num_rows)
+        values = tl.load(x + (first_row + row) * x_row_stride + inputs, mask=is_input, other=0.0)
+        part = tl.sum(weights * values.to(tl.float32)[None, :], 1)
+        total += tl.where((tl.arange(0, ROWS) == row)[None, :], part[:, None], 0.0)
+    return total
+
+
+@triton.jit
+def multiply_rows_of_codes(
+    out,
+    x,
+    weight,
+    table,
+    scales,
+    factors,
+    minima,
+    min_factors,
+    row_scales,
+    bias,
+    num_rows,
+    x_row_stride,
+    out_features,
+    in_features,
+    weight_bytes,
+    num_groups,
+    num_factors,
+    num_minima,
+    num_min_factors,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    BYTES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_NIBBLES: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
+    PER_FACTOR: tl.constexpr,
+    MINIMA: tl.constexpr,
+    PER_MIN_FACTOR: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """N outputs of the products of ROWS rows. Grid: groups of rows, tiles of outputs.
+
+    Each weight is decoded once for all rows of a group.
+    """
+    launch_next(PDL)
+    SUB: tl.constexpr = 16 if SCALED == 16 else 32
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    outputs = tl.program_id(1) * N + tl.arange(0, N)
+    is_output = outputs < out_features
+    columns = tl.arange(0, BYTES)
+    subs = tl.arange(0, BYTES // SUB) * SUB
+    lines = weight + outputs.to(tl.int64)[:, None] * weight_bytes
+    mask = is_output[:, None] & (columns < weight_bytes)[None, :]
+    codes = tl.load(lines + columns[None, :], mask=mask, other=0)
+    wait_for_previous(PDL)
+    total = tl.zeros([N, ROWS], tl.float32)
+    for begin in range(0, weight_bytes, BYTES):
+        if begin > 0:
+            mask = is_output[:, None] & (begin + columns < weight_bytes)[None, :]
+            codes = tl.load(lines + (begin + columns)[None, :], mask=mask, other=0)
+        if IS_NIBBLES:
+            inputs = (begin + columns) // 32 * 64 + columns % 32
+            first_inputs = (begin + subs) // 32 * 64 + subs % 32
+            total = _add_rows(
+                total, codes & 15, inputs, first_inputs, x, x_row_stride, first_row, num_rows, table, scales,
+                factors, minima, min_factors, outputs, is_output, in_features, num_groups, num_factors,
+                num_minima, num_min_factors, ROWS, N, BYTES, SUB, NUMBERS, OFFSET, SCALES, SCALED, PER_FACTOR,
+                MINIMA, PER_MIN_FACTOR,
+            )  # fmt: skip
+            total = _add_rows(
+                total, codes >> 4, inputs + 32, first_inputs + 32, x, x_row_stride, first_row, num_rows,
+                table, scales, factors, minima, min_factors, outputs, is_output, in_features, num_groups,
+                num_factors, num_minima, num_min_factors, ROWS, N, BYTES, SUB, NUMBERS, OFFSET, SCALES,
+                SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+            )  # fmt: skip
+        else:
+            total = _add_rows(
+                total, codes, begin + columns, begin + subs, x, x_row_stride, first_row, num_rows, table,
+                scales, factors, minima, min_factors, outputs, is_output, in_features, num_groups,
+                num_factors, num_minima, num_min_factors, ROWS, N, BYTES, SUB, NUMBERS, OFFSET, SCALES,
+                SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
+            )  # fmt: skip
+    if HAS_ROW_SCALES:
+        total = total * tl.load(row_scales + outputs, mask=is_output, other=0.0)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    rows = first_row + tl.arange(0, ROWS)
+    at = rows[None, :] * out_features + outputs[:, None]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=is_output[:, None] & (rows < num_rows)[None, :])
