@@ -30,7 +30,7 @@ from penstock.architectures.step_tensors import (
 )
 from penstock.architectures.vision import VisionModel
 from penstock.errors import UnsupportedFeatureError
-from penstock.kernels import ImageSpans, KVCacheInputs, Ops, SamplingInputs, StepInputs
+from penstock.kernels import ImageSpans, KVCacheInputs, Ops, SamplingInputs, StepInputs, uploaded_together
 from penstock.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.log_probabilities import compute_log_probabilities
 from penstock.memory import estimate_kv_cache_size, plan_memory, wanted_block_size
@@ -142,29 +142,30 @@ class DecoderModel(NetworkModel[TextContext]):
         drafted = [len(draft) for draft in drafts]
         counts = np.array([context.active_length for context in contexts]) + drafted
         positions = np.array([context.start_idx for context in contexts])
-        if len(tokens) == len(contexts):
-            row_offsets, logit_rows, logit_offsets = _single_row_offsets(len(contexts), self.torch_device)
-        else:
-            ends = counts.cumsum()
-            positions = (positions + counts - ends).repeat(counts) + np.arange(len(tokens))
-            num_logits = self._num_logits(counts, return_n_logits)
-            logit_ends = num_logits.cumsum()
-            rows_of_logits = np.arange(logit_ends[-1]) + (ends - logit_ends).repeat(num_logits)
-            row_offsets = self._to_device(np.append(0, ends), np.int32)
-            logit_rows = self._to_device(rows_of_logits, np.int64)
-            logit_offsets = self._to_device(np.append(0, logit_ends), np.int64)
-        return ModelInputs(
-            tokens=self._to_device(tokens, np.int64),
-            row_offsets=row_offsets,
-            positions=self._to_device(positions, np.int64),
-            logit_rows=logit_rows,
-            logit_offsets=logit_offsets,
-            kv=kv_cache_inputs,
-            lora=self.lora_manager.inputs(contexts, counts) if self.lora_manager else None,
-            drafts=tuple(drafted),
-            text_lengths=self._text_lengths(contexts, counts, positions),
-            spans=self._spans(contexts, counts, positions),
-        )
+        with uploaded_together(self.torch_device):
+            if len(tokens) == len(contexts):
+                row_offsets, logit_rows, logit_offsets = _single_row_offsets(len(contexts), self.torch_device)
+            else:
+                ends = counts.cumsum()
+                positions = (positions + counts - ends).repeat(counts) + np.arange(len(tokens))
+                num_logits = self._num_logits(counts, return_n_logits)
+                logit_ends = num_logits.cumsum()
+                rows_of_logits = np.arange(logit_ends[-1]) + (ends - logit_ends).repeat(num_logits)
+                row_offsets = self._to_device(np.append(0, ends), np.int32)
+                logit_rows = self._to_device(rows_of_logits, np.int64)
+                logit_offsets = self._to_device(np.append(0, logit_ends), np.int64)
+            return ModelInputs(
+                tokens=self._to_device(tokens, np.int64),
+                row_offsets=row_offsets,
+                positions=self._to_device(positions, np.int64),
+                logit_rows=logit_rows,
+                logit_offsets=logit_offsets,
+                kv=kv_cache_inputs,
+                lora=self.lora_manager.inputs(contexts, counts) if self.lora_manager else None,
+                drafts=tuple(drafted),
+                text_lengths=self._text_lengths(contexts, counts, positions),
+                spans=self._spans(contexts, counts, positions),
+            )
 
     def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> ModelInputs:
         """Return inputs of one row for each sequence: the sampled token, at the next position."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import InputError, InsufficientBlocksError
-from penstock.kernels import KVCacheInputs, KVGroupInputs, upload
+from penstock.kernels import KVCacheInputs, KVGroupInputs, upload, uploaded_together
 from penstock.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from penstock.kv_cache.block_tables import BlockTables
 from penstock.kv_cache.host_blocks import HostBlocks
@@ -260,13 +260,15 @@ class KVCacheManager(PrefixCacheControls):
         max_blocks = max([1, *[sequence.num_blocks for sequence in sequences]])
         ends = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
         tables = self._tables.of_batch(slots, max_blocks, ends, counts, self.block_size)
-        groups = (
-            KVGroupInputs(self._upload(table), self._upload(stored), *group.input_options)
-            for group, (table, stored) in zip(self.spec.groups, tables, strict=True)
-        )
+        with uploaded_together(self.device):
+            groups = tuple(
+                KVGroupInputs(self._upload(table), self._upload(stored), *group.input_options)
+                for group, (table, stored) in zip(self.spec.groups, tables, strict=True)
+            )
+            lengths = self._upload(ends.astype(np.int32))
         return KVCacheInputs(
-            lengths=self._upload(ends.astype(np.int32)),
-            groups=tuple(groups),
+            lengths=lengths,
+            groups=groups,
             group_of_layer=self._group_of_layer,
             caches=self.storage.caches,
             scales=self.storage.scales,

@@ -20,7 +20,7 @@ from penstock.engine import InferenceSession
 from penstock.errors import UnsupportedFeatureError
 from penstock.grammar import grammar_bitmask
 from penstock.host.heartbeat import beat
-from penstock.kernels import upload, uploaded_together
+from penstock.kernels import upload
 from penstock.kv_cache import KVCache, KVCacheManager
 from penstock.pipelines.core import LogProbabilities, SamplingParams, TextContext
 from penstock.pipelines.encoder_cache import EncoderCache
@@ -33,6 +33,8 @@ _NO_CHOICE = -2
 """The sampled token of a row whose grammar allows no token."""
 _MAX_FUSED_STEPS = 8
 """Maximum number of decode steps per call if the configuration sets none. More steps save little time."""
+_MAX_QUEUED_STEPS = 32
+"""The same for a device with a queue, which is idle while the host prepares the next call."""
 
 
 @dataclass(slots=True)
@@ -99,11 +101,12 @@ class ModelRunner:
     def num_steps_for(self, seconds: float) -> int:
         """Estimate how many decode steps fit into ``seconds``, from the duration of recent steps.
 
-        The result is 1 to `_MAX_FUSED_STEPS`, and 1 before the first decode step.
+        The result is 1 to `_MAX_FUSED_STEPS`, or to `_MAX_QUEUED_STEPS`, and 1 before the first decode step.
         """
         if self._seconds is None:
             return 1
-        return max(1, min(int(seconds / self._seconds), _MAX_FUSED_STEPS))
+        longest = _MAX_FUSED_STEPS if self._session.queue is None else _MAX_QUEUED_STEPS
+        return max(1, min(int(seconds / self._seconds), longest))
 
     def forward(
         self, contexts: Sequence[TextContext], num_logits: Sequence[int] | None = None
@@ -263,12 +266,11 @@ class ModelRunner:
         counts = [context.active_length for context in contexts]
         if drafts is not None:
             counts = [count + len(draft) for count, draft in zip(counts, drafts, strict=True)]
-        with uploaded_together(self._device):
-            kv = self._kv.inputs(contexts, counts=counts) if isinstance(self._kv, KVCacheManager) else None
-            if drafts is None:  # models without `drafts` work as long as nothing is drafted
-                inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits)
-            else:
-                inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits, drafts=drafts)
+        kv = self._kv.inputs(contexts, counts=counts) if isinstance(self._kv, KVCacheManager) else None
+        if drafts is None:  # models without `drafts` work as long as nothing is drafted
+            inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits)
+        else:
+            inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits, drafts=drafts)
         given = self.images.embeddings(contexts, counts) if self.images is not None else None
         return inputs if given is None else replace(inputs, input_embeds=given)
 

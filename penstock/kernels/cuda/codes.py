@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.cuda.launch import divide_up, launch, power_of_two, row_stride
+from penstock.kernels.cuda.launch import divide_up, launch, num_processors, power_of_two, row_stride
 from penstock.kernels.cuda.programs import codes as programs
-from penstock.kernels.cuda.programs.row_of_codes import multiply_row_of_codes, multiply_rows_of_codes
+from penstock.kernels.cuda.programs.row_of_codes import multiply_row_of_codes
 from penstock.kernels.cuda.weight_tables import (
     Groups,
     WeightTables,
-    output_tile,
     product_grid,
     sorted_rows,
     tile_rows,
@@ -27,13 +26,15 @@ from penstock.kernels.nibbles import NIBBLES, signed_offset
 
 _ROW_BYTES, _ROW_COLUMNS = 8192, 2048
 """Number of bytes of a weight, and of each of its rows, that a program for a single row reads at once."""
-_MAX_FEW_ROWS, _ROWS_PER_PROGRAM = 8, 4
-"""Number of rows up to which each output is a sum in one program, and the rows of a program."""
 MAX_TILED_ROWS = 64
 """Number of rows above which a weight is decoded once, and cuBLAS multiplies."""
 _FIXED_ROWS = 64
-_TILE_BYTES = 64
-"""Number of bytes per output that a tile multiplies at once. The order of additions depends on it."""
+_TILE_OUTPUTS, _TILE_BYTES = 64, 64
+"""Outputs of a tile, and bytes per output that it multiplies at once, which set the order of additions."""
+_MAX_SPLITS, _MIN_STEPS = 16, 4
+"""Maximum number of parts of the inputs, and the least number of steps of a part."""
+_ADDED = 1024
+"""Number of outputs whose splits a program adds."""
 _ALL_INPUTS = 1 << 30
 """Number of inputs that share a scale if an output has only one."""
 
@@ -66,8 +67,8 @@ def multiply_codes(
         ``[T, out]``, or ``[P, out]`` in the sorted order.
     """
     if groups is None and not is_deterministic:
-        if len(x) <= _MAX_FEW_ROWS:
-            return _multiply_few_rows(x, weights)
+        if len(x) == 1:
+            return _multiply_row(x, weights)
         if len(x) > MAX_TILED_ROWS:
             bias = weights.first.bias
             weight = decode(weights, x.dtype)
@@ -76,17 +77,34 @@ def multiply_codes(
     count = len(x) if groups is None else len(groups.rows)
     out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
     rows = _FIXED_ROWS if is_deterministic else tile_rows(count, groups)
-    columns = 64 if is_deterministic else output_tile(count, packed, groups, x.device)
+    grid = product_grid(count, rows, _TILE_OUTPUTS, packed, groups)
+    splits = 1
+    if groups is None and not is_deterministic:
+        splits = _splits(grid[0] * grid[1], packed.tensors["weight"].shape[1], x.device)
+    sums = out if splits == 1 else torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
+    names, constants = _names(weights.kind), _format(weights.kind)
     launch(
-        programs.multiply_codes, product_grid(count, rows, columns, packed, groups), out, x,
-        *weights.arguments(*_names(weights.kind), "bias"),
-        _table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,
-        packed.out_features, packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=columns,
-        BYTES=_TILE_BYTES,
-        GROUPS=groups is not None, HAS_BIAS=packed.bias is not None, WIDE=x.dtype == torch.float32,
-        IS_NIBBLES=packed.layout == NIBBLES, **_format(weights.kind),
+        programs.multiply_codes, (*grid, splits), sums, x, *weights.arguments(*names, "bias"),
+        _table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count, packed.out_features,
+        packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=_TILE_OUTPUTS, BYTES=_TILE_BYTES,
+        SPLITS=splits, GROUPS=groups is not None, HAS_BIAS=packed.bias is not None,
+        WIDE=x.dtype == torch.float32, IS_NIBBLES=packed.layout == NIBBLES, **constants,
     )  # fmt: skip
+    if splits > 1:
+        row_scales, _, bias, _ = weights.arguments("row_scales", "bias")
+        launch(
+            programs.add_splits, (count, divide_up(packed.out_features, _ADDED)), out, sums, row_scales, bias,
+            count, packed.out_features, SPLITS=splits, WIDTH=_ADDED,
+            HAS_ROW_SCALES=constants["HAS_ROW_SCALES"], HAS_BIAS=packed.bias is not None, is_dependent=True,
+        )  # fmt: skip
     return out
+
+
+def _splits(num_tiles: int, num_bytes: int, device: torch.device) -> int:
+    """Return the number of parts of the inputs, so that few tiles of outputs fill the device."""
+    wanted = 2 * num_processors(device) // max(num_tiles, 1)
+    possible = num_bytes // (_MIN_STEPS * _TILE_BYTES)
+    return max(1, min(power_of_two(wanted), power_of_two(possible), _MAX_SPLITS))
 
 
 def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
@@ -102,26 +120,19 @@ def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _multiply_few_rows(x: Tensor, weights: WeightTables) -> Tensor:
-    """Return the product ``[T, out]`` of one row or of a few rows."""
-    packed, count = weights.first, len(x)
+def _multiply_row(x: Tensor, weights: WeightTables) -> Tensor:
+    """Return the product ``[1, out]`` of a single row."""
+    packed = weights.first
     weight, bias = packed.tensors["weight"], packed.bias
-    out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, packed.out_features), dtype=x.dtype, device=x.device)
     columns = min(power_of_two(weight.shape[1], 32), _ROW_COLUMNS)
     tile = max(_ROW_BYTES // columns, 1)
-    tiles = divide_up(packed.out_features, tile)
-    pointers = (out, x, *_tensors(weights), weight if bias is None else bias)
-    sizes = (packed.out_features, packed.in_features, *_sizes(packed))
-    constants = {"N": tile, "BYTES": columns, "HAS_BIAS": bias is not None, **_format(weights.kind)}
-    constants["IS_NIBBLES"] = packed.layout == NIBBLES
-    if count == 1:
-        launch(multiply_row_of_codes, (tiles,), *pointers, *sizes, is_dependent=True, **constants)
-    else:
-        rows = min(power_of_two(count), _ROWS_PER_PROGRAM)
-        launch(
-            multiply_rows_of_codes, (divide_up(count, rows), tiles), *pointers, count, row_stride(x), *sizes,
-            is_dependent=True, ROWS=rows, **constants,
-        )  # fmt: skip
+    launch(
+        multiply_row_of_codes, (divide_up(packed.out_features, tile),), out, x, *_tensors(weights),
+        weight if bias is None else bias, packed.out_features, packed.in_features, *_sizes(packed), N=tile,
+        BYTES=columns, HAS_BIAS=bias is not None, IS_NIBBLES=packed.layout == NIBBLES, is_dependent=True,
+        **_format(weights.kind),
+    )  # fmt: skip
     return out
 
 

@@ -23,8 +23,6 @@ from penstock.kernels.quantized import INPUTS_PER_EXTRA, MAX_EXTRAS
 _INPUTS = 64
 """Number of inputs per tile. It is fixed because the order of additions depends on it."""
 _FIXED_ROWS = 64
-_MAX_FEW_ROWS, _ROWS_PER_PROGRAM = 8, 4
-"""Number of rows up to which `multiply_integers` adds up each output in one program, and the rows of one."""
 _ROW_WEIGHTS, _ROW_INPUTS = 8192, 4096
 """Number of weights, and of inputs, that a program for a single row reads at once."""
 
@@ -103,14 +101,13 @@ def multiply_integers(x: Tensor, weights: WeightTables, groups: Groups | None) -
     )  # fmt: skip
     count = num_rows if groups is None else len(groups.rows)
     out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
-    if num_rows <= _MAX_FEW_ROWS and groups is None:
+    if num_rows == 1 and groups is None:
         columns = min(power_of_two(in_features, 32), _ROW_INPUTS)
-        tile, at_once = max(_ROW_WEIGHTS // columns, 1), min(power_of_two(num_rows), _ROWS_PER_PROGRAM)
+        tile = max(_ROW_WEIGHTS // columns, 1)
         launch(
-            programs.multiply_few_rows, (divide_up(num_rows, at_once), divide_up(packed.out_features, tile)),
-            out, integers, scales, wide, *weights.arguments("weight", "scales", "bias")[::2], num_rows,
-            packed.out_features, in_features, ROWS=at_once, N=tile, INPUTS=columns,
-            HAS_BIAS=packed.bias is not None, is_dependent=True,
+            programs.multiply_row_of_integers, (divide_up(packed.out_features, tile),), out, integers, scales,
+            wide, *weights.arguments("weight", "scales", "bias")[::2], packed.out_features, in_features,
+            N=tile, INPUTS=columns, HAS_BIAS=packed.bias is not None, is_dependent=True,
         )  # fmt: skip
         return out
     rows, columns = tile_rows(count, groups), output_tile(count, packed, groups, x.device)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.cuda.programs.dependent_launch import launch_next_and_wait
 from penstock.kernels.cuda.programs.floats8 import e4m3_values
 from penstock.kernels.cuda.programs.products import rows_of_tile, weight_of
 
@@ -158,6 +159,7 @@ def multiply_codes(
     M: tl.constexpr,
     N: tl.constexpr,
     BYTES: tl.constexpr,
+    SPLITS: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -173,7 +175,9 @@ def multiply_codes(
 ):
     """One tile of a product of rows. Grid and groups as in `products.multiply_floats`.
 
-    Weights are rounded to the type of ``x`` and multiplied on tensor cores.
+    Weights are rounded to the type of ``x`` and multiplied on tensor cores. With SPLITS above 1, a third
+    dimension of the grid divides the inputs, and ``out [SPLITS, T, out]`` are float32 sums without scales of
+    outputs and bias, which `add_splits` adds up.
     """
     group, positions, is_row = rows_of_tile(starts, num_rows, num_weights, M, GROUPS)
     weight = weight_of(weight, weights, group, 0, False, GROUPS)
@@ -193,7 +197,13 @@ def multiply_codes(
     total = tl.zeros([M, N], tl.float32)
     SUB: tl.constexpr = 16 if SCALED == 16 else 32
     subs = tl.arange(0, BYTES // SUB) * SUB
-    for begin in range(0, weight_bytes, BYTES):
+    begin_byte = tl.program_id(2) * 0
+    end_byte = begin_byte + weight_bytes
+    if SPLITS > 1:
+        size = (weight_bytes + SPLITS * BYTES - 1) // (SPLITS * BYTES) * BYTES
+        begin_byte = tl.program_id(2) * size
+        end_byte = tl.minimum(begin_byte + size, weight_bytes)
+    for begin in range(begin_byte, end_byte, BYTES):
         columns = begin + tl.arange(0, BYTES)
         mask = is_output[None, :] & (columns < weight_bytes)[:, None]
         codes = tl.load(weight + own * weight_bytes + columns[:, None], mask=mask, other=0)
@@ -220,14 +230,47 @@ def multiply_codes(
                 OFFSET, SCALES, SCALED, PER_FACTOR, MINIMA, PER_MIN_FACTOR,
             )  # fmt: skip
             total = _add_product(total, x, x_row_stride, sources, is_row, columns, in_features, whole, WIDE)
-    if HAS_ROW_SCALES:
-        pointer = weight_of(row_scales, row_scale_table, group, 0, False, GROUPS)
-        total = total * tl.load(pointer + outputs, mask=is_output, other=0.0)[None, :]
-    if HAS_BIAS:
-        pointer = weight_of(bias, biases, group, 0, False, GROUPS)
-        total += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    if SPLITS > 1:
+        out += tl.program_id(2).to(tl.int64) * num_rows * out_features
+    else:
+        if HAS_ROW_SCALES:
+            pointer = weight_of(row_scales, row_scale_table, group, 0, False, GROUPS)
+            total = total * tl.load(pointer + outputs, mask=is_output, other=0.0)[None, :]
+        if HAS_BIAS:
+            pointer = weight_of(bias, biases, group, 0, False, GROUPS)
+            total += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     offsets = positions.to(tl.int64)[:, None] * out_features + outputs[None, :]
     tl.store(out + offsets, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def add_splits(
+    out,
+    sums,
+    row_scales,
+    bias,
+    num_rows,
+    out_features,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add the splits of `multiply_codes` in order. Grid: rows, tiles of WIDTH outputs."""
+    launch_next_and_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    outputs = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    is_output = outputs < out_features
+    total = tl.zeros([WIDTH], tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = (row + split * num_rows) * out_features + outputs
+        total += tl.load(sums + at, mask=is_output, other=0.0)
+    if HAS_ROW_SCALES:
+        total = total * tl.load(row_scales + outputs, mask=is_output, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + row * out_features + outputs, total.to(out.dtype.element_ty), mask=is_output)
 
 
 @triton.jit

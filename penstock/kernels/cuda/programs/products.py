@@ -158,66 +158,50 @@ def multiply_row(
 
 
 @triton.jit
-def multiply_few_rows(
+def multiply_row_of_integers(
     out,
     x,
-    x_scales,
+    x_scale,
     wide,
     weight,
     scales,
     bias,
-    num_rows,
     out_features,
     in_features,
-    ROWS: tl.constexpr,
     N: tl.constexpr,
     INPUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """N outputs of `multiply_rows` for ROWS rows, with the same bits. Grid: groups of rows, tiles of outputs.
-
-    The first INPUTS columns of the weight are read before the previous kernel has ended.
-    """
+    """N outputs of `multiply_rows` for one row ``x [2, in]``, with the same bits. Grid: tiles of outputs."""
     launch_next(PDL)
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
-    outputs = tl.program_id(1) * N + tl.arange(0, N)
+    outputs = tl.program_id(0) * N + tl.arange(0, N)
     is_output = outputs < out_features
     inputs = tl.arange(0, INPUTS)
-    lines = weight + outputs.to(tl.int64)[:, None] * in_features
+    rows = weight + outputs.to(tl.int64)[:, None] * in_features
     mask = is_output[:, None] & (inputs < in_features)[None, :]
-    numbers = tl.load(lines + inputs[None, :], mask=mask, other=0)
+    numbers = tl.load(rows + inputs[None, :], mask=mask, other=0, eviction_policy="evict_first")
     factors = tl.load(scales + outputs, mask=is_output, other=0.0)
     wait_for_previous(PDL)
-    members = tl.arange(0, ROWS)
-    rows = first_row + members
-    is_row = rows < num_rows
-    has_wide = tl.max(tl.load(wide + rows, mask=is_row, other=0), 0) > 0
-    total = tl.zeros([N, ROWS], tl.int32)
-    high = tl.zeros([N, ROWS], tl.int32)
+    has_wide = tl.load(wide) > 0
+    total = tl.zeros([N], tl.int32)
+    high = tl.zeros([N], tl.int32)
     for begin in range(0, in_features, INPUTS):
         columns = begin + inputs
         is_input = columns < in_features
         if begin > 0:
-            numbers = tl.load(lines + columns[None, :], mask=is_output[:, None] & is_input[None, :], other=0)
-        for row in tl.static_range(ROWS):
-            mask = is_input & (columns * 0 + first_row + row < num_rows)
-            at = (first_row + row) * in_features + columns
-            values = tl.load(x + at, mask=mask, other=0).to(tl.int32)
-            part = tl.sum(numbers.to(tl.int32) * values[None, :], 1)
-            total += tl.where((members == row)[None, :], part[:, None], 0)
-            if has_wide:
-                at = (num_rows + first_row + row) * in_features + columns
-                values = tl.load(x + at, mask=mask, other=0).to(tl.int32)
-                part = tl.sum(numbers.to(tl.int32) * values[None, :], 1)
-                high += tl.where((members == row)[None, :], part[:, None], 0)
+            mask = is_output[:, None] & is_input[None, :]
+            numbers = tl.load(rows + columns[None, :], mask=mask, other=0, eviction_policy="evict_first")
+        values = tl.load(x + columns, mask=is_input, other=0).to(tl.int32)
+        total += tl.sum(numbers.to(tl.int32) * values[None, :], 1)
+        if has_wide:
+            values = tl.load(x + in_features + columns, mask=is_input, other=0).to(tl.int32)
+            high += tl.sum(numbers.to(tl.int32) * values[None, :], 1)
     exact = total.to(tl.float64) + 16.0 * high.to(tl.float64)
-    of_rows = tl.load(x_scales + rows, mask=is_row, other=0.0)
-    result = exact.to(tl.float32) * (of_rows[None, :] * factors[:, None])
+    result = exact.to(tl.float32) * (tl.load(x_scale) * factors)
     if HAS_BIAS:
-        result += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    at = rows[None, :] * out_features + outputs[:, None]
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+        result += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=is_output)
 
 
 @triton.jit
