@@ -85,7 +85,8 @@ def multiply_codes(
     names, constants = _names(weights.kind), _format(weights.kind)
     launch(
         programs.multiply_codes, (*grid, splits), sums, x, *weights.arguments(*names, "bias"),
-        _table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count, packed.out_features,
+        _table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,
+        packed.out_features,
         packed.in_features, row_stride(x), *_sizes(packed), M=rows, N=_TILE_OUTPUTS, BYTES=_TILE_BYTES,
         SPLITS=splits, GROUPS=groups is not None, HAS_BIAS=packed.bias is not None,
         WIDE=x.dtype == torch.float32, IS_NIBBLES=packed.layout == NIBBLES, **constants,

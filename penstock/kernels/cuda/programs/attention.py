@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.dependent_launch import launch_next_and_wait
+from penstock.kernels.cuda.programs.dependent_launch import launch_next, wait_for_previous
 from penstock.kernels.cuda.programs.floats8 import e4m3_values
 from penstock.kernels.cuda.programs.splits import finish, first_key, merge, range_of_splits
 from penstock.kernels.cuda.programs.tiles import group_of_tile, tanh
@@ -41,8 +41,12 @@ def _tile(
     IS_CHUNKED: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Return the queries of this program's tile, and the range of keys that each sees, ``first:last``."""
+    """Return the queries of this program's tile, and the range of keys that each sees, ``first:last``.
+
+    Offsets and lengths are inputs of a step. They are read before the previous kernel has ended.
+    """
     sequence, row = group_of_tile(row_offsets, tl.program_id(0), num_sequences, ROWS)
     start = tl.load(row_offsets + sequence)
     stop = tl.load(row_offsets + sequence + 1)
@@ -57,6 +61,7 @@ def _tile(
     first = positions * 0
     if HAS_WINDOW:
         first = first_key(positions, window, IS_CHUNKED)
+    wait_for_previous(PDL)
     dims = tl.arange(0, WIDTH)
     offsets = rows.to(tl.int64)[:, None] * q_row_stride + heads[:, None] * q_head_stride + dims[None, :]
     queries = tl.load(q + offsets, mask=is_row[:, None] & (dims < DIM)[None, :], other=0.0)
@@ -187,10 +192,10 @@ def attend(
     PDL: tl.constexpr,
 ):
     """Attention of one tile. Grid: tiles, kv heads. SPLIT 0 takes all keys as one split."""
-    launch_next_and_wait(PDL)
+    launch_next(PDL)
     sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
-        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE,
+        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE, PDL,
     )  # fmt: skip
     keys += tl.program_id(1) * head_stride
     values += tl.program_id(1) * head_stride
@@ -275,10 +280,10 @@ def attend_split(
     ``partial_out [splits, T, H, WIDTH]``, ``partial_top`` and ``partial_total [splits, T, H]`` are float32.
     Splits that no row of the tile sees are not written.
     """
-    launch_next_and_wait(PDL)
+    launch_next(PDL)
     sequence, rows, heads, is_row, queries, first, last, low, high = _tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
-        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE,
+        ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, WIDE, PDL,
     )  # fmt: skip
     split = tl.program_id(2)
     base, size = range_of_splits(

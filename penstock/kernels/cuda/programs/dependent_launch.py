@@ -1,5 +1,8 @@
 """Programmatic dependent launch: a program starts while the kernel launched before it still runs.
 
+Before `wait_for_previous`, a program may read weights, inputs of a step, and results of kernels that are
+launched without it, because those end before a later kernel starts.
+
 See "Programmatic Dependent Launch and Synchronization" in the CUDA programming guide.
 """
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.dependent_launch import launch_next_and_wait
+from penstock.kernels.cuda.programs.dependent_launch import (
+    launch_next,
+    launch_next_and_wait,
+    wait_for_previous,
+)
 from penstock.kernels.cuda.programs.floats8 import e4m3_codes
 from penstock.kernels.cuda.programs.tiles import round_half_even, tanh
 
@@ -35,10 +39,12 @@ def norm(
     Row r of ``x`` is at ``r // inner * outer_stride + r % inner * inner_stride``. IS_CENTRED selects the
     layer norm with a bias, otherwise the RMS norm.
     """
-    launch_next_and_wait(PDL)
+    launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     is_column = columns < width
+    factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     row_start = row // inner * outer_stride + row % inner * inner_stride
     values = tl.load(x + row_start + columns, mask=is_column, other=0.0)
     dtype = values.dtype
@@ -51,7 +57,6 @@ def norm(
     if IS_CENTRED:
         wide = tl.where(is_column, wide - tl.sum(wide, 0) / width, 0.0)
     normed = wide * (1 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps))
-    factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     if IS_CENTRED:
         normed = normed * factors + tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)
     else:
@@ -130,7 +135,7 @@ def rotate(
     PDL: tl.constexpr,
 ):
     """Rotate one head of one row, or copy what is not rotated. Grid: rows, query heads + kv heads."""
-    launch_next_and_wait(PDL)
+    launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     is_query = head < q_heads
@@ -139,6 +144,7 @@ def rotate(
     is_pair = pairs < half
     angle_cos = tl.load(cos + row * half + pairs, mask=is_pair, other=0.0)
     angle_sin = tl.load(sin + row * half + pairs, mask=is_pair, other=0.0)
+    wait_for_previous(PDL)
     if is_query:
         source = q + row * q_row_stride + own * q_head_stride
         target = q_out + (row * q_heads + own) * dim
@@ -194,8 +200,10 @@ def store_keys_values(
     LARGEST is the largest number of a quantized cache, 0.0 for floats without a scale. With IS_E4M3 the
     cache is bytes.
     """
-    launch_next_and_wait(PDL)
+    launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    wait_for_previous(PDL)
     head = tl.program_id(1)
     side = tl.program_id(2)
     dims = tl.arange(0, WIDTH)
@@ -205,7 +213,6 @@ def store_keys_values(
     else:
         source = v + row * v_row_stride + head * v_head_stride
     values = tl.load(source + dims, mask=is_dim, other=0.0).to(tl.float32)
-    slot = tl.load(slots + row)
     block = slot // BLOCK
     offset = slot % BLOCK
     target = cache + side * side_stride + block * block_stride + head * head_stride + offset * slot_stride

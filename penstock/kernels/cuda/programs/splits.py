@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.programs.dependent_launch import launch_next_and_wait
+from penstock.kernels.cuda.programs.dependent_launch import launch_next, wait_for_previous
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def merge_splits(
     Splits of SPLIT keys are added in order, as `attend` adds them. With a SPLIT of 0 there are at most SPLITS
     splits and HEADS is 1.
     """
-    launch_next_and_wait(PDL)
+    launch_next(PDL)
     row = tl.program_id(0)
     low_sequence = row * 0
     high_sequence = low_sequence + num_sequences - 1
@@ -126,6 +126,7 @@ def merge_splits(
     )
     begin = (first - base) // size
     end = (last - base + size - 1) // size
+    wait_for_previous(PDL)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = heads < num_heads
     dims = tl.arange(0, WIDTH)
