@@ -88,7 +88,8 @@ def test_the_estimated_size(checkpoint: Path, encoding: str, monkeypatch: pytest
     held = held_bytes(pipeline)
     foretold = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
     least = smallest_estimate(pipeline)
-    assert least * held <= foretold <= 1.15 * held, "each part of a fused layer may start a new panel"
+    most = 1.15 if pipeline.session.ops.packs_weights else 1.25
+    assert least * held <= foretold <= most * held, "each part of a fused layer may start a new panel"
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])

@@ -184,6 +184,8 @@ def test_encodings(family: Family, encoding: str, limit: float | None) -> None:
 
 def test_estimate_covers_the_weights(family: Family, pipeline: TextGenerationPipeline) -> None:
     plan = pipeline.memory_plan
+    if pipeline.session.memory is not None:
+        pytest.skip("the plan measures the weights on this device")
     assert held_bytes(pipeline) <= plan.weights_size <= 1.3 * held_bytes(pipeline)
 
 

@@ -33,7 +33,8 @@ class HalvedEncoding(LinearEncoding):
         return int(self._bytes_per_weight * out_features * in_features)
 
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
-        return {"weight": weight.float() / 2, "scale": torch.full((len(weight), 1), 2.0)}
+        scale = torch.full((len(weight), 1), 2.0, device=weight.device)
+        return {"weight": weight.float() / 2, "scale": scale}
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return tensors["weight"] * tensors["scale"]
