@@ -113,7 +113,7 @@ def test_16_bit_floats(family: str, kind: str, tmp_path: Path) -> None:
     expected = logits_of(checkpoint, quantization_encoding="float32")
     assert torch.equal(logits_of(file, quantization_encoding="float32"), expected)
     found = PipelineConfig.from_flat({"model_path": str(file)}).model
-    half = "bfloat16" if found.devices[0].type == "cpu" else {"F16": "float16", "BF16": "bfloat16"}[kind]
+    half = "bfloat16" if str(found.devices[0]) == "cpu" else {"F16": "float16", "BF16": "bfloat16"}[kind]
     assert found.encoding == ("float32" if dtype == torch.float32 else half)
 
 
