@@ -16,7 +16,8 @@ from penstock.kernels.spans import ImageSpans
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SPLIT = 512
 """Number of keys per split. It is fixed because the order of additions depends on it."""
-_MAX_SPLITS = 64
+_MAX_SPLITS, _MIN_TILES = 64, 2
+"""Maximum number of splits, and the least number of tiles of keys of a split of the longest sequence."""
 _PROGRAMS = 2
 """Number of programs per multiprocessor that splits aim at."""
 _SMALL_TILE, _LARGE_TILE = 16, 64
@@ -126,7 +127,8 @@ class CudaAttention(ReferenceOps):
         if not has_few or max_keys <= keys:
             return 0, 1
         wanted = power_of_two(divide_up(_PROGRAMS * num_processors(device), num_tiles))
-        return 0, min(wanted, _MAX_SPLITS, power_of_two(divide_up(max_keys, keys)))
+        possible = power_of_two(divide_up(max_keys, _MIN_TILES * keys))
+        return 0, min(wanted, _MAX_SPLITS, possible)
 
     def _tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
         """Return the number of query heads of a tile; independent of the batch in deterministic mode."""
