@@ -1,4 +1,4 @@
-"""Shared by all tests: settings, trained checkpoints, and a guard against network access."""
+"""Settings and fixtures of all tests: folder of trained checkpoints, guard against network access."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from support.random_draws import (
     register_profiles,
 )
 
-gc.disable()  # until the tests are collected: imports and test items are never freed
+gc.disable()  # enabled after collection: imported modules and test items are never freed
 
-# Before anything imports torch or huggingface_hub: tiny models are fastest on one thread.
+# torch and huggingface_hub read these when they are imported. Tiny models are fastest on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# Every run draws the same examples, so that a failure is due to a change of the code.
+# Property tests draw the same examples in every run, so that a new failure is due to a code change.
 register_profiles()
 
-# A shell that starts the tests in the background makes them ignore Ctrl-C, which some tests send.
+# A process that a shell starts in the background ignores SIGINT. Some tests send SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -70,13 +70,13 @@ def _refuse_other_hosts(host: object) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    for name, what in (("slow", "take long"), ("peers", "compare with other engines")):
-        parser.addoption(f"--{name}", action="store_true", help=f"run the tests that {what}, too")
+    for name, description in (("slow", "take long"), ("peers", "compare with other engines")):
+        parser.addoption(f"--{name}", action="store_true", help=f"also run the tests that {description}")
     parser.addoption(
         "--random",
         action="store_true",
         help="draw the examples of property tests at random, "
-        f"{RANDOM_FACTOR} times as many, and run the tests marked random, too; -m random runs these alone",
+        f"{RANDOM_FACTOR} times as many, and also run the tests marked random; -m random runs only these",
     )
 
 
@@ -89,29 +89,31 @@ def pytest_configure(config: pytest.Config) -> None:
         draw_no_constants_of_modules()
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+@pytest.hookimpl(tryfirst=True)  # runs before pytest applies `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--random"):
         mark_property_tests(items)
     for item in [*items_beyond_cover(items), *items_of_similar_families(items)]:
         item.add_marker(pytest.mark.slow)
     mark_tests_of_gpus(config, items)
-    left_out = {name for name in ("slow", "peers", "random") if not config.getoption(name)}
-    kept, deselected = [], []
+    deselected_markers = {name for name in ("slow", "peers", "random") if not config.getoption(name)}
+    selected, deselected = [], []
     for item in items:
-        (deselected if left_out & {mark.name for mark in item.iter_markers()} else kept).append(item)
+        (deselected if deselected_markers & {mark.name for mark in item.iter_markers()} else selected).append(
+            item
+        )
     if deselected:  # reporting thousands of skipped tests would take seconds
-        items[:] = kept
+        items[:] = selected
         config.hook.pytest_deselected(items=deselected)
 
 
 def pytest_collection_finish() -> None:
-    """Exclude modules and test items from garbage collections, which would take 0.3 s each."""
+    """Exclude modules and test items from garbage collection; each collection would take 0.3 s."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    left_out = [f"--{name}" for name in ("slow", "peers", "random") if not config.getoption(name)]
-    return f"tests of {', '.join(left_out)} are deselected" if left_out else None
+    options = [f"--{name}" for name in ("slow", "peers", "random") if not config.getoption(name)]
+    return f"tests of {', '.join(options)} are deselected" if options else None

@@ -1,4 +1,4 @@
-"""Everything on the API pages exists: each name, each parameter with its kind and its default."""
+"""Every name on the API pages exists, and its parameters have the kinds and defaults of the page."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ def test_the_tables_are_complete() -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
-def test_the_name_is_where_the_page_puts_it(module: str, name: str) -> None:
+def test_the_name_is_exported_by_the_module_of_its_page(module: str, name: str) -> None:
     assert name in import_module(module).__all__
-    assert callable(named(module, name))
+    assert callable(import_name(module, name))
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, n in NAMES if PAGES[m][n].signature is not None])
 def test_the_constructor_has_the_parameters_of_the_page(module: str, name: str) -> None:
     signature = PAGES[module][name].signature
     assert signature is not None
-    assert faults(parse(signature), parameters_of(named(module, name))) == []
+    assert find_differences(parse(signature), get_parameters(import_name(module, name))) == []
 
 
 @pytest.mark.parametrize(("module", "name", "method"), METHODS)
 def test_the_method_has_the_parameters_of_the_page(module: str, name: str, method: str) -> None:
-    kind, _, bare = method.rpartition(" ")
-    static = inspect.getattr_static(named(module, name), bare)
+    kind, _, method_name = method.rpartition(" ")
+    static = inspect.getattr_static(import_name(module, name), method_name)
     assert isinstance(static, classmethod) is (kind == "classmethod")
     function = static.__func__ if isinstance(static, classmethod) else static
     assert inspect.iscoroutinefunction(function) is (kind == "async")
-    ours = parameters_of(function)[1:]  # without self or cls
-    assert faults(parse(PAGES[module][name].methods[method]), ours) == []
+    ours = get_parameters(function)[1:]  # without self or cls
+    assert find_differences(parse(PAGES[module][name].methods[method]), ours) == []
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, n in NAMES if PAGES[m][n].attributes])
-def test_the_attributes_are_there(module: str, name: str) -> None:
-    cls = named(module, name)
-    there = {name for base in cls.__mro__ for name in (*vars(base), *inspect.get_annotations(base))}
-    assert set(PAGES[module][name].attributes.split()) - there == set()
+def test_the_class_has_the_attributes_of_the_page(module: str, name: str) -> None:
+    cls = import_name(module, name)
+    attributes = {name for base in cls.__mro__ for name in (*vars(base), *inspect.get_annotations(base))}
+    assert set(PAGES[module][name].attributes.split()) - attributes == set()
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, n in NAMES if PAGES[m][n].members])
 def test_the_enum_has_the_values(module: str, name: str) -> None:
-    cls = named(module, name)
+    cls = import_name(module, name)
     assert issubclass(cls, str)
     members = PAGES[module][name].members
     assert {member: cls[member].value for member in members} == members
@@ -64,34 +64,35 @@ def test_the_enum_has_the_values(module: str, name: str) -> None:
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, n in NAMES if PAGES[m][n].keys])
 def test_the_dictionary_has_the_keys(module: str, name: str) -> None:
-    cls = named(module, name)
+    cls = import_name(module, name)
     assert set(PAGES[module][name].keys.split()) <= cls.__required_keys__
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, n in NAMES if PAGES[m][n].is_protocol])
 def test_protocols_can_be_checked_at_run_time(module: str, name: str) -> None:
-    assert not isinstance(object(), named(module, name))  # TypeError where it may not be asked
+    # isinstance raises TypeError if the protocol is not runtime-checkable.
+    assert not isinstance(object(), import_name(module, name))
 
 
-def test_messages_take_the_roles_of_the_page() -> None:
-    message = named("penstock.pipelines.core", "TokenGeneratorRequestMessage")
+def test_messages_accept_the_roles_of_the_page() -> None:
+    message = import_name("penstock.pipelines.core", "TokenGeneratorRequestMessage")
     assert {"system", "user", "assistant"} <= set(get_args(get_type_hints(message)["role"]))
 
 
-def test_both_pages_mean_the_same_pipeline_model() -> None:
-    assert named("penstock.pipelines", "PipelineModel") is named(
+def test_both_pages_refer_to_the_same_pipeline_model() -> None:
+    assert import_name("penstock.pipelines", "PipelineModel") is import_name(
         "penstock.pipelines.pipeline", "PipelineModel"
     )
 
 
-def test_a_context_meets_the_protocol_of_the_page() -> None:
+def test_the_page_of_text_context_implements_the_protocol() -> None:
     page, own = CORE["InputContext"], CORE["TextContext"]
     assert set(page.attributes.split()) <= set(own.attributes.split())
     assert page.methods == own.methods
 
 
 @pytest.mark.parametrize(
-    ("page", "ours", "fault"),
+    ("page", "ours", "differences"),
     [
         ("(a, b=1)", lambda a, b=1: None, []),
         ("(a, b=1)", lambda a, b=1, *, c=2, _d=3: None, []),
@@ -102,55 +103,59 @@ def test_a_context_meets_the_protocol_of_the_page() -> None:
         ("(a=OPTIONAL)", lambda a=1: None, []),
         ("(a)", lambda *, a: None, ["a: keyword-only, on the page positional or keyword"]),
         ("(a, b)", lambda b, a: None, ["positional parameters are b, a, on the page a, b"]),
-        ("(a)", lambda a, b=1: None, ["b is ours: it must be keyword-only with a default"]),
-        ("(a)", lambda a, *, b: None, ["b is ours: it must be keyword-only with a default"]),
+        ("(a)", lambda a, b=1: None, ["b is not on the page: it must be keyword-only with a default"]),
+        ("(a)", lambda a, *, b: None, ["b is not on the page: it must be keyword-only with a default"]),
     ],
 )
-def test_a_wrong_signature_is_found(page: str, ours: Callable[..., Any], fault: list[str]) -> None:
-    assert faults(parse(page), parameters_of(ours)) == fault
+def test_differences_of_signatures_are_reported(
+    page: str, ours: Callable[..., Any], differences: list[str]
+) -> None:
+    assert find_differences(parse(page), get_parameters(ours)) == differences
 
 
-def faults(page: list[inspect.Parameter], ours: list[inspect.Parameter]) -> list[str]:
-    """Return the parameters of a page that a signature of ours lacks."""
-    found = []
+def find_differences(page: list[inspect.Parameter], ours: list[inspect.Parameter]) -> list[str]:
+    """Return the differences between the parameters of a page and those of our signature."""
+    differences = []
     by_name = {parameter.name: parameter for parameter in ours}
     for expected in page:
         actual = by_name.get(expected.name)
         if actual is None:
-            found.append(f"{expected.name} is missing")
+            differences.append(f"{expected.name} is missing")
             continue
         if actual.kind is not expected.kind:
             kinds = f"{actual.kind.description}, on the page {expected.kind.description}"
-            found.append(f"{expected.name}: {kinds}")
-        if not _same_default(actual.default, expected.default):
-            found.append(f"{expected.name}: default {_shown(actual)}, on the page {_shown(expected)}")
-    if found:
-        return found
-    if positional(page) != positional(p for p in ours if p.name in {q.name for q in page}):
-        found.append(
-            f"positional parameters are {', '.join(positional(ours))},"
-            f" on the page {', '.join(positional(page))}"
+            differences.append(f"{expected.name}: {kinds}")
+        if not _equal_defaults(actual.default, expected.default):
+            differences.append(
+                f"{expected.name}: default {_format_default(actual)}, on the page {_format_default(expected)}"
+            )
+    if differences:
+        return differences
+    if positional_names(page) != positional_names(p for p in ours if p.name in {q.name for q in page}):
+        differences.append(
+            f"positional parameters are {', '.join(positional_names(ours))},"
+            f" on the page {', '.join(positional_names(page))}"
         )
     for extra in ours:
-        of_page = extra.name in {parameter.name for parameter in page}
-        if not of_page and not extra.name.startswith("_") and not _keyword_with_default(extra):
-            found.append(f"{extra.name} is ours: it must be keyword-only with a default")
-    return found
+        is_on_page = extra.name in {parameter.name for parameter in page}
+        if not is_on_page and not extra.name.startswith("_") and not _is_keyword_with_default(extra):
+            differences.append(f"{extra.name} is not on the page: it must be keyword-only with a default")
+    return differences
 
 
-def named(module: str, name: str) -> Any:
+def import_name(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def get_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-def positional(parameters: Iterable[inspect.Parameter]) -> list[str]:
+def positional_names(parameters: Iterable[inspect.Parameter]) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind is not KEYWORD_ONLY]
 
 
-def _same_default(actual: Any, expected: Any) -> bool:
+def _equal_defaults(actual: Any, expected: Any) -> bool:
     if expected is OPTIONAL:
         return True
     if expected is FACTORY:
@@ -160,9 +165,9 @@ def _same_default(actual: Any, expected: Any) -> bool:
     return bool(actual == expected)
 
 
-def _shown(parameter: inspect.Parameter) -> str:
+def _format_default(parameter: inspect.Parameter) -> str:
     return "none" if parameter.default is inspect.Parameter.empty else repr(parameter.default)
 
 
-def _keyword_with_default(parameter: inspect.Parameter) -> bool:
+def _is_keyword_with_default(parameter: inspect.Parameter) -> bool:
     return parameter.kind is KEYWORD_ONLY and parameter.default is not inspect.Parameter.empty

@@ -1,4 +1,4 @@
-"""Devices by name, and zeros that take no memory before they are written."""
+"""Device names, errors of missing devices, and lazily allocated zeros."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.driver import CPU, Accelerator, DeviceSpec, load_devices, scan_ava
 from penstock.errors import ConfigError
 
 
-def test_the_host() -> None:
+def test_the_cpu_device_reports_its_label_and_memory() -> None:
     (device,) = load_devices([DeviceSpec.cpu()])
     assert device == CPU()
     assert (device.label, device.id, device.is_host, str(device)) == ("cpu", 0, True, "cpu")
@@ -20,7 +20,7 @@ def test_the_host() -> None:
     assert 0 < device.stats["free_memory"] <= device.stats["total_memory"]
 
 
-def test_a_missing_gpu() -> None:
+def test_a_missing_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="gpu:9999 does not exist") as error:
         Accelerator(9999)
     assert error.value.field == "devices"
@@ -37,7 +37,7 @@ def test_at_least_one_device_exists() -> None:
     assert load_devices(scan_available_devices())
 
 
-def test_a_buffer_is_a_tensor() -> None:
+def test_buffer_and_tensor_are_torch_tensors() -> None:
     assert driver.Buffer is torch.Tensor
     assert driver.Tensor is torch.Tensor
     with pytest.raises(AttributeError, match="Grommet"):
@@ -45,7 +45,7 @@ def test_a_buffer_is_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_zeros(dtype: torch.dtype) -> None:
+def test_zeros_have_dtype_shape_and_alignment(dtype: torch.dtype) -> None:
     tensor = zeros((3, 5, 7), dtype, torch.device("cpu"))
     assert (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()) == (dtype, (3, 5, 7), True)
     assert not tensor.any()
@@ -55,7 +55,7 @@ def test_zeros(dtype: torch.dtype) -> None:
 
 
 def test_zeros_take_no_memory_before_they_are_written() -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+    memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
     tensor = zeros((4, 2**28), torch.int8, torch.device("cpu"))  # 1 GiB
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before < 2**17
     assert int(tensor[3, -1]) == 0

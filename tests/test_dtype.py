@@ -1,4 +1,4 @@
-"""Element types under the names that torch and numpy give them."""
+"""Conversion of element types to and from torch and numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.dtype import DType
 
 
 @pytest.mark.parametrize("dtype", list(DType))
-def test_torch_and_numpy_agree(dtype: DType) -> None:
+def test_conversion_to_torch_and_numpy_and_back(dtype: DType) -> None:
     assert DType.from_torch(dtype.to_torch()) is dtype
     assert dtype.size_in_bytes == dtype.to_torch().itemsize
     assert dtype.is_float() == dtype.to_torch().is_floating_point
@@ -20,7 +20,7 @@ def test_torch_and_numpy_agree(dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float8_e4m3fn])
-def test_numpy_lacks_some_floats(dtype: DType) -> None:
+def test_types_that_numpy_lacks_are_refused(dtype: DType) -> None:
     with pytest.raises(TypeError, match=f"no {dtype.value}: convert to float32 first"):
         dtype.to_numpy()
 

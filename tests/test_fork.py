@@ -1,4 +1,4 @@
-"""A forked process that would hang in its first step gets an error."""
+"""A forked process whose first step would hang gets an error."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SCRIPT = """
 """
 
 
-def run(steps: str) -> list[str]:
-    """Return the output of a script, which is killed if it hangs."""
+def run_script(steps: str) -> list[str]:
+    """Run the script and return the lines that it prints. The script is killed after 120 s."""
     script = textwrap.dedent(SCRIPT) + textwrap.dedent(steps)
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
@@ -45,8 +45,8 @@ def run(steps: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-def test_a_child_of_a_process_that_has_generated_is_refused() -> None:
-    lines = run(
+def test_steps_are_refused_in_a_fork_of_a_process_that_has_generated() -> None:
+    lines = run_script(
         """
         from penstock.pipelines.core import TokenGeneratorRequest
 
@@ -72,8 +72,8 @@ def test_a_child_of_a_process_that_has_generated_is_refused() -> None:
     assert lines == ["refused"] * 9 + ["True"]
 
 
-def test_a_child_may_load_a_model_if_its_parent_has_not() -> None:
-    lines = run(
+def test_a_fork_can_load_a_model_if_its_parent_has_not() -> None:
+    lines = run_script(
         """
         in_a_child(lambda: len(text_of(load())) > 0)
         print(len(text_of(load())) > 0)
@@ -82,7 +82,7 @@ def test_a_child_may_load_a_model_if_its_parent_has_not() -> None:
     assert lines == ["child: True", "True"]
 
 
-def test_the_error_names_what_to_do_and_survives_pickling() -> None:
+def test_the_error_names_the_solution_and_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(ForkedProcessError(12, 34)))
     assert (error.origin, error.process) == (12, 34)
     assert isinstance(error, RuntimeError)

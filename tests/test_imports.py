@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "xgrammar", "llguidance")
+HEAVY_PACKAGES = ("torch", "transformers", "xgrammar", "llguidance")
 
 
-LIGHT = (
+LIGHT_MODULES = (
     "penstock",
     "penstock.__main__",
     "penstock.cli",
@@ -31,50 +31,50 @@ LIGHT = (
 )
 
 
-def test_importing_these_modules_loads_nothing_heavy() -> None:
-    """One process imports all of them in turn; the first module that loads something heavy is printed."""
+def test_light_modules_load_no_heavy_package() -> None:
+    """One process imports the modules in turn. It prints the first module that loads a heavy package."""
     code = (
         "import importlib, sys\n"
-        f"for name in {LIGHT}:\n"
+        f"for name in {LIGHT_MODULES}:\n"
         "    importlib.import_module(name)\n"
-        f"    if found := sorted({set(HEAVY)} & set(sys.modules)): sys.exit(print(name, found))"
+        f"    if found := sorted({set(HEAVY_PACKAGES)} & set(sys.modules)): sys.exit(print(name, found))"
     )
-    assert _fresh(code) == ""
+    assert _run_in_new_process(code) == ""
 
 
-def test_looking_for_architectures_loads_nothing_heavy() -> None:
+def test_listing_architectures_loads_no_heavy_package() -> None:
     code = (
         "import sys; from penstock.architectures.registry import PIPELINE_REGISTRY;"
         "assert PIPELINE_REGISTRY.architectures;"
-        f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+        f"print(*sorted(set({HEAVY_PACKAGES!r}) & set(sys.modules)))"
     )
-    assert _fresh(code) == ""
+    assert _run_in_new_process(code) == ""
 
 
-def test_public_names_arrive_on_first_use() -> None:
+def test_public_names_are_imported_on_first_use() -> None:
     code = (
         "import penstock; from penstock import SamplingParams; assert 'LLM' in dir(penstock);"
-        "from penstock.pipelines.core import SamplingParams as home; print(SamplingParams is home)"
+        "from penstock.pipelines.core import SamplingParams as original; print(SamplingParams is original)"
     )
-    assert _fresh(code) == "True"
+    assert _run_in_new_process(code) == "True"
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_raises_attribute_error() -> None:
     import penstock
 
     with pytest.raises(AttributeError, match="'penstock' has no attribute 'LLLM'"):
         penstock.LLLM  # noqa: B018
 
 
-def _fresh(code: str) -> str:
+def _run_in_new_process(code: str) -> str:
     """Return the output of ``code`` in a new process."""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
-def test_the_lifecycle_leaves_the_framework_for_later() -> None:
-    """The worker's process is started before the slow imports of the server."""
-    late = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "rich")
-    code = f"import sys, penstock.serve.http.lifecycle; print(*sorted(set({late!r}) & set(sys.modules)))"
-    assert _fresh(code) == ""
+def test_the_server_lifecycle_does_not_load_the_web_framework() -> None:
+    """The worker process starts before the slow imports of the server."""
+    packages = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "rich")
+    code = f"import sys, penstock.serve.http.lifecycle; print(*sorted(set({packages!r}) & set(sys.modules)))"
+    assert _run_in_new_process(code) == ""

@@ -1,6 +1,6 @@
-"""Import rules: one row per folder, no cycle, and the public modules keep their paths.
+"""Import rules: the allowed imports of each folder, no cycles, and fixed paths of public modules.
 
-A folder may import what its row names, its own modules, the standard library, ``penstock.errors``,
+A folder may import the names in its row, its own modules, the standard library, ``penstock.errors``,
 ``penstock.dtype``, ``penstock.plain_numbers`` and ``penstock.__version__``. Imports inside functions and
 under ``TYPE_CHECKING`` follow the same table, except for third-party packages listed in ``lazy``.
 """
@@ -23,15 +23,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 COMPOSITION_ROOTS = ("__main__", "assembly", "bench", "cli", "engines", "llm", "ranks", "ray", "testing")
 """These folders and modules may import anything."""
-LAZY_FACES = ("", "codecs", "kernels", "pipelines")
+LAZY_PACKAGES = ("", "codecs", "kernels", "pipelines")
 """Package ``__init__`` modules that resolve public names on first use; they may name any module."""
 
-Where = Literal["module", "typing", "function"]
+ImportScope = Literal["module", "typing", "function"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one folder may import.
+    """Packages and folders that one folder may import.
 
     Args:
         penstock: folders of the package, separated by spaces.
@@ -85,7 +85,7 @@ TABLE: Mapping[str, Row] = {
 }
 
 NO_TORCH = ("scheduler", "worker", "serve", "pipelines.core", "config", "host", "errors", "dtype")
-"""A fresh process imports every module of these folders without loading torch."""
+"""A new process imports every module of these folders without loading torch."""
 NEEDS_EXTRA = ("penstock.serve.http.fast_connection",)  # imported only where httptools is installed
 
 PUBLIC_MODULES = (
@@ -116,7 +116,7 @@ class Import:
     line: int
     source: str
     target: str
-    where: Where
+    where: ImportScope
 
     def __str__(self) -> str:
         kind = {"module": "", "typing": " for typing", "function": " in a function"}[self.where]
@@ -126,11 +126,11 @@ class Import:
 
 def test_imports_follow_the_table() -> None:
     files = sorted((ROOT / "penstock").rglob("*.py"))
-    violations = [violation for file in files for violation in violations_of(file)]
+    violations = [violation for file in files for violation in find_violations(file)]
     assert not violations, "\n".join(["", *violations])
 
 
-def test_the_table_names_only_folders_that_exist_or_are_planned() -> None:
+def test_each_folder_of_the_table_exists_or_is_planned() -> None:
     planned = {"media", "distributed"}
     for folder in TABLE:
         path = ROOT / "penstock" / Path(*folder.split("."))
@@ -139,17 +139,17 @@ def test_the_table_names_only_folders_that_exist_or_are_planned() -> None:
 
 @pytest.mark.parametrize("level", ["folder", "module"])
 def test_no_import_cycle(level: str) -> None:
-    """Lazy imports and imports for typing count; only the lazy package faces are left out."""
+    """Imports in functions and for typing count. Only ``__init__`` modules with lazy names are ignored."""
     files = sorted((ROOT / "penstock").rglob("*.py"))
     names = {_module_name(file.relative_to(ROOT)) for file in files}
     graph: dict[str, set[str]] = {}
     for file in files:
-        for found in imports_of(file):
-            source, target = found.source, _known_module(found.target, names)
-            if _is_lazy_face(source) or _is_lazy_face(target):
+        for imported in find_imports(file):
+            source, target = imported.source, _find_known_module(imported.target, names)
+            if _is_lazy_package(source) or _is_lazy_package(target):
                 continue
             if level == "folder":
-                source, target = _folder(source) or source, _folder(target) or target
+                source, target = _find_row(source) or source, _find_row(target) or target
             if source != target:
                 graph.setdefault(source, set()).add(target)
     assert find_cycle(graph) is None
@@ -163,12 +163,12 @@ def test_no_import_cycle(level: str) -> None:
         ({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}, None),
     ],
 )
-def test_find_cycle(graph: dict[str, set[str]], expected: list[str] | None) -> None:
+def test_find_cycle_returns_a_cycle_or_none(graph: dict[str, set[str]], expected: list[str] | None) -> None:
     assert find_cycle(graph) == expected
 
 
 @pytest.mark.parametrize("folder", NO_TORCH)
-def test_imports_without_torch(folder: str) -> None:
+def test_importing_the_folder_loads_no_torch(folder: str) -> None:
     path = ROOT / "penstock" / Path(*folder.split("."))
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     modules = [name for file in files if (name := _module_name(file.relative_to(ROOT))) not in NEEDS_EXTRA]
@@ -214,7 +214,7 @@ def test_public_modules_keep_their_paths(name: str) -> None:
         ),
     ],
 )
-def test_a_violation_is_found(name: str, code: str, violation: str, tmp_path: Path) -> None:
+def test_a_violation_is_reported(name: str, code: str, violation: str, tmp_path: Path) -> None:
     assert violation in "\n".join(_check_code(name, code, tmp_path))
 
 
@@ -230,44 +230,44 @@ def test_a_violation_is_found(name: str, code: str, violation: str, tmp_path: Pa
         ("pipelines/__init__.py", "from penstock.architectures.model import PipelineModel"),
     ],
 )
-def test_a_valid_import_passes(name: str, code: str, tmp_path: Path) -> None:
+def test_a_valid_import_is_not_reported(name: str, code: str, tmp_path: Path) -> None:
     assert _check_code(name, code, tmp_path) == []
 
 
-def violations_of(file: Path, root: Path = ROOT) -> Iterator[str]:
+def find_violations(file: Path, root: Path = ROOT) -> Iterator[str]:
     """Yield one line for each import of a module that the table does not allow."""
     source = _module_name(file.relative_to(root))
-    folder = _folder(source)
-    if folder in COMPOSITION_ROOTS or _is_lazy_face(source):
+    folder = _find_row(source)
+    if folder in COMPOSITION_ROOTS or _is_lazy_package(source):
         return
     if folder is None:
         yield f"{source.removeprefix('penstock.')} has no row in the table of tests/test_layers.py"
         return
     row = TABLE[folder]
-    for found in imports_of(file, root):
-        if not _is_allowed(found, folder, row):
-            yield str(found)
+    for imported in find_imports(file, root):
+        if not _is_allowed(imported, folder, row):
+            yield str(imported)
 
 
-def _is_allowed(found: Import, folder: str, row: Row) -> bool:
-    package = found.target.split(".")[0]
+def _is_allowed(imported: Import, folder: str, row: Row) -> bool:
+    package = imported.target.split(".")[0]
     if package != "penstock":
-        packages = row.packages.split() + (row.lazy.split() if found.where != "module" else [])
+        packages = row.packages.split() + (row.lazy.split() if imported.where != "module" else [])
         return package in sys.stdlib_module_names or package in packages
-    target = _folder(found.target)
-    if found.target == "penstock.__version__" or target in ("errors", "dtype", "plain_numbers"):
+    target = _find_row(imported.target)
+    if imported.target == "penstock.__version__" or target in ("errors", "dtype", "plain_numbers"):
         return True
     return target == folder or target in row.penstock.split()
 
 
-def imports_of(file: Path, root: Path = ROOT) -> Iterator[Import]:
+def find_imports(file: Path, root: Path = ROOT) -> Iterator[Import]:
     """Yield all imports of a module, including those in functions and under ``TYPE_CHECKING``."""
     source = _module_name(file.relative_to(root))
     package = file.relative_to(root).parts[:-1]
 
-    def walk(node: ast.AST, where: Where) -> Iterator[Import]:
+    def walk(node: ast.AST, where: ImportScope) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
-            for target in _targets(child, package):
+            for target in _imported_names(child, package):
                 yield Import(file.relative_to(root), child.lineno, source, target, where)  # type: ignore[attr-defined]
             inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
@@ -275,23 +275,23 @@ def imports_of(file: Path, root: Path = ROOT) -> Iterator[Import]:
             else:
                 yield from walk(child, "function" if inside else where)
 
-    yield from walk(_parsed(file), "module")
+    yield from walk(_parse(file), "module")
 
 
 def find_cycle(graph: Mapping[str, Iterable[str]]) -> list[str] | None:
-    """Return the nodes of one cycle, the first repeated at the end, or None."""
-    done: set[str] = set()
+    """Return the nodes of one cycle with the first node repeated at the end, or None."""
+    visited: set[str] = set()
 
     def visit(node: str, path: list[str]) -> list[str] | None:
         if node in path:
             return [*path[path.index(node) :], node]
-        if node in done:
+        if node in visited:
             return None
         for target in sorted(graph.get(node, ())):
             cycle = visit(target, [*path, node])
             if cycle is not None:
                 return cycle
-        done.add(node)
+        visited.add(node)
         return None
 
     for node in sorted(graph):
@@ -301,12 +301,12 @@ def find_cycle(graph: Mapping[str, Iterable[str]]) -> list[str] | None:
     return None
 
 
-def _targets(node: ast.AST, package: tuple[str, ...]) -> list[str]:
+def _imported_names(node: ast.AST, package: tuple[str, ...]) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
-        above = package[: len(package) - node.level + 1] if node.level else ()
-        module = ".".join([*above, *([node.module] if node.module else [])])
+        parents = package[: len(package) - node.level + 1] if node.level else ()
+        module = ".".join([*parents, *([node.module] if node.module else [])])
         if module.split(".")[0] == "penstock":  # the imported name may be a module
             return [f"{module}.{alias.name}" for alias in node.names]
         return [module]
@@ -314,7 +314,7 @@ def _targets(node: ast.AST, package: tuple[str, ...]) -> list[str]:
 
 
 @cache
-def _parsed(file: Path) -> ast.Module:
+def _parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(), filename=str(file))
 
 
@@ -323,18 +323,18 @@ def _module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _known_module(target: str, names: set[str]) -> str:
+def _find_known_module(target: str, names: set[str]) -> str:
     while target not in names and "." in target:
         target = target.rpartition(".")[0]
     return target
 
 
-def _is_lazy_face(module: str) -> bool:
-    return module == "penstock" or module.removeprefix("penstock.") in LAZY_FACES
+def _is_lazy_package(module: str) -> bool:
+    return module == "penstock" or module.removeprefix("penstock.") in LAZY_PACKAGES
 
 
-def _folder(module: str) -> str | None:
-    """Return the row of a module of the package, or its composition root; None if it has neither."""
+def _find_row(module: str) -> str | None:
+    """Return the table row or composition root that contains a module, or None."""
     name = module.removeprefix("penstock.")
     while name:
         if name in TABLE or name in COMPOSITION_ROOTS:
@@ -347,4 +347,4 @@ def _check_code(name: str, code: str, root: Path) -> list[str]:
     file = root / "penstock" / name
     file.parent.mkdir(parents=True)
     file.write_text(code)
-    return list(violations_of(file, root))
+    return list(find_violations(file, root))

@@ -1,4 +1,4 @@
-"""Log probabilities: the rows of a forward against numpy, and batched requests against single requests."""
+"""Log probabilities equal those of numpy, and batched requests have those of single requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.pipelines.core import LogProbabilities, SamplingParams, TextContex
 PROMPT = random_tokens(45, VOCABULARY, seed=8)
 
 
-def expected(row: np.ndarray, token: int, top_n: int) -> tuple[float, dict[int, float]]:
+def compute_expected(row: np.ndarray, token: int, top_n: int) -> tuple[float, dict[int, float]]:
     scores = row.astype(np.float64) - np.log(np.exp(row.astype(np.float64) - row.max()).sum()) - row.max()
     best = np.argsort(-scores, kind="stable")[:top_n]
     return scores[token], {int(i): scores[i] for i in best} | {token: scores[token]}
@@ -35,39 +35,43 @@ def expected(row: np.ndarray, token: int, top_n: int) -> tuple[float, dict[int, 
     seed=st.integers(0, 1000),
     cells=st.sampled_from([1, 50, 1 << 23]),
 )
-def test_rows_of_any_batch(rows: list[tuple[int, int, bool]], seed: int, cells: int) -> None:
-    """``rows`` has input tokens, top n and echo of each sequence; without echo a sequence has one row of
-    logits."""
+def test_log_probabilities_of_any_batch_equal_numpy(
+    rows: list[tuple[int, int, bool]], seed: int, cells: int
+) -> None:
+    """``rows`` has (number of input tokens, top n, echo) of each sequence.
+
+    Without echo, a sequence has one row of logits.
+    """
     random, vocabulary = np.random.default_rng(seed), 8
     counts = [length if echo else 1 for length, _, echo in rows]
     logits = random.normal(0, 3, (sum(counts), vocabulary)).astype(np.float32)
     tokens = random.integers(0, vocabulary, sum(length for length, _, _ in rows))
-    nexts = random.integers(0, vocabulary, len(rows))
-    before, log_probabilities._MAX_CELLS = log_probabilities._MAX_CELLS, cells
+    next_tokens = random.integers(0, vocabulary, len(rows))
+    max_cells, log_probabilities._MAX_CELLS = log_probabilities._MAX_CELLS, cells
     try:
         result = compute_log_probabilities(
             torch.from_numpy(tokens),
             torch.tensor(np.cumsum([0, *(length for length, _, _ in rows)])),
             torch.from_numpy(logits),
             torch.tensor(np.cumsum([0, *counts])),
-            torch.from_numpy(nexts),
+            torch.from_numpy(next_tokens),
             [top_n for _, top_n, _ in rows],
             [echo for _, _, echo in rows],
         )
     finally:
-        log_probabilities._MAX_CELLS = before
+        log_probabilities._MAX_CELLS = max_cells
     row, first = 0, 0
-    for (length, top_n, echo), count, entry, last in zip(rows, counts, result, nexts, strict=True):
+    for (length, top_n, echo), count, entry, last in zip(rows, counts, result, next_tokens, strict=True):
         if top_n == 0:
             assert entry is None
         else:
             assert entry is not None
             targets = [*tokens[first + 1 : first + length], last] if echo else [last]
-            truth = [expected(logits[row + i], int(t), top_n) for i, t in enumerate(targets)]
-            assert entry.token_log_probabilities == pytest.approx([value for value, _ in truth], abs=1e-5)
-            for found, (_, top) in zip(entry.top_log_probabilities, truth, strict=True):
-                assert found == pytest.approx(top, abs=1e-5)
-                assert list(found) == list(top), "the best first"
+            expected = [compute_expected(logits[row + i], int(t), top_n) for i, t in enumerate(targets)]
+            assert entry.token_log_probabilities == pytest.approx([value for value, _ in expected], abs=1e-5)
+            for actual, (_, top) in zip(entry.top_log_probabilities, expected, strict=True):
+                assert actual == pytest.approx(top, abs=1e-5)
+                assert list(actual) == list(top), "sorted by descending log probability"
         row, first = row + count, first + length
 
 
@@ -78,18 +82,18 @@ def test_bfloat16_logits_are_computed_in_float32() -> None:
         torch.tensor([3]), offsets, logits, offsets, torch.tensor([7]), [1], [False]
     )
     assert entry is not None
-    value, _ = expected(logits[0].float().numpy(), 7, 1)
+    value, _ = compute_expected(logits[0].float().numpy(), 7, 1)
     assert entry.token_log_probabilities == pytest.approx([value], abs=1e-5)
 
 
-def test_cut_keeps_the_best_and_the_token() -> None:
+def test_cut_keeps_the_top_n_and_the_chosen_token() -> None:
     rows = LogProbabilities([-3.0, -0.5], [{4: -1.0, 2: -2.0, 9: -3.0}, {7: -0.5, 1: -1.5}])
     assert rows.cut(0, [9, 7]) == LogProbabilities([-3.0, -0.5], [{9: -3.0}, {7: -0.5}])
     assert rows.cut(1, [9, 7]) == LogProbabilities([-3.0, -0.5], [{4: -1.0, 9: -3.0}, {7: -0.5}])
     assert rows.cut(5, [9, 7]) == rows
 
 
-# Requests with deterministic=True: results are equal bit for bit.
+# The requests below run with deterministic=True: their results are equal bit for bit.
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +106,8 @@ def pipeline(model: Path) -> TextGenerationPipeline:
     return open_pipeline(model, deterministic=True, kv_cache_block_size=16)
 
 
-def scored(echo: bool, salt: str, **params: Any) -> TextContext:
-    """Return a context that is scored; only contexts with the same ``salt`` share cached blocks."""
+def make_scored_context(echo: bool, salt: str, **params: Any) -> TextContext:
+    """Return a context with log probabilities. Only contexts with the same ``salt`` share cached blocks."""
     return context_of(
         PROMPT,
         max_new=6,
@@ -114,68 +118,79 @@ def scored(echo: bool, salt: str, **params: Any) -> TextContext:
     )
 
 
-def run(
+def run_context(
     pipeline: TextGenerationPipeline,
     context: TextContext,
     others: list[TextContext] | None = None,
     chunks: list[int] | None = None,
     preempt_after: int | None = None,
 ) -> list[tuple[int, LogProbabilities | None]]:
-    """Run a context and return its tokens and their log probabilities."""
+    """Run a context and return its (token, log probabilities) pairs.
+
+    Args:
+        others: contexts in the same batches.
+        chunks: sizes of the first chunks of the prompt.
+        preempt_after: number of tokens after which the context is preempted.
+    """
     result: list[tuple[int, LogProbabilities | None]] = []
-    mates = {other.request_id: other for other in others or []}
+    batch_mates = {other.request_id: other for other in others or []}
     chunks = list(chunks or [])
     while not context.is_done:
         if chunks:
             pipeline.kv.claim(context)
             context.set_token_indices(active_idx=context.start_idx + chunks.pop(0))
-        responses = pipeline.execute({**mates, context.request_id: context})
+        responses = pipeline.execute({**batch_mates, context.request_id: context})
         result += [(int(t.next_token), t.log_probabilities) for t in responses[context.request_id].tokens]
-        for request_id in [name for name, other in mates.items() if other.is_done]:
-            pipeline.release(mates.pop(request_id))
+        for request_id in [name for name, other in batch_mates.items() if other.is_done]:
+            pipeline.release(batch_mates.pop(request_id))
         if preempt_after == len(result):
             pipeline.release(context)
             context.reset()
             preempt_after = None
-    for one in (context, *mates.values()):
-        pipeline.release(one)
+    for remaining in (context, *batch_mates.values()):
+        pipeline.release(remaining)
     return result
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_alone_batched_chunked_cached_and_preempted_are_equal(
+def test_log_probabilities_do_not_depend_on_batching_chunks_cache_or_preemption(
     echo: bool, pipeline: TextGenerationPipeline
 ) -> None:
-    alone = run(pipeline, scored(echo, "first"))
+    alone = run_context(pipeline, make_scored_context(echo, "first"))
     assert len(alone) == 6
-    cached = scored(echo, "first")
-    assert run(pipeline, cached) == alone
+    cached = make_scored_context(echo, "first")
+    assert run_context(pipeline, cached) == alone
     assert cached.num_cached_tokens == (0 if echo else 32), "a context with echo reads no cached blocks"
-    mates = [
+    batch_mates = [
         context_of(random_tokens(9, VOCABULARY, seed=i), max_new=4, log_probabilities=i) for i in range(5)
     ]
-    assert run(pipeline, scored(echo, "batched"), others=mates) == alone
-    assert run(pipeline, scored(echo, "chunked"), chunks=[7, 1, 30]) == alone
-    assert run(pipeline, scored(echo, "preempted"), chunks=[44, 1], preempt_after=3) == alone
+    assert run_context(pipeline, make_scored_context(echo, "batched"), others=batch_mates) == alone
+    assert run_context(pipeline, make_scored_context(echo, "chunked"), chunks=[7, 1, 30]) == alone
+    assert (
+        run_context(pipeline, make_scored_context(echo, "preempted"), chunks=[44, 1], preempt_after=3)
+        == alone
+    )
 
 
-def test_they_do_not_depend_on_sampling_parameters(pipeline: TextGenerationPipeline, model: Path) -> None:
-    rules: dict[str, Any] = {
+def test_log_probabilities_do_not_depend_on_sampling_parameters(
+    pipeline: TextGenerationPipeline, model: Path
+) -> None:
+    sampling: dict[str, Any] = {
         "repetition_penalty": 1.9,
         "frequency_penalty": 1.0,
         "logit_bias": {5: 30.0},
         "banned_token_ids": [6],
         "min_new_tokens": 5,
     }
-    tokens, rows = zip(*run(pipeline, scored(True, "rules", **rules)), strict=True)
+    tokens, rows = zip(*run_context(pipeline, make_scored_context(True, "rules", **sampling)), strict=True)
     scores = torch.log_softmax(oracle_logits(oracle(model), [*PROMPT, *tokens]), -1).numpy()
     joined = [value for row in rows for value in row.token_log_probabilities]
     assert len(joined) == len(PROMPT) - 1 + 6
-    text = [*PROMPT, *tokens]
-    truth = [scores[i, token] for i, token in enumerate(text[1:])]
-    np.testing.assert_allclose(joined, truth, atol=2e-4)
+    sequence = [*PROMPT, *tokens]
+    expected = [scores[i, token] for i, token in enumerate(sequence[1:])]
+    np.testing.assert_allclose(joined, expected, atol=2e-4)
     tops = [top for row in rows for top in row.top_log_probabilities]
     for i, top in enumerate(tops):
-        assert text[i + 1] in top
+        assert sequence[i + 1] in top
         assert len(top) in (3, 4)
         assert max(top, key=lambda token: top[token]) == scores[i].argmax()

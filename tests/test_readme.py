@@ -14,27 +14,27 @@ from penstock.cli import cli
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 GETTING_STARTED = (ROOT / "docs" / "getting-started.md").read_text()
-BLOCKS = [
+CODE_BLOCKS = [
     code
     for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    if URL not in code  # those of a client run in tests/docs/test_code.py
+    if URL not in code  # code of clients is run by tests/docs/test_code.py
 ]
-NAMES = "generate |chat |encode |rerank |speak |serve |bench |list|warm-cache |quantize |env"
+COMMAND_NAMES = "generate |chat |encode |rerank |speak |serve |bench |list|warm-cache |quantize |env"
 COMMANDS = [
     command
     for page in (README, GETTING_STARTED)
-    for command in re.findall(rf"(?:^|\| )\$? ?penstock ((?:{NAMES}).*)$", page, flags=re.MULTILINE)
+    for command in re.findall(rf"(?:^|\| )\$? ?penstock ((?:{COMMAND_NAMES}).*)$", page, flags=re.MULTILINE)
 ]
 
 
-@pytest.mark.parametrize("code", BLOCKS)
-def test_python(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("code", CODE_BLOCKS)
+def test_python_code_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "README.md", "exec"), {})
     assert len(capsys.readouterr().out.split()) > 20
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_commands_take_these_flags(line: str) -> None:
+def test_commands_accept_their_flags(line: str) -> None:
     name, *arguments = shlex.split(line, comments=True)
     with cli.make_context("penstock", [name]) as context:
         command = cli.get_command(context, name)
@@ -42,6 +42,6 @@ def test_commands_take_these_flags(line: str) -> None:
         command.make_context(name, arguments, parent=context)
 
 
-def test_there_is_something_to_check() -> None:
-    assert BLOCKS
+def test_code_and_commands_are_found() -> None:
+    assert CODE_BLOCKS
     assert len(COMMANDS) >= 15

@@ -1,4 +1,4 @@
-"""The public test doubles behave like the real objects, except for the model."""
+"""The public test doubles behave like the real tokenizer and pipeline, except for the model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.pipelines.core import PipelineTokenizer, SamplingParams, TextConte
 from penstock.testing import FakePipeline, FakeTokenizer
 
 
-def test_the_example_in_the_docstring() -> None:
+def test_the_example_in_the_docstring_runs() -> None:
     assert doctest.testmod(penstock.testing).failed == 0
 
 
-def test_importing_it_loads_no_torch() -> None:
+def test_importing_penstock_testing_loads_no_torch() -> None:
     code = "import sys, penstock.testing; assert not {'torch', 'transformers'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -42,26 +42,26 @@ def test_the_chat_template_is_optional() -> None:
     assert not FakeTokenizer(template=None).has_chat_template
 
 
-def test_the_same_context_gives_the_same_tokens_in_any_number_of_steps() -> None:
-    answers = {
-        tuple(generate(FakePipeline(), context_of("Hello"), num_steps)) for num_steps in (1, 2, 5, 100)
+def test_tokens_do_not_depend_on_num_steps() -> None:
+    outputs = {
+        tuple(generate(FakePipeline(), build_context("Hello"), num_steps)) for num_steps in (1, 2, 5, 100)
     }
-    assert len(answers) == 1
-    assert answers != {tuple(generate(FakePipeline(), context_of("Hallo"), 1))}
+    assert len(outputs) == 1
+    assert outputs != {tuple(generate(FakePipeline(), build_context("Hallo"), 1))}
 
 
-def test_a_prompt_in_chunks_gives_the_same_tokens() -> None:
-    context, pipeline = context_of("Hello"), FakePipeline()
+def test_tokens_do_not_depend_on_prompt_chunks() -> None:
+    context, pipeline = build_context("Hello"), FakePipeline()
     context.set_token_indices(active_idx=2)
     response = pipeline.execute({context.request_id: context}, num_steps=4)[context.request_id]
     assert (response.tokens, response.is_done) == ([], False)
-    assert generate(pipeline, context, 3) == generate(FakePipeline(), context_of("Hello"), 3)
+    assert generate(pipeline, context, 3) == generate(FakePipeline(), build_context("Hello"), 3)
     assert [batch[context.request_id] for batch in pipeline.batches[:3]] == [2, 3, 1]
 
 
-def test_each_request_gets_the_given_tokens_and_ends() -> None:
+def test_each_request_gets_the_given_text_and_ends() -> None:
     pipeline = FakePipeline.saying("né")
-    batch = {"a": context_of("x", request_id="a"), "b": context_of("yz", request_id="b")}
+    batch = {"a": build_context("x", request_id="a"), "b": build_context("yz", request_id="b")}
     responses = pipeline.execute(batch, num_steps=10)
     for response in responses.values():
         assert bytes(int(token.next_token) for token in response.tokens).decode() == "né"
@@ -71,23 +71,24 @@ def test_each_request_gets_the_given_tokens_and_ends() -> None:
         pipeline.execute(batch)
 
 
-def test_the_fake_returns_the_requested_output() -> None:
+def test_answering_computes_the_output_from_the_prompt() -> None:
     pipeline = FakePipeline.answering(lambda prompt: f"{prompt}!" * 2)
     for prompt in ("né", "x"):
-        assert bytes(generate(pipeline, context_of(prompt), 5)).decode() == f"{prompt}!{prompt}!"
+        assert bytes(generate(pipeline, build_context(prompt), 5)).decode() == f"{prompt}!{prompt}!"
 
 
-def test_lengths_are_kept() -> None:
+def test_minimum_and_maximum_lengths_are_respected() -> None:
     assert (
-        len(generate(FakePipeline(lambda context: ord("x")), context_of("Hello", max_new_tokens=7), 3)) == 7
+        len(generate(FakePipeline(lambda context: ord("x")), build_context("Hello", max_new_tokens=7), 3))
+        == 7
     )
-    at_least = generate(FakePipeline.saying(""), context_of("Hello", min_new_tokens=4), 10)
-    assert len(at_least) == 4
+    tokens = generate(FakePipeline.saying(""), build_context("Hello", min_new_tokens=4), 10)
+    assert len(tokens) == 4
     with pytest.raises(InputError, match="num_steps must be at least 1, was 0"):
         FakePipeline().execute({}, num_steps=0)
 
 
-def test_log_probabilities_are_those_of_certainty() -> None:
+def test_log_probabilities_are_zero() -> None:
     request = TokenGeneratorRequest("1", 0, "fake", prompt="abc", logprobs=1, echo=True)
     context = FakeTokenizer().build_context(request)
     response = FakePipeline.saying("x").execute({"1": context}, num_steps=5)["1"]
@@ -101,11 +102,11 @@ def test_log_probabilities_are_those_of_certainty() -> None:
     ]
 
 
-def test_a_real_cache_is_claimed_and_given_back() -> None:
+def test_blocks_of_a_real_cache_are_claimed_and_released() -> None:
     spec = KVCacheSpec((KVGroup((0,), kv_heads=1, head_dim=2, dtype=DType.float32),))
     kv = KVCacheManager(spec, (9,), 16)
     pipeline = FakePipeline(lambda context: ord("x"), kv=kv)
-    context = context_of("a" * 20, max_new_tokens=20)
+    context = build_context("a" * 20, max_new_tokens=20)
     pipeline.execute({context.request_id: context}, num_steps=15)
     assert context.is_assigned_to_cache
     assert kv.num_free_blocks == kv.num_blocks - 3
@@ -116,7 +117,7 @@ def test_a_real_cache_is_claimed_and_given_back() -> None:
     kv.check_integrity()
 
 
-def context_of(text: str, request_id: str = "1", **sampling: int) -> TextContext:
+def build_context(text: str, request_id: str = "1", **sampling: int) -> TextContext:
     params = SamplingParams(**{"max_new_tokens": 30, **sampling})  # type: ignore[arg-type]
     request = TokenGeneratorRequest(request_id, 0, "fake", prompt=text, sampling_params=params)
     return FakeTokenizer().build_context(request)
