@@ -1,4 +1,4 @@
-"""Imports and loads run without the garbage collector, whose state is then restored."""
+"""`gc_disabled` disables the garbage collector within a block and then restores its state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.host.garbage_collection import gc_disabled
 
 
 @pytest.fixture(autouse=True)
-def enabled() -> Iterator[None]:
+def _enable_collector_afterwards() -> Iterator[None]:
     yield
     gc.enable()
 
@@ -26,18 +26,18 @@ def test_the_collector_state_is_restored(was_enabled: bool) -> None:
         assert not gc.isenabled()
         with gc_disabled():
             assert not gc.isenabled()
-        assert not gc.isenabled(), "the inner one ends within the outer one"
+        assert not gc.isenabled(), "the end of the inner block does not enable the collector"
     assert gc.isenabled() == was_enabled
 
 
-def test_an_error_ends_it() -> None:
-    with pytest.raises(ValueError), gc_disabled():  # noqa: PT011  # whichever
+def test_an_error_in_the_block_enables_the_collector_again() -> None:
+    with pytest.raises(ValueError), gc_disabled():  # noqa: PT011  # any ValueError
         raise ValueError
     assert gc.isenabled()
 
 
 def test_frozen_objects_are_unfrozen_except_earlier_ones() -> None:
-    """In a new process, because other code may freeze objects of this one."""
+    """Run in a new process: other code may freeze objects of this process."""
     code = """
 import gc
 from penstock.host.garbage_collection import gc_disabled
@@ -45,12 +45,12 @@ class Node: pass
 def cycle():
     node = Node(); node.itself = node
 with gc_disabled():
-    made = [Node() for _ in range(5000)]
+    nodes = [Node() for _ in range(5000)]
     cycle()
 assert gc.get_freeze_count() == 0
-assert sum(isinstance(one, Node) for one in gc.get_objects(generation=0)) < 100, "they are in generation 0"
+assert sum(isinstance(item, Node) for item in gc.get_objects(generation=0)) < 100, "nodes are in generation 0"
 gc.collect()
-assert sum(isinstance(one, Node) for one in gc.get_objects()) == 5000, "a cycle is still found"
+assert sum(isinstance(item, Node) for item in gc.get_objects()) == 5000, "the cycle is not collected"
 gc.freeze()
 frozen = gc.get_freeze_count()
 with gc_disabled():

@@ -1,4 +1,4 @@
-"""Progress is counted where another process reads it, by Python and by the kernels."""
+"""Heartbeat: Python and kernels count progress in a file that another process reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.host.heartbeat import ProgressFile
 from penstock.kernels.cpu import library
 
 
-def test_another_process_counts(tmp_path: Path) -> None:
+def test_a_process_reads_the_count_of_another_process(tmp_path: Path) -> None:
     file = ProgressFile(str(tmp_path / "progress"))
     assert file.count == 0
     script = (
@@ -29,31 +29,31 @@ def test_another_process_counts(tmp_path: Path) -> None:
     file.close()
 
 
-def count() -> int:
+def read_count() -> int:
     return ctypes.c_int64.from_address(heartbeat.counter_address()).value
 
 
-def test_it_imports_no_large_package() -> None:
+def test_the_module_imports_no_large_package() -> None:
     script = "import penstock.host.heartbeat, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 @pytest.mark.skipif(not library.is_usable(), reason="no kernels are built")
-def test_one_call_of_a_kernel_counts_its_pieces() -> None:
+def test_one_kernel_call_counts_several_times() -> None:
     from penstock.driver import DeviceSpec, load_devices
     from penstock.engine import InferenceSession
 
     ops = InferenceSession(load_devices([DeviceSpec.cpu()])).ops
     layer = ops.pack_linear([torch.zeros(4096, 512)], "float32", bias=None, slices=())
-    before = count()
+    count_before = read_count()
     ops.linear(torch.zeros(600, 512), layer)
-    assert count() - before >= 10
+    assert read_count() - count_before >= 10
 
 
-def test_a_load_and_each_layer_of_a_step_count() -> None:
-    before = count()
+def test_each_loaded_tensor_and_each_layer_of_a_step_counts() -> None:
+    count_before = read_count()
     llm = LLM("demo", max_length=256)
-    loaded = count()
-    assert loaded - before >= 20, "tensors"
+    count_after_load = read_count()
+    assert count_after_load - count_before >= 20, "one count per tensor"
     llm.generate("Hello", SamplingParams(max_new_tokens=1))
-    assert count() - loaded >= 2, "layers"
+    assert read_count() - count_after_load >= 2, "one count per layer"

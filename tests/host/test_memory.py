@@ -1,4 +1,4 @@
-"""Prefaulted memory: who owns it, when it returns to the system, and how a load uses it."""
+"""Prefaulted memory: ownership, return to the system, and use while a model is loaded."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from penstock.pipelines import PipelineConfig
 
 MB = 1 << 20
 PROMPT = [1, 5, 9, 3, 7, 2]
-QUANTIZED = {"quantization_encoding": "int8"}
+INT8 = {"quantization_encoding": "int8"}
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True, detokenize=False)
 
 
-def resident() -> int:
-    """Return the bytes of this process that are in memory."""
+def resident_bytes() -> int:
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def tiny_config(name: str) -> dict[str, Any]:
-    (architecture,) = (one for one in DECODERS if one.name == name)
+    (architecture,) = (decoder for decoder in DECODERS if decoder.name == name)
     assert architecture.tiny_config is not None
     return dict(architecture.tiny_config())
 
@@ -66,28 +66,28 @@ def test_allocations_are_disjoint_and_keep_their_contents(sizes: list[int], tota
     assert buffer.allocate(1) is None
     assert buffer.num_idle == 0
     for number, memory in allocated:
-        assert (memory == number).all(), "overwritten, or returned to the system"
+        assert (memory == number).all(), "an allocation was overwritten or returned to the system"
     starts = sorted((memory.ctypes.data, len(memory)) for _, memory in allocated if len(memory))
     assert all(start + size <= after for (start, size), (after, _) in pairwise(starts))
 
 
-def test_the_whole_buffer_is_prefaulted_and_its_rest_returned() -> None:
-    gc.collect()  # garbage of other tests would be freed in between
-    before = resident()
+def test_the_whole_buffer_is_prefaulted_and_unallocated_memory_is_returned() -> None:
+    gc.collect()  # otherwise garbage of other tests could be freed during this test
+    bytes_before = resident_bytes()
     buffer = PrefaultedBuffer(256 * MB)
     buffer._thread.join()
     assert 256 * MB <= buffer.num_idle <= 258 * MB
-    assert resident() - before > 250 * MB
+    assert resident_bytes() - bytes_before > 250 * MB
     memory = buffer.allocate(100 * MB + 1)
     assert memory is not None
     assert 156 * MB - 64 <= buffer.num_idle <= 158 * MB
     buffer.close()
-    assert 90 * MB < resident() - before < 110 * MB, "only the unallocated rest is returned"
+    assert 90 * MB < resident_bytes() - bytes_before < 110 * MB, "only unallocated memory is returned"
     del memory, buffer
-    assert resident() - before < 10 * MB
+    assert resident_bytes() - bytes_before < 10 * MB
 
 
-def test_the_first_allocation_stops_the_thread() -> None:
+def test_the_first_allocation_stops_the_prefaulting_thread() -> None:
     buffer = PrefaultedBuffer(4096 * MB)
     first = buffer.allocate(64)
     assert not buffer._thread.is_alive()
@@ -97,15 +97,17 @@ def test_the_first_allocation_stops_the_thread() -> None:
 
 
 def test_each_load_has_its_own_memory() -> None:
-    with PrefaultedMemory() as nothing, PrefaultedMemory(4 * MB) as one:
-        assert nothing.allocate(1) is None
-        with PrefaultedMemory(64 * MB) as other:
-            assert one.allocate(8 * MB) is None, "the memory of another load"
-            assert other.allocate(8 * MB) is not None
-        assert other.allocate(1) is None
-        assert one.allocate(MB) is not None, "the other load has ended, not this one"
-        one.release()
-        assert one.allocate(1) is None
+    with PrefaultedMemory() as empty, PrefaultedMemory(4 * MB) as small:
+        assert empty.allocate(1) is None
+        with PrefaultedMemory(64 * MB) as large:
+            assert small.allocate(8 * MB) is None, (
+                "too large for this memory; the memory of another load is not used"
+            )
+            assert large.allocate(8 * MB) is not None
+        assert large.allocate(1) is None
+        assert small.allocate(MB) is not None, "the end of another load does not release this memory"
+        small.release()
+        assert small.allocate(1) is None
     memory = PrefaultedMemory(64 * MB)
     with pytest.raises(ValueError), memory:  # noqa: PT011  # any error
         raise ValueError
@@ -113,7 +115,7 @@ def test_each_load_has_its_own_memory() -> None:
     assert not is_prefaulting()
 
 
-def test_a_mapping_that_the_system_refuses_is_left_out() -> None:
+def test_no_memory_is_prefaulted_if_the_system_refuses_the_mapping() -> None:
     with PrefaultedMemory(1 << 60) as memory:  # larger than the address space
         assert memory.allocate(1) is None
         assert memory.num_idle == 0
@@ -123,14 +125,14 @@ def test_a_mapping_that_the_system_refuses_is_left_out() -> None:
 def test_the_planner_counts_prefaulted_memory_as_free(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.host.limits.memory", lambda: (1 << 30, 1 << 29))
     config = PipelineConfig.from_flat({"model_path": str(tiny)})
-    (architecture,) = (one for one in DECODERS if one.name == "llama")
+    (architecture,) = (decoder for decoder in DECODERS if decoder.name == "llama")
     with PrefaultedMemory(3 * MB) as memory:
         assert memory._buffer is not None
         memory._buffer._thread.join()
         assert 3 * MB <= memory.num_idle <= 6 * MB
         model = architecture.load_pipeline_model()(config, InferenceSession([CPU()], prefaulted=memory))
         assert CPU().stats == {"total_memory": 1 << 30, "free_memory": 1 << 29}
-        free = InferenceSession.free_memory_of([CPU()])  # sessions of other tests may have reserved some
+        free = InferenceSession.free_memory_of([CPU()])  # sessions of other tests may have reserved memory
         assert model._free_memory(0) == free + memory.num_idle
 
 
@@ -141,36 +143,36 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[PrefaultedMemory]:
-    """The prefaulted memory of each load; models of any size have some."""
-    found: list[PrefaultedMemory] = []
+    """Return a list that receives the prefaulted memory of each load. Small models are prefaulted too."""
+    memories: list[PrefaultedMemory] = []
 
-    class Watched(PrefaultedMemory):
+    class RecordedMemory(PrefaultedMemory):
         def __init__(self, num_bytes: int = 0) -> None:
             super().__init__(num_bytes)
             self.size = num_bytes
-            found.append(self)
+            memories.append(self)
 
     monkeypatch.setattr(assembly, "_MIN_PREFAULTED", 0)
-    monkeypatch.setattr(assembly, "PrefaultedMemory", Watched)
-    return found
+    monkeypatch.setattr(assembly, "PrefaultedMemory", RecordedMemory)
+    return memories
 
 
-def sizes_of(loads: list[PrefaultedMemory]) -> list[int]:
-    return [vars(one)["size"] for one in loads]
+def prefaulted_sizes(loads: list[PrefaultedMemory]) -> list[int]:
+    return [vars(memory)["size"] for memory in loads]
 
 
 @pytest.fixture
 def allocations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the allocations from prefaulted memory; 0 for one that did not fit."""
+    """Return a list that receives the size of each allocation from prefaulted memory; 0 if it did not fit."""
     sizes: list[int] = []
     allocate = PrefaultedBuffer.allocate
 
-    def watched(buffer: PrefaultedBuffer, num_bytes: int) -> object:
+    def record_size(buffer: PrefaultedBuffer, num_bytes: int) -> object:
         memory = allocate(buffer, num_bytes)
         sizes.append(0 if memory is None else num_bytes)
         return memory
 
-    monkeypatch.setattr(PrefaultedBuffer, "allocate", watched)
+    monkeypatch.setattr(PrefaultedBuffer, "allocate", record_size)
     return sizes
 
 
@@ -188,71 +190,69 @@ def test_weights_are_packed_into_prefaulted_memory(
 ) -> None:
     def generate() -> list[int]:
         with LLM(str(tiny), quantization_encoding=encoding) as llm:
-            assert loads[-1].allocate(1) is None, "the load is over"
+            assert loads[-1].allocate(1) is None, "no allocation after the load"
             assert llm.pipeline.session.prefaulted is loads[-1]
             return llm.generate(PROMPT, GREEDY)[0].token_ids
 
     expected = generate()
-    assert sum(allocations) > 0.9 * sizes_of(loads)[0] > 0
+    assert sum(allocations) > 0.9 * prefaulted_sizes(loads)[0] > 0
     allocations.clear()
     monkeypatch.setattr(assembly, "_PREFAULT_SHARE", 0.0)  # too little free memory
     assert generate() == expected
-    assert sizes_of(loads)[1:] == [0]
+    assert prefaulted_sizes(loads)[1:] == [0]
     assert not allocations
 
 
 @needs_kernels
-def test_a_worker_prefaults_memory_too(
-    tiny: Path, loads: list[PrefaultedMemory], allocations: list[int]
-) -> None:
-    assembly.load_runtime(PipelineConfig.from_flat({"model_path": str(tiny), **QUANTIZED}))
-    assert sum(allocations) > 0.9 * sizes_of(loads)[0] > 0
+def test_a_worker_prefaults_memory(tiny: Path, loads: list[PrefaultedMemory], allocations: list[int]) -> None:
+    assembly.load_runtime(PipelineConfig.from_flat({"model_path": str(tiny), **INT8}))
+    assert sum(allocations) > 0.9 * prefaulted_sizes(loads)[0] > 0
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
-def test_lazily_packed_weights_are_not_prefaulted(
+def test_no_memory_is_prefaulted_for_lazily_packed_weights(
     tiny: Path, loads: list[PrefaultedMemory], encoding: str
 ) -> None:
     LLM(str(tiny), quantization_encoding=encoding).close()
-    assert sizes_of(loads) == [0]
+    assert prefaulted_sizes(loads) == [0]
 
 
 def test_a_back_end_that_packs_nothing_prefaults_nothing(tiny: Path, loads: list[PrefaultedMemory]) -> None:
-    LLM(str(tiny), kernels="reference", **QUANTIZED).close()
-    assert sizes_of(loads) == [0]
+    LLM(str(tiny), kernels="reference", **INT8).close()
+    assert prefaulted_sizes(loads) == [0]
 
 
 @needs_kernels
-def test_weights_from_the_packed_file_are_not_prefaulted(
+def test_no_memory_is_prefaulted_for_weights_from_a_packed_file(
     tiny: Path, loads: list[PrefaultedMemory], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = PipelineConfig.from_flat({"model_path": str(tiny), **QUANTIZED})
+    config = PipelineConfig.from_flat({"model_path": str(tiny), **INT8})
     file = assembly.pack_checkpoint(config)
-    LLM(str(tiny), **QUANTIZED).close()
-    assert sizes_of(loads) == [0]
+    LLM(str(tiny), **INT8).close()
+    assert prefaulted_sizes(loads) == [0]
     file.unlink()
-    LLM(str(tiny), **QUANTIZED).close()
-    assert sizes_of(loads)[1] > 0
+    LLM(str(tiny), **INT8).close()
+    assert prefaulted_sizes(loads)[1] > 0
 
 
-def test_memory_is_returned_if_nothing_is_packed(
+def test_memory_is_returned_before_weights_are_read_if_nothing_is_packed(
     tiny: Path,
     loads: list[PrefaultedMemory],
     allocations: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(InferenceSession, "ops", ReferenceOps())
-    read, during = DecoderModel.read.__func__, []  # type: ignore[attr-defined]
+    original_read, buffers_during_read = DecoderModel.read.__func__, []  # type: ignore[attr-defined]
 
-    def watched(cls: type[DecoderModel], *arguments: object) -> object:
-        during.append(loads[0]._buffer)
-        return read(cls, *arguments)
+    def record_buffer(cls: type[DecoderModel], *arguments: object) -> object:
+        buffers_during_read.append(loads[0]._buffer)
+        return original_read(cls, *arguments)
 
-    monkeypatch.setattr(DecoderModel, "read", classmethod(watched))
-    LLM(str(tiny), **QUANTIZED).close()
-    assert sizes_of(loads)[0] > 0
-    assert during == [None]
+    monkeypatch.setattr(DecoderModel, "read", classmethod(record_buffer))
+    LLM(str(tiny), **INT8).close()
+    assert prefaulted_sizes(loads)[0] > 0
+    assert buffers_during_read == [None]
     assert not allocations
 
 
@@ -263,20 +263,22 @@ def test_a_failed_load_returns_its_memory(tiny: Path, loads: list[PrefaultedMemo
     tensors.pop("model.norm.weight")
     save_file(tensors, broken / "model.safetensors")
     with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
-        LLM(str(broken), **QUANTIZED)
-    assert sizes_of(loads)[0] > 0
+        LLM(str(broken), **INT8)
+    assert prefaulted_sizes(loads)[0] > 0
     assert loads[0].allocate(1) is None
     assert not is_prefaulting()
     with pytest.raises(CheckpointError):
-        LLM(str(tmp_path / "absent"), **QUANTIZED)
-    assert sizes_of(loads)[1:] == [0]
+        LLM(str(tmp_path / "absent"), **INT8)
+    assert prefaulted_sizes(loads)[1:] == [0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
-def test_the_packed_size_is_estimated(tmp_path: Path, encoding: str, tied: bool) -> None:
-    """The layers are as large as in models for which prefaulting helps."""
-    wide = tiny_config("llama") | {
+def test_the_estimated_packed_size_is_close_to_the_actual_size(
+    tmp_path: Path, encoding: str, tied: bool
+) -> None:
+    """The layer sizes are those of models that are large enough to be prefaulted."""
+    model_config = tiny_config("llama") | {
         "hidden_size": 256,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -284,20 +286,20 @@ def test_the_packed_size_is_estimated(tmp_path: Path, encoding: str, tied: bool)
         "vocab_size": 1024,
         "tie_word_embeddings": tied,
     }
-    checkpoint = write_random_checkpoint(tmp_path, wide)
+    checkpoint = write_random_checkpoint(tmp_path, model_config)
     config = PipelineConfig.from_flat({"model_path": str(checkpoint), "quantization_encoding": encoding})
-    table = 1024 * 256 * (4 if encoding == "float32" else 2)
-    packed = estimate_weights_size(config) - table
-    assert estimate_packed_size(config) == pytest.approx(packed, rel=0.25 if encoding == "int4" else 0.1)
+    embedding_size = 1024 * 256 * (4 if encoding == "float32" else 2)
+    expected = estimate_weights_size(config) - embedding_size
+    assert estimate_packed_size(config) == pytest.approx(expected, rel=0.25 if encoding == "int4" else 0.1)
 
 
-def test_memory_is_reserved_until_it_is_used_or_dropped() -> None:
+def test_a_reservation_lasts_until_it_is_ended_or_deleted() -> None:
     reservations = MemoryReservations()
-    used, dropped = reservations.reserve(3 * MB), reservations.reserve(4 * MB)
+    ended, deleted = reservations.reserve(3 * MB), reservations.reserve(4 * MB)
     assert reservations.num_bytes == 7 * MB
-    used.end()
+    ended.end()
     assert reservations.num_bytes == 4 * MB
-    assert dropped.num_bytes == 4 * MB
-    del dropped
+    assert deleted.num_bytes == 4 * MB
+    del deleted
     assert reservations.num_bytes == 0
     assert MemoryReservations().num_bytes == 0

@@ -1,4 +1,4 @@
-"""A limit on private memory: files that are mapped do not count, and errors say that it was reached."""
+"""The limit on private memory: mapped files do not count, and `is_exceeded` recognises its errors."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ assert private_memory.free() is None
 with open("/proc/self/status") as status:
     used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
 private_memory.bound(used + 200 * MIB)
-free = private_memory.free()  # libraries' own data, which is mapped, is counted above and not here
+free = private_memory.free()  # unlike VmData, excludes the mapped data of libraries
 assert 190 * MIB < free < 400 * MIB, free
 assert CPU().stats["free_memory"] <= free
 file = Path(sys.argv[1])
 mapped = [map_file(file), map_in_huge_pages(file)]
 assert abs(private_memory.free() - free) < 20 * MIB, (private_memory.free(), free)
-kept = bytearray(100 * MIB)
+held = bytearray(100 * MIB)
 errors = []
 for allocate in (lambda: bytearray(free), lambda: torch.empty(free, dtype=torch.uint8)):
     try:
@@ -51,19 +51,25 @@ def test_mapped_files_do_not_count(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     with file.open("wb") as stream:
         stream.truncate(600 << 20)  # three times the limit
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(file)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", SCRIPT, str(file)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
-def test_errors_that_mean_exhausted_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = OSError(errno.ENOMEM, "Cannot allocate memory")
+def test_is_exceeded_recognises_errors_of_exhausted_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    system_error = OSError(errno.ENOMEM, "Cannot allocate memory")
     assert not private_memory.is_exceeded(MemoryError())
     monkeypatch.setattr(private_memory, "_limit", 1 << 40)
-    outer = RuntimeError("a request failed")
-    outer.__cause__ = MemoryError()
-    with pytest.raises(RuntimeError) as of_torch:
+    request_error = RuntimeError("a request failed")
+    request_error.__cause__ = MemoryError()
+    with pytest.raises(RuntimeError) as torch_error:
         torch.empty(1 << 60, dtype=torch.uint8)
-    for error in (MemoryError(), out, outer, RuntimeError("std::bad_alloc"), of_torch.value):
+    for error in (
+        MemoryError(),
+        system_error,
+        request_error,
+        RuntimeError("std::bad_alloc"),
+        torch_error.value,
+    ):
         assert private_memory.is_exceeded(error)
     for other in (ValueError("no"), OSError(errno.ENOSPC, "No space")):
         assert not private_memory.is_exceeded(other)

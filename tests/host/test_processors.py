@@ -14,7 +14,7 @@ from penstock.host.processors import ProcessorShare, divide_processors, format_p
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Two NUMA nodes of two cores with two threads each; processors n and n + 4 share a core."""
+    """Fake a machine with two NUMA nodes of two cores each; processors n and n + 4 share a core."""
     for node, text in enumerate(("0-1,4-5", "2-3,6-7")):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(text + "\n")
@@ -56,7 +56,9 @@ def test_a_cpu_limit_reduces_the_threads(machine: Path, monkeypatch: pytest.Monk
     assert [share.num_threads for share in divide_processors(2)] == [1, 1]
 
 
-def test_a_machine_without_numa_files(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_topology_files_processors_are_divided_in_order(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processors, "_NODES", machine / "missing")
     monkeypatch.setattr(processors, "_PROCESSORS", machine / "missing")
     assert processors.numa_nodes() == {0: tuple(range(8))}
@@ -64,20 +66,20 @@ def test_a_machine_without_numa_files(machine: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("text", ["0", "0-3", "0-1,4-5", "1,3,5-7", ""])
-def test_lists_of_processors(text: str) -> None:
+def test_processor_lists_are_parsed_and_formatted(text: str) -> None:
     assert format_processors(processors.parse_processors(text)) == text
 
 
-def test_a_pinned_thread_starts_pinned_threads() -> None:
-    (first, *_), found = sorted(os.sched_getaffinity(0)), []
+def test_a_thread_inherits_the_pinning_of_its_parent() -> None:
+    (first, *_), affinities = sorted(os.sched_getaffinity(0)), []
 
     def run() -> None:
         pin([first])
-        child = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+        child = threading.Thread(target=lambda: affinities.append(os.sched_getaffinity(0)))
         child.start()
         child.join()
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == [{first}]
+    assert affinities == [{first}]

@@ -1,4 +1,4 @@
-"""The progress bars: drawn on a terminal only, and never on standard output."""
+"""Progress bars are drawn on a terminal only, and never on standard output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("stream", "shown", "drawn"),
+    ("stream", "is_enabled", "is_drawn"),
     [
         (Terminal, True, True),
         (Terminal, False, False),
@@ -30,31 +30,31 @@ class Terminal(io.StringIO):
 )
 def test_the_bar_is_drawn_on_a_terminal_only(
     stream: type[io.StringIO],
-    shown: bool,
-    drawn: bool,
+    is_enabled: bool,
+    is_drawn: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream())
     monkeypatch.setenv("TERM", "xterm")
-    with GenerationProgress(3, shown=shown) as progress:
+    with GenerationProgress(3, shown=is_enabled) as progress:
         progress.advance(num_tokens=70, num_prompts=2)
         progress.advance(num_tokens=30, num_prompts=1)
     text = sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert ("3/3" in text and "tokens/s" in text) == drawn
-    assert bool(text) == drawn
+    assert ("3/3" in text and "tokens/s" in text) == is_drawn
+    assert bool(text) == is_drawn
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
-    ("stream", "num_bytes", "drawn"),
+    ("stream", "num_bytes", "is_drawn"),
     [(Terminal, 1 << 30, True), (Terminal, 1 << 20, False), (io.StringIO, 1 << 30, False)],
     ids=["terminal", "small", "file"],
 )
 def test_loading_progress_is_shown_on_a_terminal_if_it_takes_time(
     stream: type[io.StringIO],
     num_bytes: int,
-    drawn: bool,
+    is_drawn: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -64,8 +64,8 @@ def test_loading_progress_is_shown_on_a_terminal_if_it_takes_time(
         loading.advance(num_bytes // 2)
         loading.advance(num_bytes // 2)
     text = sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert ("loading" in text and "1.0/1.0 GiB" in text) == drawn
-    assert bool(text) == drawn
+    assert ("loading" in text and "1.0/1.0 GiB" in text) == is_drawn
+    assert bool(text) == is_drawn
     assert capsys.readouterr().out == ""
 
 
@@ -74,15 +74,15 @@ def test_a_load_counts_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(progress, "_MIN_LOAD", 0)
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    counted: list[int] = []
-    monkeypatch.setattr(LoadingProgress, "advance", lambda self, num_bytes: counted.append(num_bytes))
+    sizes: list[int] = []
+    monkeypatch.setattr(LoadingProgress, "advance", lambda self, num_bytes: sizes.append(num_bytes))
     LLM(str(folder)).close()
-    assert sum(counted) == Weights.open(folder).num_bytes
-    assert len(counted) == len(Weights.open(folder).names)
+    assert sum(sizes) == Weights.open(folder).num_bytes
+    assert len(sizes) == len(Weights.open(folder).names)
     assert "loading" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
-def test_no_terminal_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_without_standard_error_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     with LoadingProgress(1 << 30) as loading, GenerationProgress(1) as generating:
         loading.advance(1)

@@ -1,4 +1,4 @@
-"""Names that load lazily are there, and type checkers see their types."""
+"""Lazily loaded names exist, and type checkers see their types."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from penstock.pipelines.config import ConfigField, PipelineOptions, config_field
 
 PACKAGE = Path(penstock.__file__).parent
 CHECKED_PAGES = ("README.md", "features.md")
-PATHS = ("gguf_file", "chat_template", "lora_dir", "draft_model_path")
-"""Settings that may be given as a path object."""
-LAZY = sorted(
+PATH_SETTINGS = ("gguf_file", "chat_template", "lora_dir", "draft_model_path")
+"""Settings that accept a path object."""
+LAZY_MODULES = sorted(
     file.relative_to(PACKAGE.parent)
     for file in PACKAGE.rglob("*.py")
     if re.search(r"^(    )?(def __getattr__\(name|__getattr__ = )", file.read_text(), re.MULTILINE)
@@ -32,54 +32,58 @@ LAZY = sorted(
 )
 
 
-def test_the_list_is_not_empty() -> None:
-    assert len(LAZY) >= 5
+def test_lazy_modules_are_found() -> None:
+    assert len(LAZY_MODULES) >= 5
 
 
-@pytest.mark.parametrize("file", LAZY, ids=str)
-def test_each_lazy_name_is_typed_and_there(file: Path) -> None:
+@pytest.mark.parametrize("file", LAZY_MODULES, ids=str)
+def test_each_lazy_name_exists_and_is_visible_to_type_checkers(file: Path) -> None:
     tree = ast.parse((PACKAGE.parent / file).read_text())
     module = import_module(".".join(file.with_suffix("").parts).removesuffix(".__init__"))
-    guarded = [node for node in tree.body if isinstance(node, ast.If)]
+    conditionals = [node for node in tree.body if isinstance(node, ast.If)]
     names = {
         alias.asname or alias.name
-        for node in [*tree.body, *(inner for one in guarded for inner in one.body)]
+        for node in [*tree.body, *(inner for guard in conditionals for inner in guard.body)]
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     defined = {getattr(node, "name", None) for node in tree.body} | {"__version__"}
     assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
     defined |= {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
-    assert set(module.__all__) <= names | defined, "a name that type checkers do not see"
+    assert set(module.__all__) <= names | defined, "a name is not visible to type checkers"
     for name in module.__all__:
         assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         module.nothing  # noqa: B018
-    hidden = [one for one in guarded if any("__getattr__" in ast.unparse(node) for node in one.body)]
-    assert [ast.unparse(one.test) for one in hidden] == ["not TYPE_CHECKING"], "any name would do"
+    getattr_conditionals = [
+        guard for guard in conditionals if any("__getattr__" in ast.unparse(node) for node in guard.body)
+    ]
+    assert [ast.unparse(guard.test) for guard in getattr_conditionals] == ["not TYPE_CHECKING"], (
+        "type checkers must not see `__getattr__`: it would make any name valid"
+    )
 
 
-def test_few_values_are_any() -> None:
+def test_the_number_of_any_annotations_is_bounded() -> None:
     texts = [file.read_text() for file in PACKAGE.rglob("*.py")]
     trees = [ast.parse(text) for text in texts if "Any" in text]
     names = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    assert sum(name.id == "Any" for name in names) <= 150, "say the type: `Any` switches the checks off"
+    assert sum(name.id == "Any" for name in names) <= 150, "write the type: `Any` disables type checks"
 
 
-def blocks_of_pages() -> list[Block]:
+def code_blocks_of_pages() -> list[Block]:
     return [block for block in blocks("python") if block.page.name in CHECKED_PAGES]
 
 
 def test_the_pages_have_code_to_check() -> None:
-    pages = [block.page.name for block in blocks_of_pages()]
+    pages = [block.page.name for block in code_blocks_of_pages()]
     assert {*pages} == {*CHECKED_PAGES}
     assert len(pages) >= 18
 
 
-def test_the_options_of_llm_are_the_settings() -> None:
+def test_the_options_of_llm_are_the_settings_in_order() -> None:
     options = get_type_hints(PipelineOptions)
     expected = {
-        name: type_of_option(field)
+        name: option_type(field)
         for field in config_fields()
         for name in (field.name, *field.aliases)
         if name != "model_path"
@@ -91,12 +95,12 @@ def test_the_options_of_llm_are_the_settings() -> None:
     assert PipelineOptions.__required_keys__ == frozenset()
 
 
-def type_of_option(field: ConfigField) -> Any:
+def option_type(field: ConfigField) -> Any:
     if field.type == tuple[DeviceSpec, ...]:
         return str | tuple[DeviceSpec, ...] | list[DeviceSpec] | None
     if field.type == tuple[str, ...]:
         return str | tuple[str, ...] | list[str] | None
-    if field.name in PATHS:
+    if field.name in PATH_SETTINGS:
         return str | PathLike[str] | None
     if field.rule is NUM_BYTES:
         return int | str | None  # such as "4GiB"
@@ -105,15 +109,15 @@ def type_of_option(field: ConfigField) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_users_code_is_checked(tmp_path: Path) -> None:
-    """As outside this project, without its settings: files of a user, and the code of the pages."""
-    names = ["user.py", "mistakes.py"]
+def test_user_code_passes_mypy_strict(tmp_path: Path) -> None:
+    """Check user code and the code of the documentation outside this project, without its mypy settings."""
+    names = ["user.py", "type_errors.py"]
     for name in names:
         shutil.copy(Path(__file__).with_name(name), tmp_path)
-    for block in blocks_of_pages():
+    for block in code_blocks_of_pages():
         names.append(f"{block.page.stem.lower()}_{block.line}.py")
         (tmp_path / names[-1]).write_text(block.code)
-    child = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", *names],
         cwd=tmp_path,
         env={"MYPYPATH": str(PACKAGE.parent), "PATH": ""},
@@ -121,4 +125,4 @@ def test_a_users_code_is_checked(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert child.returncode == 0, child.stdout + child.stderr
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""A user's code for a type checker: the names that load lazily have their types."""
+"""User code for a type checker: lazily loaded names have their types."""
 
 from collections.abc import Mapping
 from typing import Any, assert_type
@@ -32,33 +32,35 @@ from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec, NullKVCache
 from penstock.pipelines.weights import Weights
 
 
-def texts(llm: LLM, prompts: list[str]) -> list[str]:
+def generate_texts(llm: LLM, prompts: list[str]) -> list[str]:
     outputs = llm.generate(prompts, SamplingParams(max_new_tokens=8))
     assert_type(outputs, list[GenerationOutput])
     return [output.text for output in outputs]
 
 
-def names() -> list[str]:
+def architecture_names() -> list[str]:
     assert_type(PIPELINE_REGISTRY.architectures, tuple[SupportedArchitecture, ...])
     return [architecture.name for architecture in PIPELINE_REGISTRY.architectures]
 
 
-def plan(pipeline: TextGenerationPipeline) -> int:
+def max_length_of(pipeline: TextGenerationPipeline) -> int:
     assert_type(pipeline.memory_plan, MemoryPlan)
     return pipeline.memory_plan.max_length
 
 
-def step(
+def run_step(
     pipeline: TextGenerationPipeline, batch: Mapping[str, TextContext]
 ) -> dict[str, TextGenerationResponse]:
     return pipeline.execute(batch)
 
 
-def parts(config: PipelineConfig) -> tuple[ModelConfig, KVCacheConfig, SamplingConfig, SpeculativeConfig]:
+def config_sections(
+    config: PipelineConfig,
+) -> tuple[ModelConfig, KVCacheConfig, SamplingConfig, SpeculativeConfig]:
     return config.model, config.kv_cache, config.sampling, config.speculative
 
 
-def refused() -> None:
+def make_type_errors() -> None:
     LLM("demo").generate("x", SamplingParams(max_new_tokens="8"))  # type: ignore[arg-type]
     upper_bounded_default(8, "16")  # type: ignore[arg-type]
     Weights.open(1)  # type: ignore[arg-type]
@@ -69,12 +71,12 @@ def refused() -> None:
     print(penstock.pipelines.weights.weights)  # type: ignore[attr-defined]
 
 
-def buffer(data: Buffer) -> int:
+def count_elements(data: Buffer) -> int:
     assert_type(data, Tensor)
     return data.numel()
 
 
-USED: tuple[Any, ...] = (
+USED_NAMES: tuple[Any, ...] = (
     DecoderModel,
     Detokenizer,
     KVCacheMixin,

@@ -1,4 +1,4 @@
-"""Mistakes that a type checker finds, and calls that look similar and are right."""
+"""Code with type errors that a type checker must find, next to similar valid code."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from penstock import LLM, SamplingParams
 from penstock.pipelines.core import Grammar
 
 
-def options(settings: dict[str, Any]) -> list[LLM]:
+def construct_models(settings: dict[str, Any]) -> list[LLM]:
     LLM("demo", bogus=1)  # type: ignore[call-arg]
     LLM("demo", max_length="2048")  # type: ignore[arg-type]
     LLM("demo", model_path="other")  # type: ignore[call-arg]
@@ -21,16 +21,16 @@ def options(settings: dict[str, Any]) -> list[LLM]:
     ]
 
 
-def messages(llm: LLM) -> None:
+def send_messages(llm: LLM) -> None:
     llm.chat([{"role": "user", "content": "What is Penstock?"}])
     llm.chat([[{"role": "user", "content": "Hello"}], [{"role": "user", "content": "Bye"}]])
-    said = [{"role": "user", "content": "Hello"}]
+    conversation = [{"role": "user", "content": "Hello"}]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    llm.chat(said, SamplingParams(max_new_tokens=3), tools=[tool], grammar=Grammar("json_object"))
+    llm.chat(conversation, SamplingParams(max_new_tokens=3), tools=[tool], grammar=Grammar("json_object"))
     llm.chat([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}])
     llm.generate("x", response_format={"type": "json_object"})
-    for piece in llm.stream(messages=said):
-        print(piece)
+    for chunk in llm.stream(messages=conversation):
+        print(chunk)
     llm.chat("Hello")  # type: ignore[arg-type]
     llm.chat([1])  # type: ignore[arg-type]
     llm.generate("x", max_tokens=3)  # type: ignore[call-arg]
