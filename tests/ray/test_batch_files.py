@@ -1,4 +1,4 @@
-"""The files of a batch on Ray. Needs no Ray."""
+"""Input and output files of a batch on Ray. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -21,13 +21,21 @@ from penstock.ray.batch_files import (
 )
 
 
-def line(name: str, **body: Any) -> str:
+def request_line(name: str, **body: Any) -> str:
     return json.dumps({"custom_id": name, "url": "/v1/completions", "body": body})
 
 
-def test_chunks_have_all_lines_without_result(tmp_path: Path) -> None:
+def test_chunks_contain_all_lines_without_a_result(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    lines = [line("a"), "", line("b", x=1), "not json", line("ä"), '{"custom_id": 5}', line("c")]
+    lines = [
+        request_line("a"),
+        "",
+        request_line("b", x=1),
+        "not json",
+        request_line("ä"),
+        '{"custom_id": 5}',
+        request_line("c"),
+    ]
     path.write_text("\n".join(lines) + "\n")
     chunks, pending = chunks_of_lines(path, {"b"}, 2)
     assert pending == {"a", "line-4", "ä", "line-6", "c"}
@@ -37,9 +45,9 @@ def test_chunks_have_all_lines_without_result(tmp_path: Path) -> None:
     assert chunks_of_lines(path, pending | {"b"}, 2) == ([], set())
 
 
-def test_equal_ids_are_refused(tmp_path: Path) -> None:
+def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_text(f"{line('a')}\n{line('a')}\n")
+    path.write_text(f"{request_line('a')}\n{request_line('a')}\n")
     with pytest.raises(InputError, match="two requests have the custom_id 'a'"):
         chunks_of_lines(path, set(), 2)
     with pytest.raises(InputError, match=r"cannot be read: No such file"):
@@ -47,17 +55,17 @@ def test_equal_ids_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
-def test_results_continue_where_they_ended(tmp_path: Path, name: str) -> None:
+def test_results_are_appended_to_existing_results(tmp_path: Path, name: str) -> None:
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     output = tmp_path / name
     assert done_ids(output) == set()
-    for part in (["a", "b"], ["c"]):
+    for ids in (["a", "b"], ["c"]):
         writer = writer_of(output)
-        for one in part:
-            response = {"status_code": 200, "body": {"text": one}}
+        for custom_id in ids:
+            response = {"status_code": 200, "body": {"text": custom_id}}
             writer.add(
-                json.dumps({"id": "1", "custom_id": one, "response": response, "error": None}).encode()
+                json.dumps({"id": "1", "custom_id": custom_id, "response": response, "error": None}).encode()
             )
         writer.close()
     assert done_ids(output) == {"a", "b", "c"}
@@ -74,7 +82,7 @@ def test_parquet_requests_and_results(tmp_path: Path) -> None:
     write_table(table, tmp_path / "0.parquet")
     assert pending_rows(tmp_path, {"a"}) == {"b"}
     lines = [json.loads(line_of_row(row)) for row in table.to_pylist()]
-    assert [one["body"] for one in lines] == [{"model": "m", "prompt": "x"}, body[1]]
+    assert [request["body"] for request in lines] == [{"model": "m", "prompt": "x"}, body[1]]
     assert json.loads(line_of_row({"custom_id": "a", "url": "/u", "body": '{"k": 1}'}))["body"] == {"k": 1}
     write_table(table, tmp_path / "1.parquet")
     with pytest.raises(InputError, match="two requests have the custom_id 'a'"):
@@ -93,6 +101,6 @@ def test_parquet_requests_and_results(tmp_path: Path) -> None:
     writer.close()
     (row,) = read_table(tmp_path / "out.parquet").to_pylist()
     assert row == {"custom_id": "a", "status_code": None, "body": None, "error": '{"code":"bad"}'}
-    (tmp_path / "out.parquet" / "mine").touch()
-    with pytest.raises(InputError, match="'mine', which is no part"):
+    (tmp_path / "out.parquet" / "notes").touch()
+    with pytest.raises(InputError, match="'notes', which is no part"):
         remove_output(tmp_path / "out.parquet")

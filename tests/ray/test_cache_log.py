@@ -1,4 +1,4 @@
-"""The log of a replica's prefix cache, and readers that follow it."""
+"""The log of prefix cache events of a replica, and its readers."""
 
 from __future__ import annotations
 
@@ -10,84 +10,84 @@ from penstock.ray.cache_log import CacheLog
 from penstock.worker.prefix_map import PrefixMap
 
 
-def block(number: int) -> bytes:
+def digest_of(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def stored(*numbers: int) -> BlocksStored:
-    return BlocksStored([block(number) for number in numbers], block(0), [7] * len(numbers), "tone")
+def stored_event(*numbers: int) -> BlocksStored:
+    return BlocksStored([digest_of(number) for number in numbers], digest_of(0), [7] * len(numbers), "tone")
 
 
-def removed(*numbers: int) -> BlocksRemoved:
-    return BlocksRemoved([block(number) for number in numbers])
+def removed_event(*numbers: int) -> BlocksRemoved:
+    return BlocksRemoved([digest_of(number) for number in numbers])
 
 
-def test_a_reader_gets_each_event_once_and_without_tokens() -> None:
+def test_a_reader_gets_each_event_once_without_token_ids() -> None:
     log = CacheLog()
-    log.add([stored(1, 2)])
+    log.add([stored_event(1, 2)])
     first = log.since(0)
-    assert first.events == [BlocksStored([block(1), block(2)], None, [])]
-    log.add([removed(2), BlocksCleared()])
+    assert first.events == [BlocksStored([digest_of(1), digest_of(2)], None, [])]
+    log.add([removed_event(2), BlocksCleared()])
     second = log.since(first.position)
-    assert second.events == [removed(2), BlocksCleared()]
+    assert second.events == [removed_event(2), BlocksCleared()]
     assert log.since(second.position).events == []
 
 
-def test_a_reader_that_has_fallen_behind_gets_all_blocks() -> None:
+def test_a_reader_at_a_dropped_position_gets_all_blocks() -> None:
     log = CacheLog()
     for number in range(5000):
-        log.add([stored(number + 3), removed(number)])
+        log.add([stored_event(number + 3), removed_event(number)])
     changes = log.since(10)
-    assert changes.events == [BlocksCleared(), stored_only(5000, 5001, 5002)]
+    assert changes.events == [BlocksCleared(), stored_event_without_tokens(5000, 5001, 5002)]
     assert log.since(changes.position).events == []
-    assert sum(len(one.digests) for one in log._events) <= cache_log._MIN_LOGGED  # type: ignore[union-attr]
+    assert sum(len(event.digests) for event in log._events) <= cache_log._MIN_LOGGED  # type: ignore[union-attr]
 
 
-def stored_only(*numbers: int) -> BlocksStored:
-    return BlocksStored([block(number) for number in numbers], None, [])
+def stored_event_without_tokens(*numbers: int) -> BlocksStored:
+    return BlocksStored([digest_of(number) for number in numbers], None, [])
 
 
 def test_a_reader_of_another_log_gets_all_blocks() -> None:
-    """A position above the end belongs to a log that was lost."""
+    """A position after the end belongs to the log of an earlier process."""
     log = CacheLog()
-    log.add([stored(1)])
-    assert log.since(99).events == [BlocksCleared(), stored_only(1)]
+    log.add([stored_event(1)])
+    assert log.since(99).events == [BlocksCleared(), stored_event_without_tokens(1)]
 
 
-def test_readers_at_any_pace_know_the_cache() -> None:
-    draws, log, cached = random.Random(1), CacheLog(), set[int]()
+def test_readers_at_any_interval_know_the_cached_blocks() -> None:
+    rng, log, cached = random.Random(1), CacheLog(), set[int]()
     readers = [(PrefixMap(), period) for period in (1, 7, 900)]
     positions = [0] * len(readers)
     for step in range(3000):
-        chosen = draws.randrange(400)
-        if draws.random() < 0.001:
+        block = rng.randrange(400)
+        if rng.random() < 0.001:
             cached.clear()
             log.add([BlocksCleared()])
-        elif chosen in cached:
-            cached.remove(chosen)
-            log.add([removed(chosen)])
+        elif block in cached:
+            cached.remove(block)
+            log.add([removed_event(block)])
         else:
-            cached.add(chosen)
-            log.add([stored(chosen)])
-        for number, (found, period) in enumerate(readers):
+            cached.add(block)
+            log.add([stored_event(block)])
+        for number, (prefixes, period) in enumerate(readers):
             if step % period == 0:
                 changes = log.since(positions[number])
-                found.update(0, changes.events)
+                prefixes.update(0, changes.events)
                 positions[number] = changes.position
-                assert found.num_blocks == len(cached)
-                assert all(found.depths([block(one)], 1) == {0: 1} for one in cached)
+                assert prefixes.num_blocks == len(cached)
+                assert all(prefixes.depths([digest_of(block)], 1) == {0: 1} for block in cached)
 
 
 def test_a_block_is_cached_while_a_worker_has_it() -> None:
     log = CacheLog()
-    log.add([stored(1, 2)], worker=0)
-    log.add([stored(2, 3)], worker=1)
+    log.add([stored_event(1, 2)], worker=0)
+    log.add([stored_event(2, 3)], worker=1)
     position = log.since(0).position
-    log.add([removed(1, 2)], worker=0)
-    assert log.since(position).events == [removed(1)]
-    log.add([stored(1)], worker=0)
+    log.add([removed_event(1, 2)], worker=0)
+    assert log.since(position).events == [removed_event(1)]
+    log.add([stored_event(1)], worker=0)
     position = log.since(0).position
     log.add([BlocksCleared()], worker=1)
-    assert log.since(position).events == [removed(2, 3)]
+    assert log.since(position).events == [removed_event(2, 3)]
     log.add([BlocksCleared()], worker=0)
-    assert log.since(position).events == [removed(2, 3), BlocksCleared()]
+    assert log.since(position).events == [removed_event(2, 3), BlocksCleared()]

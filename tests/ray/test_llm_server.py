@@ -1,4 +1,4 @@
-"""`PenstockServer` without Ray, and the calls of an application in its process."""
+"""`PenstockServer` without Ray, and requests to an application in the same process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.worker.client import WorkerClient
 
 
 class Body:
-    """The validated body of a request; a response of any kind."""
+    """Stands for the pydantic models of requests and responses."""
 
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
@@ -36,7 +36,7 @@ class Body:
         return cls(**fields)
 
 
-def config_of(**engine: Any) -> Any:
+def make_llm_config(**engine: Any) -> Any:
     loading = SimpleNamespace(model_id="chat", model_source="demo")
     return SimpleNamespace(
         model_loading_config=loading, engine_kwargs=engine, deployment_config={"max_ongoing_requests": 3}
@@ -44,9 +44,9 @@ def config_of(**engine: Any) -> Any:
 
 
 @asynccontextmanager
-async def server_of(pipeline: FakePipeline) -> AsyncIterator[PenstockServer]:
+async def open_server(pipeline: FakePipeline) -> AsyncIterator[PenstockServer]:
     client = WorkerClient(lambda: fake_work(pipeline), in_thread=True)
-    server = PenstockServer(config_of(), client)
+    server = PenstockServer(make_llm_config(), client)
     await server.reconfigure({})
     try:
         yield server
@@ -55,7 +55,7 @@ async def server_of(pipeline: FakePipeline) -> AsyncIterator[PenstockServer]:
 
 
 @pytest.fixture(autouse=True)
-def types(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fake_response_types(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("CompletionResponse", "TokenizeResponse", "ErrorResponse", "ErrorInfo")
     monkeypatch.setattr(llm_server, "_types", lambda: {name: type(name, (Body,), {}) for name in names})
 
@@ -63,30 +63,30 @@ def types(monkeypatch: pytest.MonkeyPatch) -> None:
 BODY = {"model": "chat", "prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
 
 
-async def test_responses_streams_and_errors() -> None:
-    async with server_of(FakePipeline(letters(9))) as server:
-        (whole,) = [one async for one in server.completions(Body(**BODY))]
-        assert type(whole).__name__ == "CompletionResponse"
-        assert whole.fields["usage"]["completion_tokens"] == 3
-        info = SimpleNamespace(headers={"X-Request-Id": "mine", "authorization": "Bearer x"})
-        events = "".join([one async for one in server.completions(Body(**BODY, stream=True), info)])
-        pieces = [json.loads(event[6:]) for event in events.split("\n\n") if event.startswith("data: {")]
-        text = "".join(piece["choices"][0]["text"] for piece in pieces)
-        assert text == whole.fields["choices"][0]["text"]
+async def test_requests_return_responses_streams_and_errors() -> None:
+    async with open_server(FakePipeline(letters(9))) as server:
+        (response,) = [item async for item in server.completions(Body(**BODY))]
+        assert type(response).__name__ == "CompletionResponse"
+        assert response.fields["usage"]["completion_tokens"] == 3
+        info = SimpleNamespace(headers={"X-Request-Id": "abc", "authorization": "Bearer x"})
+        events = "".join([item async for item in server.completions(Body(**BODY, stream=True), info)])
+        chunks = [json.loads(event[6:]) for event in events.split("\n\n") if event.startswith("data: {")]
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert text == response.fields["choices"][0]["text"]
         assert events.endswith("data: [DONE]\n\n")
-        (error,) = [one async for one in server.completions(Body(**{**BODY, "top_p": -1}))]
+        (error,) = [item async for item in server.completions(Body(**{**BODY, "top_p": -1}))]
         assert error.fields["error"].fields["code"] == 400
         assert "top_p" in error.fields["error"].fields["message"]
-        (tokens,) = [one async for one in server.tokenize(Body(model="chat", prompt="Hello"))]
+        (tokens,) = [item async for item in server.tokenize(Body(model="chat", prompt="Hello"))]
         assert tokens.fields["count"] == len(tokens.fields["tokens"])
-        (refused,) = [one async for one in server.transcriptions(Body())]
-        assert refused.fields["error"].fields["message"] == "transcriptions are not supported"
+        (unsupported,) = [item async for item in server.transcriptions(Body())]
+        assert unsupported.fields["error"].fields["message"] == "transcriptions are not supported"
 
 
-async def test_a_stream_that_is_left_cancels_the_request() -> None:
+async def test_closing_a_stream_cancels_the_request() -> None:
     gate = Gate()
     pipeline = GatedPipeline(gate, choose=letters(900))
-    async with server_of(pipeline) as server:
+    async with open_server(pipeline) as server:
         stream = server.completions(Body(**{**BODY, "max_tokens": 800}, stream=True))
         gate.let(2)
         assert "data: " in await anext(stream)
@@ -98,13 +98,13 @@ async def test_a_stream_that_is_left_cancels_the_request() -> None:
         assert engine.stats.num_generated_tokens < 800
 
 
-async def test_control() -> None:
-    async with server_of(FakePipeline(letters(3))) as server:
+async def test_health_sleep_and_unsupported_controls() -> None:
+    async with open_server(FakePipeline(letters(3))) as server:
         await server.check_health()
         await server.reset_prefix_cache()
         await server.sleep(level=1)
         assert await server.is_sleeping()
-        (error,) = [one async for one in server.completions(Body(**BODY))]
+        (error,) = [item async for item in server.completions(Body(**BODY))]
         assert error.fields["error"].fields["code"] == 503
         await server.wakeup()
         assert not await server.is_sleeping()
@@ -117,20 +117,20 @@ async def test_control() -> None:
         await server.check_health()
 
 
-def test_settings_and_options() -> None:
-    config, serve, ray = configs_of(config_of(max_length=64, shutdown_grace=7.0, ray_max_replicas=3))
+def test_engine_kwargs_become_settings_and_deployment_options() -> None:
+    config, serve, ray = configs_of(make_llm_config(max_length=64, shutdown_grace=7.0, ray_max_replicas=3))
     assert (config.model.name, config.model.max_length, serve.shutdown_grace) == ("chat", 64, 7.0)
     assert ray.max_replicas == 3
-    options = PenstockServer.get_deployment_options(config_of(ray_cpus=2, tensor_parallel_size=2))
+    options = PenstockServer.get_deployment_options(make_llm_config(ray_cpus=2, tensor_parallel_size=2))
     assert options["max_ongoing_requests"] == 3
     assert options["placement_group_bundles"] == [{"CPU": 2}]
     assert options["user_config"] == {}
     assert "name" not in options
-    own = config_of(ray_max_replicas=5)
-    own.deployment_config = {"num_replicas": 2}
-    assert "autoscaling_config" not in PenstockServer.get_deployment_options(own)
+    config = make_llm_config(ray_max_replicas=5)
+    config.deployment_config = {"num_replicas": 2}
+    assert "autoscaling_config" not in PenstockServer.get_deployment_options(config)
     with pytest.raises(ConfigError, match="max_lenght"):
-        configs_of(config_of(max_lenght=5))
+        configs_of(make_llm_config(max_lenght=5))
 
 
 async def test_an_application_that_fails_raises_its_error() -> None:

@@ -1,4 +1,4 @@
-"""The configuration of Ray, and the options of deployments and actors that follow from it. Needs no Ray."""
+"""Ray settings, and the options of deployments and actors that result from them. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.serve.config import ServeConfig
 SERVE = ServeConfig(shutdown_grace=45.0)
 
 
-def options_of(ray: RayConfig, **flat: object) -> dict[str, object]:
+def deployment_options(ray: RayConfig, **flat: object) -> dict[str, object]:
     config = PipelineConfig.from_flat({"model_path": "demo", **flat})
     return engine_options(config, SERVE, ray, Resources.of(config, ray))
 
@@ -37,7 +37,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "find_spec", lambda name: None)
 
 
-def test_limits() -> None:
+def test_settings_are_validated() -> None:
     assert RayConfig(ray_min_replicas=3).max_replicas == 3
     with pytest.raises(ConfigError, match=r"ray_max_replicas: must be at least ray_min_replicas, 3, was 2"):
         RayConfig(ray_min_replicas=3, ray_max_replicas=2)
@@ -46,9 +46,9 @@ def test_limits() -> None:
             RayConfig(**{name: value})  # type: ignore[arg-type]
 
 
-def test_replicas_are_fixed_or_follow_the_queue() -> None:
-    assert options_of(RayConfig(ray_min_replicas=2))["num_replicas"] == 2
-    scaled = options_of(RayConfig(ray_max_replicas=5, ray_target_requests=3))
+def test_the_number_of_replicas_is_fixed_or_autoscaled() -> None:
+    assert deployment_options(RayConfig(ray_min_replicas=2))["num_replicas"] == 2
+    scaled = deployment_options(RayConfig(ray_max_replicas=5, ray_target_requests=3))
     assert "num_replicas" not in scaled
     assert scaled["autoscaling_config"] == {
         "min_replicas": 1,
@@ -57,27 +57,27 @@ def test_replicas_are_fixed_or_follow_the_queue() -> None:
     }
 
 
-def test_draining_lasts_as_long_as_the_grace() -> None:
-    both = (options_of(RayConfig()), ingress_options(SERVE, RayConfig(ray_ingress_replicas=2)))
-    assert [one["graceful_shutdown_timeout_s"] for one in both] == [45.0, 45.0]
+def test_draining_may_take_the_shutdown_grace() -> None:
+    both = (deployment_options(RayConfig()), ingress_options(SERVE, RayConfig(ray_ingress_replicas=2)))
+    assert [options["graceful_shutdown_timeout_s"] for options in both] == [45.0, 45.0]
     assert both[1]["num_replicas"] == 2
     assert both[1]["ray_actor_options"] == {"num_cpus": 0}
 
 
-def test_a_divided_model_is_one_bundle_on_one_node() -> None:
+def test_a_tensor_parallel_model_is_one_bundle_on_one_node() -> None:
     ray = RayConfig(ray_cpus=8)
-    divided = options_of(ray, tensor_parallel_size=2)
-    assert divided["placement_group_bundles"] == [{"CPU": 8}]
-    assert divided["placement_group_strategy"] == "STRICT_PACK"
-    assert "placement_group_bundles" not in options_of(ray)
-    gpus = options_of(RayConfig(), tensor_parallel_size=2, devices="gpu:2,3")
+    options = deployment_options(ray, tensor_parallel_size=2)
+    assert options["placement_group_bundles"] == [{"CPU": 8}]
+    assert options["placement_group_strategy"] == "STRICT_PACK"
+    assert "placement_group_bundles" not in deployment_options(ray)
+    gpus = deployment_options(RayConfig(), tensor_parallel_size=2, devices="gpu:2,3")
     assert gpus["placement_group_bundles"] == [{"CPU": 2, "GPU": 2}]
     assert gpus["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 2}
     with pytest.raises(ConfigError, match="ray_cpus: must be at least tensor_parallel_size, 2, was 1"):
-        options_of(RayConfig(ray_cpus=1), tensor_parallel_size=2)
+        deployment_options(RayConfig(ray_cpus=1), tensor_parallel_size=2)
 
 
-def test_cpus_of_a_replica() -> None:
+def test_cpus_and_threads_of_a_replica() -> None:
     def cpus(ray: RayConfig, **flat: object) -> tuple[int, int | None]:
         config = PipelineConfig.from_flat({"model_path": "demo", **flat})
         resources = Resources.of(config, ray)
@@ -93,11 +93,11 @@ def test_cpus_of_a_replica() -> None:
 
 def test_a_replica_sees_its_gpus_from_number_0() -> None:
     config = PipelineConfig.from_flat({"model_path": "demo", "devices": "gpu:2,3"})
-    own = replica_config(config, Resources.of(config, RayConfig()))
-    assert [str(device) for device in own.model.devices] == ["gpu:0", "gpu:1"]
+    replica = replica_config(config, Resources.of(config, RayConfig()))
+    assert [str(device) for device in replica.model.devices] == ["gpu:0", "gpu:1"]
 
 
-def test_requests_beyond_replicas_and_queue_are_refused() -> None:
+def test_max_outstanding_is_the_capacity_of_replicas_and_queue() -> None:
     ray = RayConfig(ray_max_replicas=3, ray_max_requests=10)
     assert max_outstanding(ServeConfig(max_queue_size=7), ray) == 37
     assert max_outstanding(ServeConfig(), ray) == 30 + 64
@@ -107,7 +107,7 @@ def test_requests_beyond_replicas_and_queue_are_refused() -> None:
     ("name", "value"),
     [("state_dir", "x"), ("cache_events", "tcp://127.0.0.1:1"), ("profile_dir", "x"), ("model_memory", 9)],
 )
-def test_settings_of_one_process_are_refused(name: str, value: object) -> None:
+def test_settings_of_a_single_process_server_are_refused(name: str, value: object) -> None:
     check_supported(ServeConfig())
     with pytest.raises(UnsupportedFeatureError, match=f"--{name.replace('_', '-')} with --ray"):
         check_supported(ServeConfig(**{name: value}))
@@ -118,7 +118,7 @@ def test_without_ray_the_error_names_the_extra(tmp_path: Path) -> None:
     requests = tmp_path / "in.jsonl"
     requests.write_text("")
     output = tmp_path / "out.jsonl"
-    output.write_text("kept")
+    output.write_text("unchanged")
     for command, arguments in {
         "serve": ["demo"],
         "batch run": [str(requests), "-o", str(output), "demo", "--overwrite"],
@@ -127,7 +127,7 @@ def test_without_ray_the_error_names_the_extra(tmp_path: Path) -> None:
         assert result.exit_code == 2
         expected = f"penstock: error: penstock {command} --ray needs ray: pip install 'penstock-llm[ray]'"
         assert result.stderr.strip() == expected
-    assert output.read_text() == "kept"
+    assert output.read_text() == "unchanged"
     with pytest.raises(MissingDependencyError, match=r"penstock\.ray\.build_app needs ray: .*\[ray\]"):
         penstock.ray.build_app({"model_path": "demo"})
     for name in ("generate", "embed"):
@@ -143,9 +143,9 @@ def test_settings_come_from_flags_and_the_environment(monkeypatch: pytest.Monkey
     }
     assert rows["ray_min_replicas"] == ["2", "flag"]
     assert rows["ray_max_requests"] == ["5", "environment", "PENSTOCK_RAY_MAX_REQUESTS"]
-    wrong = CliRunner().invoke(cli, ["batch", "run", __file__, "-o", "x", "demo", "--ray-cpus", "0"])
-    assert wrong.exit_code == 2
-    assert "ray_cpus: must be a whole number of at least 1" in wrong.stderr
+    invalid = CliRunner().invoke(cli, ["batch", "run", __file__, "-o", "x", "demo", "--ray-cpus", "0"])
+    assert invalid.exit_code == 2
+    assert "ray_cpus: must be a whole number of at least 1" in invalid.stderr
 
 
 def test_one_application_has_one_model() -> None:

@@ -1,4 +1,4 @@
-"""`penstock.ray.generate`, `embed` and `penstock batch run --ray` with a Ray on this machine."""
+"""`penstock.ray.generate`, `embed` and `penstock batch run --ray` on a local Ray cluster."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-COUNT = 160
-PROMPTS = [f"There were {n} cats" for n in range(COUNT)]
+NUM_PROMPTS = 160
+PROMPTS = [f"There were {number} cats" for number in range(NUM_PROMPTS)]
 GENERATE = """
 import ray.data
 import penstock.ray
@@ -29,7 +29,7 @@ from penstock import SamplingParams
 
 ray.init(address="local", num_cpus=3, include_dashboard=False)
 
-dataset = ray.data.read_{format}("{given}")
+dataset = ray.data.read_{format}("{path}")
 params = SamplingParams(max_new_tokens=600, temperature=0, ignore_eos=True)
 outputs = penstock.ray.generate(
     dataset, "demo", sampling_params=params, concurrency=2, batch_size=16, num_cpus=1, kv_cache_memory="64MiB"
@@ -42,7 +42,7 @@ import ray.data
 import penstock.ray
 
 ray.init(address="local", num_cpus=3, include_dashboard=False)
-dataset = ray.data.read_json("{given}", lines=True)
+dataset = ray.data.read_json("{path}", lines=True)
 penstock.ray.embed(dataset, "{model}", batch_size=4, num_cpus=1, normalize=True).write_json("vectors")
 """
 
@@ -62,13 +62,13 @@ def parquet_rows(folder: Path) -> list[dict[str, Any]]:
     return [row for file in sorted(folder.glob("*.parquet")) for row in read_table(file).to_pylist()]
 
 
-def test_each_row_has_one_output_although_an_actor_is_killed(tmp_path: Path) -> None:
+def test_each_row_has_one_output_if_an_actor_is_killed(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow.parquet import write_table
 
     prompts: list[Any] = [*PROMPTS, "too long " * 2000]
     write_table(pyarrow.table({"id": list(range(len(prompts))), "prompt": prompts}), tmp_path / "in.parquet")
-    program_text = GENERATE.format(format="parquet", given=tmp_path / "in.parquet")
+    program_text = GENERATE.format(format="parquet", path=tmp_path / "in.parquet")
     with ray_program(["-c", program_text], tmp_path) as program:
         until(lambda: len(program.pids("penstock.worker.main")) == 2, 100)
         until(lambda: list((tmp_path / "answers").glob("*.parquet")), 100)
@@ -92,20 +92,20 @@ def test_each_row_has_one_output_although_an_actor_is_killed(tmp_path: Path) -> 
 
 def write_requests(path: Path, count: int) -> None:
     lines = []
-    for n in range(count):
+    for number in range(count):
         body = {
             "model": "demo",
-            "prompt": PROMPTS[n],
+            "prompt": PROMPTS[number],
             "max_tokens": 600,
             "temperature": 0,
             "ignore_eos": True,
         }
-        lines.append(json.dumps({"custom_id": f"n{n}", "url": "/v1/completions", "body": body}))
+        lines.append(json.dumps({"custom_id": f"n{number}", "url": "/v1/completions", "body": body}))
     lines.append('{"custom_id": "bad", "url": "/v1/completions", "body": {}}')
     path.write_text("\n".join(lines) + "\n")
 
 
-def batch(given: Path, output: Path) -> list[str]:
+def batch_command(input_path: Path, output: Path) -> list[str]:
     flags = [
         "--ray",
         "--ray-address",
@@ -117,31 +117,31 @@ def batch(given: Path, output: Path) -> list[str]:
         "--ray-batch-size",
         "16",
     ]
-    command = ["-m", "penstock", "batch", "run", str(given), "-o", str(output), "demo"]
+    command = ["-m", "penstock", "batch", "run", str(input_path), "-o", str(output), "demo"]
     return [*command, *flags, "--kv-cache-memory", "64MiB"]
 
 
-def test_a_batch_has_each_result_once_although_processes_are_killed(tmp_path: Path) -> None:
-    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    write_requests(given, COUNT)
-    output.write_text('{"custom_id": "n0", "response": {"kept": true}, "error": null}\n{"torn')
+def test_a_batch_has_each_result_once_if_processes_are_killed(tmp_path: Path) -> None:
+    input_path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_requests(input_path, NUM_PROMPTS)
+    output.write_text('{"custom_id": "n0", "response": {"previous": true}, "error": null}\n{"torn')
 
     def num_lines() -> int:
         return output.read_bytes().count(b"\n")
 
-    with ray_program(batch(given, output), tmp_path) as program:
+    with ray_program(batch_command(input_path, output), tmp_path) as program:
         until(lambda: num_lines() > 10, 100)
         os.kill(program.pids("ray::", "LineActor")[0], signal.SIGKILL)
         until(lambda: num_lines() > 50, 100)
         os.kill(program.pids("penstock.worker.main")[0], signal.SIGKILL)
-        assert num_lines() < COUNT
+        assert num_lines() < NUM_PROMPTS
         assert program.wait(200) == 1
         assert "1 requests have results, 160 are left" in program.output
         assert "1 failed" in program.output
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     results = {line["custom_id"]: line["response"] for line in lines}
-    assert len(lines) == len(results) == COUNT + 1
-    assert results.pop("n0") == {"kept": True}
+    assert len(lines) == len(results) == NUM_PROMPTS + 1
+    assert results.pop("n0") == {"previous": True}
     assert results.pop("bad")["status_code"] == 400
     texts = expected_texts(PROMPTS, 600)
     for name, response in results.items():
@@ -154,14 +154,14 @@ def test_parquet_requests_and_results(tmp_path: Path) -> None:
 
     body = {"model": "demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0.0}
     columns = {
-        "custom_id": [f"n{n}" for n in range(40)],
+        "custom_id": [f"n{number}" for number in range(40)],
         "url": ["/v1/completions"] * 40,
-        "body": [json.dumps({**body, "seed": n}) for n in range(40)],
+        "body": [json.dumps({**body, "seed": number}) for number in range(40)],
     }
     write_table(pyarrow.table(columns), tmp_path / "in.parquet")
     output = tmp_path / "out.parquet"
     for _ in range(2):
-        with ray_program(batch(tmp_path / "in.parquet", output), tmp_path) as program:
+        with ray_program(batch_command(tmp_path / "in.parquet", output), tmp_path) as program:
             assert program.wait(150) == 0
             log = program.output
     assert "40 requests have results, 0 are left" in log
@@ -176,9 +176,9 @@ def test_embeddings_of_json_lines(tmp_path: Path) -> None:
     from support.tiny_embedder import write_tiny_embedder
 
     model = write_tiny_embedder(tmp_path / "model")
-    texts = [f"a b c {n}" for n in range(10)]
+    texts = [f"a b c {number}" for number in range(10)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    with ray_program(["-c", EMBED.format(given=tmp_path / "in.jsonl", model=model)], tmp_path) as program:
+    with ray_program(["-c", EMBED.format(path=tmp_path / "in.jsonl", model=model)], tmp_path) as program:
         assert program.wait(150) == 0
     lines = [line for file in (tmp_path / "vectors").glob("*.json") for line in file.read_text().splitlines()]
     rows = {row["text"]: row for row in map(json.loads, lines)}
@@ -189,7 +189,7 @@ def test_embeddings_of_json_lines(tmp_path: Path) -> None:
         np.testing.assert_allclose(rows[text]["embedding"], vector, atol=1e-5)
 
 
-def test_the_example(tmp_path: Path) -> None:
+def test_the_example_of_a_dataset_runs(tmp_path: Path) -> None:
     with ray_program([str(ROOT / "examples" / "ray_dataset.py")], tmp_path) as program:
         assert program.wait(150) == 0
         assert "The capital of Japan is Tokyo." in program.output

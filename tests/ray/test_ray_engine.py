@@ -1,4 +1,4 @@
-"""The engine client of replicas, with replicas in this process that can be lost. Needs no Ray."""
+"""`RayEngine` with replicas in this process that tests can lose. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ CONFIG = PipelineConfig.from_flat({"model_path": "demo"})
 
 
 class LocalReplicas:
-    """Replicas in this process; requests take turns, unless the caller prefers a replica.
+    """Replicas in this process. Requests go to the replicas in turn, or to the preferred replica.
 
     Args:
         pipelines: make the pipeline of each replica.
-        honours_preference: whether the preferred replica gets a request.
+        honours_preference: whether a request goes to its preferred replica.
     """
 
     def __init__(self, *pipelines: Callable[[], FakePipeline], honours_preference: bool = False) -> None:
@@ -53,29 +53,29 @@ class LocalReplicas:
         ]
         self.lost: set[int] = set()
         self.lose_after: dict[int, int] = {}
-        """Number of a replica -> messages after which its next request loses it."""
+        """Replica number -> number of messages of its next request after which the replica is lost."""
         self.num_sent: list[int] = []
-        """The replica of each request, in order."""
+        """Replica number of each request, in order."""
         self.preferred: list[str] = []
         self.num_resets = 0
         self._turns = cycle(range(len(self.replicas)))
 
     async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
-        is_chosen = self.honours_preference and replica
-        number = int(replica.removeprefix("replica ")) if is_chosen else next(self._turns)
+        uses_preferred = self.honours_preference and replica
+        number = int(replica.removeprefix("replica ")) if uses_preferred else next(self._turns)
         self.num_sent.append(number)
         self.preferred.append(replica)
         if number in self.lost:
             raise ReplicaLostError(f"replica {number} is lost")
-        left = self.lose_after.get(number)
+        num_left = self.lose_after.get(number)
         stream = self.replicas[number].generate(frames)
         try:
             async for data in stream:
-                if left == 0:
+                if num_left == 0:
                     self.lost.add(number)
                     raise ReplicaLostError(f"replica {number} was killed")
                 yield data
-                left = None if left is None else left - 1
+                num_left = None if num_left is None else num_left - 1
         finally:
             await stream.aclose()
 
@@ -91,7 +91,7 @@ class LocalReplicas:
 
 
 @asynccontextmanager
-async def engine_of(
+async def open_engine(
     *pipelines: Callable[[], FakePipeline], max_outstanding: int = 8, honours_preference: bool = False
 ) -> AsyncIterator[tuple[RayEngine, LocalReplicas]]:
     replicas = LocalReplicas(*pipelines, honours_preference=honours_preference)
@@ -111,8 +111,8 @@ def pipeline() -> FakePipeline:
     return FakePipeline(letters(12))
 
 
-async def test_a_request_is_answered_as_by_one_worker() -> None:
-    async with engine_of(pipeline) as (engine, replicas):
+async def test_a_request_gets_the_output_of_its_replica() -> None:
+    async with open_engine(pipeline) as (engine, replicas):
         assert text(await read(engine.submit(request("a")))) == "abcdefghijkl"
         assert replicas.preferred == ["replica 0"]
         assert engine.num_outstanding == 0
@@ -120,16 +120,19 @@ async def test_a_request_is_answered_as_by_one_worker() -> None:
 
 
 @pytest.mark.parametrize("num_messages", [0, 1, 3])
-async def test_another_replica_continues_a_request(num_messages: int) -> None:
-    """Each token is delivered once, and the first replica's tokens are the prompt of the second one."""
-    seen: list[list[int]] = []
+async def test_another_replica_continues_a_request_after_a_loss(num_messages: int) -> None:
+    """Each token is delivered once. The prompt of the second replica includes the tokens of the first one."""
+    prompts: list[list[int]] = []
 
-    def recording() -> FakePipeline:
+    def make_recording_pipeline() -> FakePipeline:
         choose = letters(12)
-        return FakePipeline(lambda context: (seen.append(context.all_tokens.tolist()), choose(context))[1])
+        return FakePipeline(lambda context: (prompts.append(context.all_tokens.tolist()), choose(context))[1])
 
     gate = Gate()
-    async with engine_of(lambda: GatedPipeline(gate, choose=letters(12)), recording) as (engine, replicas):
+    async with open_engine(lambda: GatedPipeline(gate, choose=letters(12)), make_recording_pipeline) as (
+        engine,
+        replicas,
+    ):
         replicas.lose_after[0] = num_messages
         generation = engine.submit(request("a"))
         for _ in range(num_messages + 1):  # one token in each message
@@ -140,14 +143,14 @@ async def test_another_replica_continues_a_request(num_messages: int) -> None:
         assert text(deltas) == "abcdefghijkl"
         assert replicas.num_sent == [0, 1]
         assert engine.num_resumed == 1
-        letters_before = seen[0][-num_messages:] if num_messages else []
-        assert letters_before == [97 + n for n in range(num_messages)]
+        letters_of_first_replica = prompts[0][-num_messages:] if num_messages else []
+        assert letters_of_first_replica == [97 + n for n in range(num_messages)]
 
 
 async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
     gate = Gate()
     grammar = Grammar("regex", "[a-l]*")
-    async with engine_of(lambda: GatedPipeline(gate, choose=letters(12)), pipeline) as (engine, replicas):
+    async with open_engine(lambda: GatedPipeline(gate, choose=letters(12)), pipeline) as (engine, replicas):
         replicas.lose_after[0] = 1
         generation = engine.submit(request("a", grammar=grammar))
         for _ in range(2):
@@ -157,24 +160,27 @@ async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
         with pytest.raises(UnavailableError, match="of the request was lost: replica 0 was killed"):
             await read(generation)
         assert replicas.num_sent == [0]
-        # Without output it is sent again: the turns are replica 1, then 0, which is lost, then 1.
+        # A request without output is sent again: b goes to replica 1, c to replica 0 (lost) and then to 1.
         for name in ("b", "c"):
             assert text(await read(engine.submit(request(name, grammar=grammar)))) == "abcdefghijkl"
         assert replicas.num_sent == [0, 1, 0, 1]
 
 
 async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
-    """The cache of a replica is known from its reports, and before them from the requests that ran there."""
+    """The router knows the cache of a replica from its reports, and before a report from its requests."""
 
-    def caching() -> FakePipeline:
+    def make_caching_pipeline() -> FakePipeline:
         return FakePipeline(letters(12), kv=kv_manager(300))
 
-    async with engine_of(caching, caching, honours_preference=True) as (engine, replicas):
-        gate = engine.submit(request("other", "z" * 40))
+    async with open_engine(make_caching_pipeline, make_caching_pipeline, honours_preference=True) as (
+        engine,
+        replicas,
+    ):
+        other = engine.submit(request("other", "z" * 40))
         for name in "abc":
             await read(engine.submit(request(name, "x" * 400 + name, max_length=500)))
         assert replicas.preferred == ["replica 0"] + ["replica 1"] * 3
-        await read(gate)
+        await read(other)
         for _ in range(3):
             await engine._poll()
         assert not engine._choice._prefixes._expected
@@ -192,22 +198,22 @@ async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
         assert engine._choice._loads == [0, 0]
 
 
-async def test_errors_of_a_replica_reach_the_request() -> None:
-    def failing() -> FakePipeline:
-        made = GatedPipeline(choose=letters(3))
-        made.culprits.add("a")
-        return made
+async def test_an_error_of_a_replica_is_raised_by_its_request() -> None:
+    def make_failing_pipeline() -> FakePipeline:
+        pipeline = GatedPipeline(choose=letters(3))
+        pipeline.culprits.add("a")
+        return pipeline
 
-    async with engine_of(failing) as (engine, replicas):
+    async with open_engine(make_failing_pipeline) as (engine, replicas):
         with pytest.raises(RequestFailedError):
             await read(engine.submit(request("a")))
         assert replicas.num_sent == [0]
         assert text(await read(engine.submit(request("b")))) == "abc"
 
 
-async def test_limits_and_states() -> None:
+async def test_limits_cancellation_and_stop() -> None:
     gate = Gate()
-    async with engine_of(lambda: GatedPipeline(gate, choose=letters(3)), max_outstanding=1) as (engine, _):
+    async with open_engine(lambda: GatedPipeline(gate, choose=letters(3)), max_outstanding=1) as (engine, _):
         running = engine.submit(request("a"))
         with pytest.raises(InputError, match="a is running already"):
             engine.submit(request("a"))
@@ -226,8 +232,8 @@ async def test_limits_and_states() -> None:
         engine.submit(request("d"))
 
 
-async def test_what_needs_one_machine_is_refused_by_name() -> None:
-    async with engine_of(pipeline) as (engine, replicas):
+async def test_controls_of_a_single_process_server_are_refused() -> None:
+    async with open_engine(pipeline) as (engine, replicas):
         await engine.reset_prefix_cache()
         assert replicas.num_resets == 1
         for call in (engine.sleep(1, 0), engine.wake_up(), engine.reload(0), engine.start_profile()):
@@ -240,8 +246,8 @@ async def test_what_needs_one_machine_is_refused_by_name() -> None:
             engine.watch_cache(lambda number, events: None)
 
 
-async def test_totals_keep_those_of_lost_replicas() -> None:
-    async with engine_of(pipeline, pipeline) as (engine, replicas):
+async def test_totals_include_lost_replicas() -> None:
+    async with open_engine(pipeline, pipeline) as (engine, replicas):
         for name in ("a", "b"):
             await read(engine.submit(request(name)))
         await engine._poll()
@@ -251,7 +257,7 @@ async def test_totals_keep_those_of_lost_replicas() -> None:
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
         assert engine.is_alive
-        replicas.lost.remove(0)  # it was only slow
+        replicas.lost.remove(0)  # the replica was slow, not lost
         await engine._poll()
         assert engine.stats.num_generated_tokens == 2 * 13
         with patch("penstock.ray.engine._MAX_MISSING", 0):
@@ -264,7 +270,7 @@ async def test_totals_keep_those_of_lost_replicas() -> None:
         assert not engine.is_alive
 
 
-async def test_the_application_starts_and_drains_with_its_lifespan() -> None:
+async def test_the_application_starts_and_drains_with_the_asgi_lifespan() -> None:
     gate = Gate()
     replicas = LocalReplicas(lambda: GatedPipeline(gate, choose=letters(5)))
     engine = RayEngine(replicas, 8)

@@ -1,6 +1,6 @@
-"""`PenstockServer` behind the application of Ray Serve LLM, with Ray's prefix-aware router.
+"""`PenstockServer` in the OpenAI application of Ray Serve LLM, with Ray's prefix-aware router.
 
-`ray.serve.llm` needs vLLM to be imported.
+Importing `ray.serve.llm` requires vLLM.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ serve.run(build_openai_app({{"llm_configs": [config]}}))
 print("all is deployed", flush=True)
 signal.pause()
 """
-PART = "Far away there was a small house beside a river."
+SENTENCE = "Far away there was a small house beside a river."
 QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
 
 
@@ -56,11 +56,11 @@ def post(port: int, path: str, body: dict[str, Any]) -> bytes:
         f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as response:
-        found: bytes = response.read()
-        return found
+        content: bytes = response.read()
+        return content
 
 
-def test_the_openai_application_of_ray_serve_llm(tmp_path: Path) -> None:
+def test_the_openai_application_serves_chats_completions_and_errors(tmp_path: Path) -> None:
     port = free_port()
     with ray_program(["-c", PROGRAM.format(port=port)], tmp_path) as program:
         until(lambda: "all is deployed" in program.output or program.process.poll() is not None, 200)
@@ -70,28 +70,28 @@ def test_the_openai_application_of_ray_serve_llm(tmp_path: Path) -> None:
         assert answer["choices"][0]["message"]["content"] == "The capital of Germany is Berlin."
         assert answer["usage"]["completion_tokens"] == 13
         events = post(port, "/v1/chat/completions", {**body, "stream": True}).decode().split("\n\n")
-        pieces = [json.loads(event[6:]) for event in events if event.startswith("data: {")]
+        chunks = [json.loads(event[6:]) for event in events if event.startswith("data: {")]
         text = "".join(
-            piece["choices"][0]["delta"].get("content") or "" for piece in pieces if piece["choices"]
+            chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]
         )
         assert text == "The capital of Germany is Berlin."
         assert sum("[DONE]" in event for event in events) == 1
-        story = {"model": "chat", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-        whole = json.loads(post(port, "/v1/completions", story))
-        assert whole["choices"][0]["text"] == ", there was a small girl named Zoe"
+        completion_body = {"model": "chat", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+        completion = json.loads(post(port, "/v1/completions", completion_body))
+        assert completion["choices"][0]["text"] == ", there was a small girl named Zoe"
         tokens = json.loads(post(port, "/tokenize", {"model": "chat", "prompt": "Hello"}))
         assert tokens["count"] == len(tokens["tokens"]) > 0
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            post(port, "/v1/completions", {**story, "top_p": -1.0})
-        with refused.value as error:
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            post(port, "/v1/completions", {**completion_body, "top_p": -1.0})
+        with refusal.value as error:
             assert error.code == 400
             assert "top_p" in error.read().decode()
-        # Ray's router sends a prompt to the replica that has its prefix; at random, half would find theirs.
+        # Ray's router sends a prompt to the replica with its prefix. A random router would find half of them.
         cached = []
-        for turn in range(2):
+        for chapter in range(2):
             for group in range(8):
-                prompt = f"Story {group} of the old woman. {PART * 8} Chapter {turn}."
-                answer = json.loads(post(port, "/v1/completions", {**story, "prompt": prompt}))
+                prompt = f"Story {group} of the old woman. {SENTENCE * 8} Chapter {chapter}."
+                answer = json.loads(post(port, "/v1/completions", {**completion_body, "prompt": prompt}))
                 cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
         assert max(cached[:8]) < 32
         assert min(cached[8:]) >= answer["usage"]["prompt_tokens"] - 2 * 32

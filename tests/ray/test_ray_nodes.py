@@ -1,4 +1,4 @@
-"""A server on Ray Serve whose nodes go and come, and whose replicas follow the load."""
+"""A server on Ray Serve: nodes are removed and added, and replicas are autoscaled."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ serve.shutdown()
 """
 
 
-def test_requests_survive_their_node(tmp_path: Path) -> None:
+def test_requests_continue_after_their_node_is_removed(tmp_path: Path) -> None:
     with LLM("demo", kv_cache_memory="64MiB") as llm:
         params = SamplingParams(max_new_tokens=900, temperature=0, ignore_eos=True)
         expected = [output.text for output in llm.generate(PROMPTS, params, use_tqdm=False)]
@@ -81,7 +81,7 @@ def test_requests_survive_their_node(tmp_path: Path) -> None:
         assert program.wait() == 0
 
 
-def test_replicas_follow_the_queue(tmp_path: Path) -> None:
+def test_a_second_replica_starts_under_load(tmp_path: Path) -> None:
     port = free_port()
     flags = ["--ray", "--ray-address", "local", "--ray-max-replicas", "2", "--ray-target-requests", "2"]
     flags += ["--ray-cpus", "1", "--port", str(port), "--kv-cache-memory", "64MiB"]
@@ -94,15 +94,15 @@ def test_replicas_follow_the_queue(tmp_path: Path) -> None:
         assert len(replicas()) == 1
         is_over = False
 
-        def ask(prompt: str) -> None:
+        def send_requests(prompt: str) -> None:
             while not is_over:
                 post(port, completion(prompt))
 
         with ThreadPoolExecutor(12) as pool:
-            asked = [pool.submit(ask, prompt) for prompt in PROMPTS[:12]]
+            requests = [pool.submit(send_requests, prompt) for prompt in PROMPTS[:12]]
             try:
                 until(lambda: len(replicas()) == 2, 120)
             finally:
                 is_over = True
-            for one in asked:
-                one.result(100)
+            for request in requests:
+                request.result(100)

@@ -1,4 +1,4 @@
-"""`penstock serve --ray` keeps prompts with a common prefix on one of two replicas."""
+"""`penstock serve --ray` routes prompts with a common prefix to one of two replicas."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ GROUPS, ROUNDS = 8, 4
 STORY = "Once upon a time, far away, there was a small house beside a river. "
 
 
-def prompt(group: int, turn: int) -> str:
+def make_prompt(group: int, turn: int) -> str:
     return f"Story {group} of the old woman. " + STORY * 8 + f"Part {turn}."
 
 
 def hits_and_queries(port: int) -> tuple[int, int]:
-    """Return the prompt tokens that were found in a prefix cache, and all of them, summed over replicas."""
+    """Return (prompt tokens found in the prefix cache, prompt tokens), summed over replicas."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         text = response.read().decode()
-    found = [
+    matches = [
         re.search(rf"^penstock_prefix_cache_{name}_total\S* ([\d.e+]+)$", text, re.M)
         for name in ("hits", "queries")
     ]
-    hits, queries = (int(float(one[1])) for one in found if one is not None)
+    hits, queries = (int(float(match[1])) for match in matches if match is not None)
     return hits, queries
 
 
-def test_a_prefix_is_computed_by_one_replica(tmp_path: Path) -> None:
+def test_a_prefix_is_computed_by_only_one_replica(tmp_path: Path) -> None:
     port = free_port()
     flags = ["--ray", "--ray-address", "local", "--ray-min-replicas", "2", "--ray-cpus", "1"]
     flags += ["--port", str(port), "--kv-cache-memory", "64MiB"]
     with ray_program(["-m", "penstock", "serve", "demo", *flags], tmp_path) as program:
         until(lambda: is_ready(port) or program.process.poll() is not None, 120)
         until(lambda: "penstock: serving" in program.output, 60)
-        time.sleep(5)  # both replicas have reported, with the requests of their warm-up
+        time.sleep(5)  # until both replicas have reported the requests of their warm-up
         before = hits_and_queries(port)
         with ThreadPoolExecutor(4) as pool:
-            for turn in range(ROUNDS):  # four at once, so that both replicas have requests
-                asked = [
-                    pool.submit(post, port, completion(prompt(group, turn), max_tokens=20))
+            for turn in range(ROUNDS):  # four requests at a time, so that both replicas have requests
+                futures = [
+                    pool.submit(post, port, completion(make_prompt(group, turn), max_tokens=20))
                     for group in range(GROUPS)
                 ]
-                answers = [one.result(100) for one in asked]
+                answers = [future.result(100) for future in futures]
         length = answers[0]["usage"]["prompt_tokens"]
         until(lambda: hits_and_queries(port)[1] - before[1] >= 0.98 * GROUPS * ROUNDS * length, 20)
         hits = hits_and_queries(port)[0] - before[0]
-        # All rounds but the first find the prompt, up to its last block of 32 tokens.
+        # Each round after the first finds the prompt in the cache, except for its last blocks of 32 tokens.
         assert hits >= (ROUNDS - 1) * GROUPS * (length - 2 * 32)

@@ -1,4 +1,4 @@
-"""`penstock serve --ray` with a Ray on this machine: answers, lost replicas, draining, nodes that go."""
+"""`penstock serve --ray` on a local Ray cluster: answers, lost replicas, errors, and draining."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    """The texts of one process."""
+    """Return the texts that a single process generates."""
     with LLM("demo", kv_cache_memory="64MiB") as llm:
         params = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
         return [output.text for output in llm.generate(PROMPTS, params, use_tqdm=False)]
@@ -64,11 +64,11 @@ def server(tmp_path: Path) -> Iterator[tuple[RayProgram, int]]:
         yield program, port
 
 
-def test_requests_survive_their_replicas_and_streams_the_end(
+def test_requests_survive_lost_replicas_and_streams_survive_the_shutdown(
     server: tuple[RayProgram, int], expected: list[str]
 ) -> None:
     program, port = server
-    # 1. The same texts as one process, while a replica is killed.
+    # 1. A replica is killed: the texts equal those of a single process.
     replicas = program.pids("ray::ServeReplica:penstock:engine")
     assert len(replicas) == 2
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -79,7 +79,7 @@ def test_requests_survive_their_replicas_and_streams_the_end(
         texts = [answer.result(100)["choices"][0]["text"] for answer in answers]
     assert texts == expected
     until(lambda: "continues on another replica" in program.output, 10)
-    # 2. The worker process of a replica is killed: the same.
+    # 2. The worker process of a replica is killed: the texts are equal again.
     until(lambda: len(program.pids("ray::ServeReplica:penstock:engine")) == 2)
     workers = program.pids("penstock.worker.main")
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -88,7 +88,7 @@ def test_requests_survive_their_replicas_and_streams_the_end(
         os.kill(workers[0], signal.SIGKILL)
         texts = [answer.result(100)["choices"][0]["text"] for answer in answers]
     assert texts == expected
-    # 3. Errors and the prefix cache.
+    # 3. Errors.
     with pytest.raises(urllib.error.HTTPError) as refused:
         post(port, completion("x", max_tokens=-1))
     assert refused.value.code == 400

@@ -1,4 +1,4 @@
-"""The choice of the replica for a request, with reports and without Ray."""
+"""The choice of the replica for a request, from reports of replicas. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from penstock.ray.replica_choice import ReplicaChoice
 from penstock.worker.messages import WorkerStats
 from penstock.worker.routing import digests_of
 
-CACHING = msgspec.structs.replace(INFO, block_size=4, prefix_limits=[], max_batch_size=3)
-LONG = "x" * 600
+CACHING_INFO = msgspec.structs.replace(INFO, block_size=4, prefix_limits=[], max_batch_size=3)
+LONG_PROMPT = "x" * 600
 
 
-def stored(prompt: str) -> BlocksStored:
-    return BlocksStored(digests_of(request("", prompt), CACHING), None, [])
+def stored_event(prompt: str) -> BlocksStored:
+    return BlocksStored(digests_of(request("", prompt), CACHING_INFO), None, [])
 
 
 def report(choice: ReplicaChoice, **events: list[CacheEvent]) -> None:
-    """Let the replicas that are named report these events."""
+    """Update the choice with a report of each named replica that has these events."""
     choice.update(
         {
-            name: ReplicaReport(name, CACHING, WorkerStats(), cache=CacheChanges(len(found), found))
+            name: ReplicaReport(name, CACHING_INFO, WorkerStats(), cache=CacheChanges(len(found), found))
             for name, found in events.items()
         }
     )
 
 
-def chosen(choice: ReplicaChoice, prompt: str = "Hi", lost: tuple[str, ...] = (), **fields: object) -> str:
-    """Return the replica of a request that ends at once."""
+def choose_replica(
+    choice: ReplicaChoice, prompt: str = "Hi", lost: tuple[str, ...] = (), **fields: object
+) -> str:
+    """Return the replica that is chosen for a request. The request ends at once."""
     assignment = choice.assign(request("", prompt, **fields), lost)
     if assignment is None:
         return ""
@@ -42,47 +44,47 @@ def chosen(choice: ReplicaChoice, prompt: str = "Hi", lost: tuple[str, ...] = ()
 
 def test_a_request_goes_to_the_replica_that_has_its_prefix() -> None:
     choice = ReplicaChoice()
-    report(choice, a=[], b=[stored(LONG)])
-    assert chosen(choice, LONG) == "b"
-    assert chosen(choice, "y" * 600) == "a"
+    report(choice, a=[], b=[stored_event(LONG_PROMPT)])
+    assert choose_replica(choice, LONG_PROMPT) == "b"
+    assert choose_replica(choice, "y" * 600) == "a"
     assert choice.positions == {"a": 0, "b": 1}
     report(choice, a=[], b=[BlocksCleared()])
-    assert chosen(choice, LONG) == "a"
+    assert choose_replica(choice, LONG_PROMPT) == "a"
 
 
 def test_load_is_shared_and_ends_with_the_request() -> None:
     choice = ReplicaChoice()
     report(choice, a=[], b=[])
     running = [choice.assign(request(name)) for name in "xyz"]
-    assert [one.name for one in running if one is not None] == ["a", "b", "a"]
-    for one in running:
-        assert one is not None
-        choice.end(one)
-    assert chosen(choice) == "a"
+    assert [assignment.name for assignment in running if assignment is not None] == ["a", "b", "a"]
+    for assignment in running:
+        assert assignment is not None
+        choice.end(assignment)
+    assert choose_replica(choice) == "a"
 
 
-def test_several_ingresses_weigh_their_own_requests_more() -> None:
-    """Each of three processes knows a third of the requests."""
+def test_with_several_ingresses_each_request_counts_as_several() -> None:
+    """Each of three ingress processes knows a third of the requests."""
     for num_ingresses, expected in {1: "b", 3: "a"}.items():
         choice = ReplicaChoice(num_ingresses)
-        report(choice, a=[], b=[stored(LONG)])
-        assert choice.assign(request("", LONG)) is not None
-        assert chosen(choice, LONG) == expected
+        report(choice, a=[], b=[stored_event(LONG_PROMPT)])
+        assert choice.assign(request("", LONG_PROMPT)) is not None
+        assert choose_replica(choice, LONG_PROMPT) == expected
 
 
-def test_the_blocks_of_an_ended_request_count_until_its_replica_has_reported() -> None:
+def test_expected_blocks_of_an_ended_request_count_until_its_replica_has_reported() -> None:
     choice = ReplicaChoice()
     report(choice, a=[], b=[])
-    assert choice.assign(request("busy", "z" * 8)) is not None  # at a
-    assert chosen(choice, LONG) == "b"
-    assert chosen(choice, LONG) == "b"
-    report(choice, a=[], b=[])  # it may have left before the request ended
-    assert choice.assign(request("busier", "z" * 8)) is not None  # at b, a has the lower number
-    assert chosen(choice, LONG) == "b"
+    assert choice.assign(request("busy", "z" * 8)) is not None  # runs on a
+    assert choose_replica(choice, LONG_PROMPT) == "b"
+    assert choose_replica(choice, LONG_PROMPT) == "b"
+    report(choice, a=[], b=[])  # the report may have been sent before the request ended
+    assert choice.assign(request("busier", "z" * 8)) is not None  # runs on b: now the loads are equal
+    assert choose_replica(choice, LONG_PROMPT) == "b"
     report(choice, a=[], b=[])
     report(choice, a=[], b=[])
-    assert choice._prefixes._expected.keys() == set(digests_of(request("", "z" * 8), CACHING))
-    assert chosen(choice, LONG) == "a"
+    assert choice._prefixes._expected.keys() == set(digests_of(request("", "z" * 8), CACHING_INFO))
+    assert choose_replica(choice, LONG_PROMPT) == "a"
 
 
 def test_a_session_stays_with_its_replica() -> None:
@@ -90,23 +92,23 @@ def test_a_session_stays_with_its_replica() -> None:
     report(choice, a=[], b=[])
     busy = choice.assign(request("busy"))
     assert busy is not None
-    assert chosen(choice, session_id="s") == "b"
+    assert choose_replica(choice, session_id="s") == "b"
     choice.end(busy)
-    assert chosen(choice, session_id="s") == "b"
+    assert choose_replica(choice, session_id="s") == "b"
     report(choice, a=[])
-    assert chosen(choice, session_id="s") == "a"
+    assert choose_replica(choice, session_id="s") == "a"
 
 
-def test_replicas_come_and_go() -> None:
+def test_replicas_are_removed_and_added() -> None:
     choice = ReplicaChoice()
-    assert chosen(choice) == ""
-    report(choice, a=[], b=[stored(LONG)])
-    assert chosen(choice, LONG, lost=("b",)) == "a"
-    assert chosen(choice, LONG, lost=("a", "b")) == ""
-    running = choice.assign(request("", LONG))
+    assert choose_replica(choice) == ""
+    report(choice, a=[], b=[stored_event(LONG_PROMPT)])
+    assert choose_replica(choice, LONG_PROMPT, lost=("b",)) == "a"
+    assert choose_replica(choice, LONG_PROMPT, lost=("a", "b")) == ""
+    running = choice.assign(request("", LONG_PROMPT))
     assert running is not None
     assert running.name == "b"
-    report(choice, a=[], c=[])  # c gets the number of b, and neither its blocks nor its requests
+    report(choice, a=[], c=[])  # c gets the number of b, but not its blocks and requests
     assert choice._prefixes.num_blocks == 0
     choice.end(running)
     assert choice._loads == [0, 0]
@@ -114,17 +116,17 @@ def test_replicas_come_and_go() -> None:
     report(choice, a=[], c=[])
     assert not choice._prefixes._expected
     report(choice)
-    assert chosen(choice) == ""
+    assert choose_replica(choice) == ""
 
 
-def test_a_replica_that_misses_a_report_comes_back_without_load() -> None:
+def test_a_replica_without_a_report_returns_without_load() -> None:
     choice = ReplicaChoice()
     report(choice, a=[], b=[])
     running = [choice.assign(request(""), lost=("b",)) for _ in range(3)]
     report(choice, b=[])
     report(choice, a=[], b=[])
-    later = choice.assign(request(""), lost=("b",))
-    for assignment in (*running, later):
+    last = choice.assign(request(""), lost=("b",))
+    for assignment in (*running, last):
         assert assignment is not None
         choice.end(assignment)
     assert choice._loads == [0, 0]

@@ -1,4 +1,4 @@
-"""The start of a model in an actor."""
+"""`SharedStart`: concurrent calls in an actor share one start of the model, and failed starts are retried."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_concurrent_calls_share_a_start() -> None:
     assert model.num_starts == 1
 
 
-async def test_a_worker_that_ends_while_it_loads_is_started_again() -> None:
+async def test_a_worker_that_ends_during_the_load_is_started_again() -> None:
     model = FakeModel(*[UnavailableError("ended")] * (MAX_STARTS - 1))
     start = SharedStart(model.start, retry_seconds=0)
     await asyncio.gather(start(), start())
@@ -72,7 +72,7 @@ async def test_a_cancelled_call_does_not_cancel_the_start() -> None:
     assert model.num_starts == 1
 
 
-def children() -> set[int]:
+def child_processes() -> set[int]:
     """Return the ids of the child processes of this process."""
     return {
         int(pid)
@@ -81,19 +81,19 @@ def children() -> set[int]:
     }
 
 
-async def test_a_model_whose_worker_is_killed_while_it_loads() -> None:
-    before = children()
+async def test_a_model_starts_although_its_worker_is_killed_during_the_load() -> None:
+    before = child_processes()
     llm = AsyncLLM.from_config(PipelineConfig.from_flat({"model_path": "demo"}, "argument"))
     start = SharedStart(llm.start, retry_seconds=0)
-    starting = asyncio.ensure_future(start())
-    while not (workers := children() - before):
+    start_task = asyncio.ensure_future(start())
+    while not (workers := child_processes() - before):
         await asyncio.sleep(0.01)
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     try:
-        await starting
+        await start_task
         (output,) = await llm.generate("Once upon a time")
         assert output.token_ids
-        assert not children() & workers
+        assert not child_processes() & workers
     finally:
         await llm.close()

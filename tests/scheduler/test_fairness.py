@@ -1,4 +1,4 @@
-"""Fairness between clients of a batch: admission, preemption, and the number of preemptions."""
+"""Fairness between clients: admission, preemption, and the number of preemptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.scheduler import Scheduler
 
 
 class Run:
-    """A scheduler over a fake pipeline. The first letter of a request's name is its client."""
+    """Runs a scheduler over a fake pipeline. The first letter of a request's name is its client."""
 
     def __init__(self, num_blocks: int = 1000, **options: Any) -> None:
         self.pipeline = FakePipeline(kv_manager(num_blocks))
@@ -40,12 +40,12 @@ class Run:
         return dict(*self.pipeline.trace[before:])
 
     def steps_until(self, name: str) -> int:
-        """Return the number of steps until a request has a token."""
+        """Run steps until a request has a token. Return their number."""
         for count in range(1, 2000):
             self.step()
             if self.tokens[name]:
                 return count
-        raise AssertionError(f"{name} starves")
+        raise AssertionError(f"{name} has no token after 2000 steps")
 
     def finish(self) -> int:
         count = 0
@@ -54,15 +54,15 @@ class Run:
             count += 1
             assert count < 20_000
         for name, context in self.contexts.items():
-            fresh = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
-            assert self.tokens[name] == alone(fresh), name
+            copy = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
+            assert self.tokens[name] == alone(copy), name
         return count
 
-    def running(self) -> Counter[str]:
+    def running_per_client(self) -> Counter[str]:
         return Counter(name[0] for name, context in self.contexts.items() if context.is_assigned_to_cache)
 
 
-def test_clients_alternate_and_keep_their_own_order() -> None:
+def test_admission_alternates_between_clients_in_arrival_order() -> None:
     run = Run(max_batch_size=1)
     for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
         run.submit(name, 3, new=2)
@@ -77,7 +77,7 @@ def test_free_batch_slots_are_shared_evenly() -> None:
     for number in range(9):
         run.submit(f"b{number}", 1, new=20)
     run.step()
-    assert run.running() == {"a": 2, "b": 2}
+    assert run.running_per_client() == {"a": 2, "b": 2}
     assert run.scheduler.num_preemptions == 0
     run.finish()
     assert run.scheduler.num_preemptions == 0
@@ -89,12 +89,12 @@ def test_a_client_that_fills_the_batch_is_preempted_at_once() -> None:
         run.submit(f"a{number}", 4, new=60)
     for _ in range(20):
         run.step()
-    assert run.running() == {"a": 4}
+    assert run.running_per_client() == {"a": 4}
     run.submit("b", 4, new=3)
     assert run.steps_until("b") == 1
-    assert run.running() == {"a": 3, "b": 1}
+    assert run.running_per_client() == {"a": 3, "b": 1}
     assert run.scheduler.num_preemptions == 1
-    assert not run.contexts["a3"].is_assigned_to_cache, "the youngest"
+    assert not run.contexts["a3"].is_assigned_to_cache, "the youngest request is preempted"
     run.finish()
 
 
@@ -106,11 +106,11 @@ def test_a_waiting_client_gets_exactly_its_share() -> None:
     for number in range(16):
         run.submit(f"b{number}", 4, new=100)
     run.step()
-    assert run.running() == {"a": 4, "b": 4}
+    assert run.running_per_client() == {"a": 4, "b": 4}
     assert run.scheduler.num_preemptions == 4
     for _ in range(50):
         run.step()
-    assert run.scheduler.num_preemptions == 4, "no further slot moves to another client"
+    assert run.scheduler.num_preemptions == 4, "after the equal split, no context is preempted"
     run.finish()
 
 
@@ -150,7 +150,7 @@ def test_consecutive_requests_cause_one_preemption() -> None:
     assert run.scheduler.num_preemptions == 1
     for _ in range(64):
         run.step()
-    assert run.running() == {"a": 4}, "the reserved slot is used again"
+    assert run.running_per_client() == {"a": 4}, "the first client uses the reserved slot again"
     run.finish()
 
 
@@ -203,12 +203,12 @@ def test_the_client_with_the_most_blocks_is_preempted() -> None:
     run.submit("b", 4, new=16)  # the youngest
     while not run.scheduler.num_preemptions:
         run.step()
-    assert run.running() == {"a": 1, "b": 1}
+    assert run.running_per_client() == {"a": 1, "b": 1}
     run.finish()
 
 
 @pytest.mark.parametrize("num_clients", [1, 3])
-def test_clients_are_forgotten(num_clients: int) -> None:
+def test_no_state_of_ended_clients_remains(num_clients: int) -> None:
     run = Run()
     for number in range(12):
         run.submit("abc"[number % num_clients] + str(number), 4, new=5)
@@ -223,15 +223,15 @@ def test_clients_are_forgotten(num_clients: int) -> None:
     assert not shares._turns
 
 
-SIZES = {"max_batch_size": 40, "max_batch_input_tokens": 128}
+LARGE_BATCH = {"max_batch_size": 40, "max_batch_input_tokens": 128}
 
 
 class TestDeferral:
     """Decode rows of one client wait for a short prompt of another."""
 
-    def crowded(self) -> Run:
-        """Return a run in which 30 contexts of client ``a`` decode."""
-        run = Run(**SIZES)
+    def start_many(self) -> Run:
+        """Return a run with 30 decoding contexts of client ``a``."""
+        run = Run(**LARGE_BATCH)
         for number in range(30):
             run.submit(f"a{number:02}", 1, new=50)
         run.step()
@@ -239,7 +239,7 @@ class TestDeferral:
         return run
 
     def test_a_short_prompt_runs_with_few_rows_of_the_other_client(self) -> None:
-        run = self.crowded()
+        run = self.start_many()
         run.submit("b", 3, new=50)
         first = run.step()
         assert first.pop("b") == 3
@@ -248,7 +248,7 @@ class TestDeferral:
         run.finish()
 
     def test_no_two_consecutive_steps_defer(self) -> None:
-        run = self.crowded()
+        run = self.start_many()
         sizes = []
         for client in "bcdef":
             run.submit(client, 3, new=2)
@@ -257,7 +257,7 @@ class TestDeferral:
         run.finish()
 
     def test_a_prompt_that_takes_longer_than_the_deferred_rows_defers_nothing(self) -> None:
-        run = self.crowded()
+        run = self.start_many()
         run.submit("b", 104, new=2)
         assert sum(name[0] == "a" for name in run.step()) == 30
         run.submit("c", 103, new=2)
@@ -265,13 +265,13 @@ class TestDeferral:
         run.finish()
 
     def test_prompts_of_the_same_client_defer_nothing(self) -> None:
-        run = self.crowded()
+        run = self.start_many()
         run.submit("a30", 3, new=2)
         assert len(run.step()) == 31
         run.finish()
 
     def test_a_prompt_that_cannot_run_defers_nothing(self) -> None:
-        run = Run(**(SIZES | {"max_batch_size": 30}))
+        run = Run(**(LARGE_BATCH | {"max_batch_size": 30}))
         for number in range(30):
             run.submit(f"a{number:02}", 1, new=50, priority=1)
         run.step()

@@ -1,4 +1,4 @@
-"""Fault isolation by bisection: failing requests are found; if no part runs, the error is raised."""
+"""Fault isolation by bisection: finds the failing requests, or raises the error if every part fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DONE = TextGenerationStatus.END_OF_SEQUENCE
 
 
 class FailingPipeline:
-    """A pipeline that records its batches and fails if a batch contains one of the given requests."""
+    """A pipeline that records its batches and raises ``culprits[name]`` for a batch with request ``name``."""
 
     kv = NullKVCache()
 
@@ -34,7 +34,7 @@ class FailingPipeline:
         self.parts.append("".join(batch))
         for name in batch:
             if name in self.culprits:
-                self.failures[name] = RequestFailedError("half done")
+                self.failures[name] = RequestFailedError("not finished")
                 raise self.culprits[name]
         self.outputs += batch
         return {name: TextGenerationResponse([], DONE) for name in batch}
@@ -43,94 +43,94 @@ class FailingPipeline:
         raise NotImplementedError
 
 
-def batch(names: str) -> dict[str, TextContext]:
+def make_batch(names: str) -> dict[str, TextContext]:
     return {name: text_context([1], request_id=name) for name in names}
 
 
-def run(names: str, faults: str) -> tuple[FailingPipeline, dict[str, PenstockError]]:
-    forwards = FailingPipeline()
-    forwards.culprits = {name: ZeroDivisionError(name) for name in faults}
-    outputs, failures = Isolation(forwards).execute(batch(names), 1)
-    assert list(outputs) == forwards.outputs == [name for name in names if name not in faults]
-    return forwards, failures
+def run_isolated(names: str, faults: str) -> tuple[FailingPipeline, dict[str, PenstockError]]:
+    pipeline = FailingPipeline()
+    pipeline.culprits = {name: ZeroDivisionError(name) for name in faults}
+    outputs, failures = Isolation(pipeline).execute(make_batch(names), 1)
+    assert list(outputs) == pipeline.outputs == [name for name in names if name not in faults]
+    return pipeline, failures
 
 
 def test_a_batch_without_errors_runs_once() -> None:
-    assert run("abcde", "")[0].parts == ["abcde"]
+    assert run_isolated("abcde", "")[0].parts == ["abcde"]
 
 
 def test_bisection_runs_every_other_request_once() -> None:
-    forwards, failures = run("abcdefgh", "cf")
-    assert forwards.parts == "abcdefgh abcd ab cd c d efgh ef e f gh".split()
+    pipeline, failures = run_isolated("abcdefgh", "cf")
+    assert pipeline.parts == "abcdefgh abcd ab cd c d efgh ef e f gh".split()
     assert list(failures) == ["c", "f"]
     assert [str(error.__cause__) for error in failures.values()] == ["c", "f"]
-    assert not forwards.failures
+    assert not pipeline.failures
 
 
 def test_bisection_of_an_odd_batch() -> None:
-    assert run("abc", "c")[0].parts == ["abc", "ab", "c"]
+    assert run_isolated("abc", "c")[0].parts == ["abc", "ab", "c"]
 
 
 @given(st.integers(2, 40), st.data())
-def test_only_failing_requests_end_after_few_runs(size: int, data: st.DataObject) -> None:
+def test_failing_requests_are_found_in_logarithmically_many_runs(size: int, data: st.DataObject) -> None:
     names = "".join(chr(256 + number) for number in range(size))
     faults = "".join(data.draw(st.sets(st.sampled_from(names[1:]), max_size=min(5, size - 1))))
-    forwards, failures = run(names, faults)
+    pipeline, failures = run_isolated(names, faults)
     assert set(failures) == set(faults)
     assert all(type(error) is RequestFailedError for error in failures.values())
-    assert len(forwards.parts) <= 1 + 2 * len(faults) * (size - 1).bit_length()
+    assert len(pipeline.parts) <= 1 + 2 * len(faults) * (size - 1).bit_length()
 
 
-def test_a_request_error_is_not_changed() -> None:
-    forwards, refusal = FailingPipeline(), InputError("no such adapter")
-    forwards.culprits = {"b": refusal}
-    _, failures = Isolation(forwards).execute(batch("ab"), 1)
-    assert failures == {"b": refusal}
+def test_an_input_error_is_reported_unchanged() -> None:
+    pipeline, error = FailingPipeline(), InputError("no such adapter")
+    pipeline.culprits = {"b": error}
+    _, failures = Isolation(pipeline).execute(make_batch("ab"), 1)
+    assert failures == {"b": error}
 
 
-def test_the_last_error_is_raised_if_no_part_runs() -> None:
-    forwards = FailingPipeline()
-    forwards.culprits = {name: ZeroDivisionError(name) for name in "ab"}
+def test_the_last_error_is_raised_if_every_part_fails() -> None:
+    pipeline = FailingPipeline()
+    pipeline.culprits = {name: ZeroDivisionError(name) for name in "ab"}
     with pytest.raises(ZeroDivisionError, match="b"):
-        Isolation(forwards).execute(batch("ab"), 1)
-    assert forwards.parts == ["ab", "a", "b"]
-    assert not forwards.failures
+        Isolation(pipeline).execute(make_batch("ab"), 1)
+    assert pipeline.parts == ["ab", "a", "b"]
+    assert not pipeline.failures
 
 
-def test_bisection_stops_after_several_failures_in_a_row() -> None:
-    forwards, names = FailingPipeline(), [str(number) for number in range(100)]
-    forwards.culprits = {name: ZeroDivisionError(name) for name in names}
+def test_bisection_stops_after_eight_consecutive_failures() -> None:
+    pipeline, names = FailingPipeline(), [str(number) for number in range(100)]
+    pipeline.culprits = {name: ZeroDivisionError(name) for name in names}
     with pytest.raises(ZeroDivisionError, match="7"):
-        Isolation(forwards).execute({name: text_context([1]) for name in names}, 1)
+        Isolation(pipeline).execute({name: text_context([1]) for name in names}, 1)
 
 
-def test_many_failing_requests_end_if_another_one_runs() -> None:
-    _, failures = run("abcdefghijklmnop", "bcdefghijklmnop")
+def test_many_failing_requests_end_if_one_request_succeeds() -> None:
+    _, failures = run_isolated("abcdefghijklmnop", "bcdefghijklmnop")
     assert len(failures) == 15
 
 
-def test_two_failures_of_a_single_request_in_a_row_raise() -> None:
-    forwards = FailingPipeline()
-    forwards.culprits = {name: ZeroDivisionError(name) for name in "abd"}
-    isolation = Isolation(forwards)
-    assert list(isolation.execute(batch("a"), 1)[1]) == ["a"]
+def test_two_consecutive_failures_of_single_requests_raise() -> None:
+    pipeline = FailingPipeline()
+    pipeline.culprits = {name: ZeroDivisionError(name) for name in "abd"}
+    isolation = Isolation(pipeline)
+    assert list(isolation.execute(make_batch("a"), 1)[1]) == ["a"]
     with pytest.raises(ZeroDivisionError, match="b"):
-        isolation.execute(batch("b"), 1)
-    isolation.execute(batch("c"), 1)  # runs
-    assert list(isolation.execute(batch("d"), 1)[1]) == ["d"]
+        isolation.execute(make_batch("b"), 1)
+    isolation.execute(make_batch("c"), 1)  # succeeds and resets the count
+    assert list(isolation.execute(make_batch("d"), 1)[1]) == ["d"]
 
 
-def test_errors_of_requests_do_not_count() -> None:
-    forwards = FailingPipeline()
-    forwards.culprits = dict.fromkeys("abc", InputError("refused"))
-    isolation = Isolation(forwards)
+def test_input_errors_do_not_count_as_consecutive_failures() -> None:
+    pipeline = FailingPipeline()
+    pipeline.culprits = dict.fromkeys("abc", InputError("refused"))
+    isolation = Isolation(pipeline)
     for names in ("a", "b", "abc"):
-        assert list(isolation.execute(batch(names), 1)[1]) == list(names)
+        assert list(isolation.execute(make_batch(names), 1)[1]) == list(names)
 
 
-def test_an_interrupt_is_not_a_fault() -> None:
-    forwards = FailingPipeline()
-    forwards.culprits = {"a": KeyboardInterrupt()}  # type: ignore[dict-item]
+def test_an_interrupt_is_raised_without_bisection() -> None:
+    pipeline = FailingPipeline()
+    pipeline.culprits = {"a": KeyboardInterrupt()}  # type: ignore[dict-item]
     with pytest.raises(KeyboardInterrupt):
-        Isolation(forwards).execute(batch("ab"), 1)
-    assert forwards.parts == ["ab"]
+        Isolation(pipeline).execute(make_batch("ab"), 1)
+    assert pipeline.parts == ["ab"]

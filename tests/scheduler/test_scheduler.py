@@ -1,4 +1,4 @@
-"""Scripted workloads: the exact number of rows of each request in each step."""
+"""Scheduler: the exact number of rows of each request in each step of small workloads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Trace = list[dict[str, int]]
 
 
 class Run:
-    """A scheduler with a fake pipeline; records the outputs."""
+    """Runs a scheduler over a fake pipeline and records the output tokens."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
 
     def submit(self, name: str, prompt: int | list[int], new: int, **fields: Any) -> TextContext:
-        """Submit a request. An int as prompt stands for that many tokens that no other request has."""
+        """Submit a request. An int as ``prompt`` is a number of tokens that occur in no other request."""
         if isinstance(prompt, int):
             prompt = [ord(name)] * prompt
         context = text_context(prompt, max_length=len(prompt) + new, request_id=name, **fields)
@@ -61,14 +61,14 @@ class Run:
         return context
 
     def step(self, num_steps: int = 1) -> Trace:
-        """Run one step and return its rows."""
+        """Run one step. Return the number of rows of each request in each forward."""
         before = len(self.pipeline.trace)
         for name, output in self.scheduler.step(num_steps).items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
         return self.pipeline.trace[before:]
 
     def finish(self, num_steps: int = 1) -> Trace:
-        """Run all steps and return their rows; check that outputs equal those of single requests."""
+        """Run all steps and return their rows. Check that outputs equal those of requests that run alone."""
         trace: Trace = []
         while self.scheduler.has_work:
             trace += self.step(num_steps)
@@ -87,7 +87,7 @@ class Run:
 # -- Continuous batching --------------------------------------------------------------------------------
 
 
-def test_a_single_request() -> None:
+def test_a_prompt_is_one_step_and_each_further_token_one_step() -> None:
     run = Run()
     run.submit("a", 5, new=3)
     assert (run.scheduler.num_waiting, run.scheduler.num_running) == (1, 0)
@@ -147,12 +147,12 @@ def test_decoding_continues_during_a_long_prompt() -> None:
     assert run.finish() == [{"a": 1, "b": 15}, {"a": 1, "b": 15}, {"a": 1, "b": 10}, {"a": 1}]
 
 
-def test_the_remaining_budget_goes_to_the_next_prompt_from_the_minimum_chunk_on() -> None:
+def test_the_remaining_budget_goes_to_the_next_prompt_if_it_is_a_minimum_chunk() -> None:
     run = Run()
     run.submit("a", 10, new=1)
     run.submit("b", 10, new=1)
     run.submit("c", 14, new=1)
-    # 6 tokens are left for b; then b's last 4 and 12 of c
+    # Step 1 has 6 tokens left for b. Step 2 has the last 4 tokens of b and 12 of c.
     assert run.finish() == [{"a": 10, "b": 6}, {"b": 4, "c": 12}, {"c": 2}]
     run = Run(min_chunk_size=7)
     run.submit("a", 10, new=1)
@@ -171,7 +171,7 @@ def test_an_unchunked_prompt_above_the_budget_runs_in_a_separate_step() -> None:
     assert not run.scheduler.failures
 
 
-def test_no_request_overtakes_a_prompt_without_a_chunk() -> None:
+def test_no_request_overtakes_a_prompt_that_does_not_get_a_chunk() -> None:
     run = Run(min_chunk_size=7)
     for name, length in (("a", 12), ("b", 9), ("c", 2)):
         run.submit(name, length, new=1)
@@ -218,17 +218,17 @@ def test_forced_tokens_are_computed_with_the_next_token() -> None:
     run.step()
     for token in range(5):
         a.jump_ahead(token)
-    assert run.step() == [{"a": 4, "b": 1}]  # one is kept for b
+    assert run.step() == [{"a": 4, "b": 1}]  # one row is reserved for b
     assert run.step() == [{"a": 2, "b": 1}]
     run.scheduler.cancel("a")
     run.finish()
 
 
 @pytest.mark.parametrize(("num_steps", "lengths"), [(1, [1] * 8), (3, [1, 1, 1] * 2 + [1, 1]), (99, [1] * 8)])
-def test_several_steps_at_once(num_steps: int, lengths: list[int]) -> None:
+def test_multiple_steps_start_after_the_prompts(num_steps: int, lengths: list[int]) -> None:
     run = Run()
     run.submit("a", 3, new=8)
-    run.submit("b", 20, new=9)  # in two chunks: no several steps with those
+    run.submit("b", 20, new=9)  # two chunks: a step with a chunk runs alone
     trace = run.finish(num_steps)
     assert trace[:2] == [{"a": 3, "b": 13}, {"a": 1, "b": 7}]
     assert [rows["a"] for rows in trace if "a" in rows] == [3, *lengths[1:]]
@@ -268,7 +268,7 @@ def test_equal_concurrent_prompts_are_computed_once() -> None:
     prompt = list(range(1, 25))
     for name in "abc":
         run.submit(name, prompt, new=2)
-    run.submit("d", 3, new=2)  # overtakes waiting requests
+    run.submit("d", 3, new=2)  # overtakes b and c, which wait for the prefix
     assert run.finish() == [
         {"a": 16},
         {"a": 8, "d": 3},
@@ -293,20 +293,20 @@ def test_a_request_that_waits_for_a_prefix_continues_when_its_owner_ends() -> No
 def test_a_prompt_waits_until_its_blocks_are_free() -> None:
     run = Run(6)
     run.submit("a", 12, new=3)
-    run.submit("b", 12, new=1)  # three blocks are left, but one is kept for a
-    run.submit("c", 2, new=1)  # would fit, but does not overtake
+    run.submit("b", 12, new=1)  # three blocks are free, but one is reserved for a
+    run.submit("c", 2, new=1)  # would fit, but does not overtake b
     assert run.finish() == [{"a": 12}, {"a": 1}, {"a": 1}, {"b": 12, "c": 2}]
     assert run.scheduler.num_preemptions == 0
 
 
-def test_the_latest_request_is_preempted_and_continues_exactly() -> None:
+def test_the_latest_request_is_preempted_and_its_output_does_not_change() -> None:
     run = Run(5)
     run.submit("a", 4, new=12)
     run.submit("b", 4, new=12)
     trace = run.finish()
     assert trace[:5] == [{"a": 4, "b": 4}, *[{"a": 1, "b": 1}] * 4]
-    # Both have two blocks. In step 6 each needs a third: a gets the last one, b gives way. Its first block
-    # is cached still when a has ended.
+    # Both have two blocks. In step 6 each needs a third: a gets the last block, b is preempted. The first
+    # block of b is still cached when a ends.
     assert trace[5:12] == [{"a": 1}] * 7
     assert trace[12][next(iter(trace[12]))] > 1
     assert run.scheduler.num_preemptions == 1
@@ -321,7 +321,7 @@ def test_the_lowest_priority_is_preempted_before_the_latest_request() -> None:
     assert [list(rows) for rows in trace[5:12]] == [["b"]] * 7
 
 
-def test_a_preempted_context_keeps_its_arrival() -> None:
+def test_a_preempted_context_keeps_its_position_in_the_queue() -> None:
     run = Run(5, max_batch_size=2)
     run.submit("a", 4, new=12)
     run.submit("b", 4, new=12)
@@ -333,15 +333,15 @@ def test_a_preempted_context_keeps_its_arrival() -> None:
     assert [list(rows) for rows in rest[:7]] == [["a"]] * 6 + [["b", "c"]]
 
 
-def test_cached_tokens_are_counted_once() -> None:
+def test_cached_tokens_of_a_restart_are_not_counted() -> None:
     run = Run(14, max_batch_input_tokens=2)
     run.submit("a", 4, new=30)
-    run.submit("b", 40, new=1)  # is preempted before its prompt is through
+    run.submit("b", 40, new=1)  # is preempted before its prompt is computed
     run.finish()
     assert run.scheduler.num_preemptions == 1
     starts = [starts["b"] for starts in run.pipeline.starts if "b" in starts]
-    again = next(start for before, start in pairwise(starts) if start < before)
-    assert again > 0
+    restart = next(start for previous, start in pairwise(starts) if start < previous)
+    assert restart > 0
     assert run.contexts["b"].num_cached_tokens == 0
 
 
@@ -351,7 +351,7 @@ def test_a_prompt_without_blocks_waits_during_decoding() -> None:
     run.submit("a", 24, new=1)
     run.submit("b", 4, new=12)
     trace = run.step() + run.step() + run.step()
-    ready.add("a")  # the older one; for the moment there are blocks for all of its prompt
+    ready.add("a")  # the older request; enough blocks for its prompt are free at this moment
     trace += run.finish()
     assert [rows.get("b", 0) for rows in trace] == [4] + [1] * 11 + [0]
     assert [rows.get("a", 0) for rows in trace] == [0, 0, 0, 3, 3, 3, 3, 3, 3, 1, 1, 0, 4]
@@ -373,7 +373,7 @@ def test_a_preempted_context_is_a_prompt_again() -> None:
     assert run.finish()[:4] == [{"c": 4}, {"b": 4}, {"b": 4}, {"b": 1}]
 
 
-def test_a_context_preempted_in_a_chunk_is_whole_again() -> None:
+def test_a_context_preempted_in_a_chunk_is_a_whole_prompt_again() -> None:
     run = Run(6, max_batch_size=2, max_batch_input_tokens=2, min_chunk_size=1, caching=False)
     evicted = run.submit("a", 6, new=1)
     run.step()
@@ -384,7 +384,7 @@ def test_a_context_preempted_in_a_chunk_is_whole_again() -> None:
     run.finish()
 
 
-def test_a_context_that_outgrows_its_keys_is_a_prompt_again() -> None:
+def test_a_context_beyond_its_key_limit_is_a_prompt_again() -> None:
     run = Run(key_limits=(7,), caching=False)
     run.submit("a", 5, new=6)
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}, {"a": 8}, {"a": 1}, {"a": 1}]
@@ -392,7 +392,7 @@ def test_a_context_that_outgrows_its_keys_is_a_prompt_again() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 100])
-def test_several_steps_end_where_keys_do(num_steps: int) -> None:
+def test_multiple_steps_end_at_the_key_limit(num_steps: int) -> None:
     run = Run(key_limits=(7,), caching=False)
     run.submit("a", 4, new=9)
     trace = run.finish(num_steps)
@@ -413,13 +413,13 @@ def test_a_context_over_its_key_limit_is_chunked_next_to_others() -> None:
     ]
 
 
-def test_a_context_that_ends_where_its_keys_do_is_not_computed_again() -> None:
+def test_a_context_that_ends_at_its_key_limit_is_not_recomputed() -> None:
     run = Run(key_limits=(7,), caching=False)
     run.submit("a", 5, new=3)
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}]
 
 
-def test_answers_to_one_prompt_share_its_new_keys() -> None:
+def test_requests_with_one_prompt_share_the_recomputed_keys() -> None:
     run = Run(key_limits=(13,), max_batch_input_tokens=64)
     for name in "abc":
         run.submit(name, [1] * 12, new=5)
@@ -436,10 +436,10 @@ def test_answers_to_one_prompt_share_its_new_keys() -> None:
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 5)])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_steps", [1, 4])
-def test_keys_of_one_regime_are_never_read_in_another(
+def test_keys_of_one_rope_regime_are_not_read_in_another(
     windows: tuple[int | None, ...], caching: bool, num_steps: int
 ) -> None:
-    """Many contexts of like beginnings, few blocks: preempted, shared, cut, across two limits."""
+    """Contexts with common prefixes cross two key limits; with few blocks, they are preempted and chunked."""
     run = Run(*[14] * len(windows), windows=windows, caching=caching, key_limits=(9, 21))
     rng = np.random.default_rng(len(windows) + num_steps)
     for number in range(40):
@@ -452,7 +452,7 @@ def test_keys_of_one_regime_are_never_read_in_another(
     assert all(context.is_done for context in run.contexts.values())
 
 
-def test_an_urgent_request_without_blocks_does_not_stop_a_prompt_that_runs() -> None:
+def test_a_high_priority_request_without_blocks_does_not_stop_a_running_prompt() -> None:
     run = Run(8, max_batch_input_tokens=8)
     run.submit("a", 24, new=1)
     run.step()
@@ -475,7 +475,7 @@ def test_several_long_prompts_take_turns_behind_a_window() -> None:
     assert run.tokens == run.expected
 
 
-def test_a_request_that_finds_the_blocks_held_elsewhere_fails_alone() -> None:
+def test_a_request_fails_alone_if_blocks_are_held_outside_the_scheduler() -> None:
     run = Run(6)
     outsider = text_context([9] * 15)
     run.kv.claim(outsider)
@@ -493,7 +493,7 @@ def test_a_request_that_finds_the_blocks_held_elsewhere_fails_alone() -> None:
     assert sorted(run.pipeline.released) == ["a", "b"]
 
 
-def test_a_generating_context_fails_if_only_other_contexts_hold_blocks() -> None:
+def test_a_decoding_context_fails_if_blocks_are_held_outside_the_scheduler() -> None:
     run = Run(3)
     run.submit("a", 4, new=6)
     run.step()
@@ -516,14 +516,14 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
     run.finish()
 
 
-def test_a_prompt_above_the_budget_is_refused_where_it_may_not_be_cut() -> None:
+def test_a_prompt_above_the_budget_is_refused_without_chunked_prefill() -> None:
     run = Run(enable_chunked_prefill=False)
     with pytest.raises(InputError, match="has 17 tokens, but a step computes at most 16"):
         run.submit("a", 17, new=1)
     assert not run.scheduler.has_work
 
 
-def test_a_context_that_outgrew_the_budget_is_cut_all_the_same() -> None:
+def test_a_preempted_context_above_the_budget_is_chunked_without_chunked_prefill() -> None:
     run = Run(10, enable_chunked_prefill=False, max_batch_size=2)
     run.submit("a", 12, new=20)
     run.submit("b", 4, new=24)
@@ -539,7 +539,7 @@ def test_an_id_in_use_is_refused() -> None:
     for _ in range(2):
         with pytest.raises(InputError, match="request a is already submitted"):
             run.scheduler.submit(text_context([1], max_length=2, request_id="a"))
-        run.step()  # waiting the first time, running the second
+        run.step()  # the request is waiting in the first iteration and running in the second
     assert not run.scheduler.has_work
     run.scheduler.submit(text_context([1], max_length=2, request_id="a"))
 
@@ -553,7 +553,7 @@ def test_limits_are_at_least_one(name: str) -> None:
 # -- Cancelling ------------------------------------------------------------------------------------------
 
 
-def test_cancelling_frees_blocks_and_place_within_one_step() -> None:
+def test_cancelling_frees_blocks_and_batch_slot_within_one_step() -> None:
     run = Run(max_batch_size=2)
     for name in "abc":
         run.submit(name, 8, new=9)
@@ -598,7 +598,7 @@ def test_cancelling_an_ended_or_unknown_request_does_nothing() -> None:
     run.submit("a", 3, new=1)
     run.finish()
     run.scheduler.cancel("a")
-    run.scheduler.cancel("who")
+    run.scheduler.cancel("unknown")
     assert run.scheduler.has_work
     assert run.step() == []
     assert not run.scheduler.has_work
@@ -635,18 +635,18 @@ def test_a_request_that_cannot_become_ready_fails_without_others() -> None:
     assert run.pipeline.released == ["a", "b"]
 
 
-def test_a_step_checks_few_contexts_of_a_long_queue() -> None:
-    asked: list[str] = []
-    run = Run(ready=lambda context: bool(asked.append(context.request_id)), max_batch_size=3)
+def test_a_step_checks_the_readiness_of_few_contexts() -> None:
+    checked: list[str] = []
+    run = Run(ready=lambda context: bool(checked.append(context.request_id)), max_batch_size=3)
     for number in range(200):
         run.submit(f"r{number}", [1], new=1)
     for _ in range(5):
         run.step()
-        assert 0 < len(asked) <= 12
-        asked.clear()
+        assert 0 < len(checked) <= 12
+        checked.clear()
 
 
-def test_an_error_in_ready_ends_its_request_only() -> None:
+def test_an_error_in_ready_ends_only_its_request() -> None:
     def ready(context: TextContext) -> bool:
         if context.request_id == "a":
             raise KeyError("an internal error")
@@ -676,13 +676,13 @@ def test_a_failed_forward_changes_no_state() -> None:
     assert run.finish() == [{"a": 4}, {"a": 1}, {"a": 1}]
 
 
-def test_requests_that_fail_the_forward_end_and_others_continue() -> None:
+def test_a_request_that_fails_the_forward_ends_and_others_continue() -> None:
     run = Run()
     for name in "abcd":
         run.submit(name, 3, new=4)
     run.step()
     run.pipeline.culprits = {"c"}
-    # a, b, c and d together fail; so do c and d, and c.
+    # The whole batch fails, then c with d, then c.
     assert run.step() == [{"a": 1, "b": 1}, {"d": 1}]
     assert list(run.scheduler.failures) == ["c"]
     assert isinstance(run.scheduler.failures.pop("c").__cause__, FloatingPointError)
@@ -692,7 +692,7 @@ def test_requests_that_fail_the_forward_end_and_others_continue() -> None:
 
 
 @pytest.mark.parametrize("isolates_faults", [True, False])
-def test_a_context_that_the_pipeline_fails_ends_without_others(isolates_faults: bool) -> None:
+def test_a_context_that_the_pipeline_reports_as_failed_ends_alone(isolates_faults: bool) -> None:
     run = Run(isolates_faults=isolates_faults)
     run.submit("a", 3, new=3)
     run.submit("b", 3, new=3)
@@ -728,7 +728,7 @@ def test_the_cost_of_a_step_does_not_depend_on_the_queue() -> None:
             nonlocal calls
             calls += event in ("call", "c_call")
 
-        gc.disable()  # libraries register callbacks of the garbage collector, which would be counted
+        gc.disable()  # callbacks of the garbage collector would be counted
         sys.setprofile(count)
         try:
             for _ in range(10):
@@ -752,8 +752,8 @@ def test_a_block_leak_is_detected_when_the_scheduler_is_idle() -> None:
 # -- Other tasks -----------------------------------------------------------------------------------------
 
 
-def test_a_pipeline_without_a_cache() -> None:
-    class Embeddings:
+def test_a_pipeline_without_a_cache_runs_and_releases_each_request() -> None:
+    class EmbeddingsPipeline:
         kv = NullKVCache()
         trace: list[list[str]]
 
@@ -768,7 +768,7 @@ def test_a_pipeline_without_a_cache() -> None:
         def release(self, context: TextContext) -> None:
             self.released.append(context.request_id)
 
-    pipeline = Embeddings()
+    pipeline = EmbeddingsPipeline()
     scheduler: Scheduler[TextContext, EmbeddingsResponse] = Scheduler(
         pipeline, max_batch_size=2, max_batch_input_tokens=8, enable_chunked_prefill=False
     )
@@ -780,6 +780,6 @@ def test_a_pipeline_without_a_cache() -> None:
     assert pipeline.released == ["a", "b", "c"]
 
 
-def test_scheduling_loads_no_torch() -> None:
+def test_importing_the_scheduler_loads_no_torch() -> None:
     script = "import penstock.scheduler, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Random workloads and limits: each request gets its exact output once, and no step is wasted."""
+"""Random workloads and limits: each request gets its exact output once, and every step makes progress."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from penstock.errors import InputError
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.scheduler import Scheduler
 
-STREAM = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3
+COMMON_TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3
 
 
 @dataclass(frozen=True)
-class Machine:
+class Limits:
+    """Limits and settings of a scheduler and its cache."""
+
     windows: tuple[int | None, ...]
     num_blocks: int
     max_batch_size: int
@@ -33,25 +35,25 @@ class Machine:
 
 @dataclass(frozen=True)
 class Request:
-    arrival: int  # the step before which it is submitted
-    shared: int
-    own: tuple[int, ...]
-    new: int
+    arrival: int  # number of the step before which it is submitted
+    shared: int  # tokens of the common prefix
+    own: tuple[int, ...]  # tokens after the common prefix
+    new: int  # maximum number of new tokens
     priority: int
-    cancelled_after: int | None  # steps
-    ready_after: int  # steps
+    cancelled_after: int | None  # steps after the arrival
+    ready_after: int  # steps after the arrival
     echo: bool
-    fails_after: int | None  # steps: then its forward fails
-    stops: bool  # at an end-of-sequence token
+    fails_after: int | None  # steps after the arrival until its forward fails
+    stops: bool  # whether it ends at an end-of-sequence token
     client: str
 
     @property
     def prompt(self) -> list[int]:
-        return [*STREAM[: self.shared], *self.own] or [1]
+        return [*COMMON_TOKENS[: self.shared], *self.own] or [1]
 
 
-machines = st.builds(
-    Machine,
+limit_sets = st.builds(
+    Limits,
     windows=st.sampled_from([(None,), (None, 6), (5,)]),
     num_blocks=st.integers(5, 14),
     max_batch_size=st.integers(2, 6),
@@ -78,24 +80,24 @@ requests = st.builds(
 
 
 class Workload:
-    """Runs requests and records the result of each."""
+    """Runs requests and records how each one ends."""
 
-    def __init__(self, machine: Machine, requests: list[Request]) -> None:
-        self.machine, self.now = machine, 0
+    def __init__(self, limits: Limits, requests: list[Request]) -> None:
+        self.limits, self.now = limits, 0
         self.requests = {str(number): request for number, request in enumerate(requests)}
         self.pipeline = FakePipeline(
             kv_manager(
-                *[machine.num_blocks] * len(machine.windows),
-                windows=machine.windows,
-                enable_prefix_caching=machine.enable_prefix_caching,
+                *[limits.num_blocks] * len(limits.windows),
+                windows=limits.windows,
+                enable_prefix_caching=limits.enable_prefix_caching,
             )
         )
         self.scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(
             self.pipeline,
-            max_batch_size=machine.max_batch_size,
-            max_batch_input_tokens=machine.max_batch_input_tokens,
-            min_chunk_size=machine.min_chunk_size,
-            enable_chunked_prefill=machine.enable_chunked_prefill,
+            max_batch_size=limits.max_batch_size,
+            max_batch_input_tokens=limits.max_batch_input_tokens,
+            min_chunk_size=limits.min_chunk_size,
+            enable_chunked_prefill=limits.enable_chunked_prefill,
             ready=lambda context: self._is_ready(context.request_id),
         )
         self.contexts: dict[str, TextContext] = {}
@@ -112,7 +114,7 @@ class Workload:
                     self._cancel(name)
             self._step()
             self.now += 1
-            assert self.now < 2000, "a request starves"
+            assert self.now < 2000, "a request does not end"
 
     def _submit(self, name: str, request: Request) -> None:
         context = text_context(
@@ -140,9 +142,9 @@ class Workload:
         before = len(self.pipeline.trace)
         self.pipeline.culprits = {name for name in self.contexts if self._fails(name)}
         try:
-            outputs = self.scheduler.step(self.machine.num_steps)
+            outputs = self.scheduler.step(self.limits.num_steps)
         except FloatingPointError:
-            return  # no part of the batch ran, so that no request fails: the next step repeats it
+            return  # every part of the batch failed: no request ends, and the next step repeats the batch
         failed = dict(self.scheduler.failures)
         self.scheduler.failures.clear()
         assert failed.keys() <= self.pipeline.culprits
@@ -153,9 +155,11 @@ class Workload:
             if output.is_done:
                 self.ends.append((name, "done"))
         trace = self.pipeline.trace[before:]
-        assert all(sum(rows.values()) <= self.machine.max_batch_input_tokens for rows in trace)
-        assert all(len(rows) <= self.machine.max_batch_size for rows in trace)
-        assert trace or failed or not self.scheduler.num_running, "no request of those that could run has run"
+        assert all(sum(rows.values()) <= self.limits.max_batch_input_tokens for rows in trace)
+        assert all(len(rows) <= self.limits.max_batch_size for rows in trace)
+        assert trace or failed or not self.scheduler.num_running, (
+            "a step with running requests computes nothing"
+        )
         assert trace or failed or not self.scheduler.num_waiting or self.now <= 20, (
             "no waiting request is admitted"
         )
@@ -176,97 +180,106 @@ class Workload:
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(machines, st.lists(requests, min_size=1, max_size=12))
-def test_each_request_gets_its_exact_output_once(machine: Machine, requests: list[Request]) -> None:
-    work = Workload(machine, requests)
-    work.run()
-    event("preempted" if work.scheduler.num_preemptions else "not preempted")
-    assert sorted(name for name, _ in work.ends) == sorted(work.requests), "one end each"
-    assert not work.scheduler.failures
-    assert work.pipeline.kv.num_free_blocks == work.pipeline.kv.num_blocks
-    assert not work.pipeline.kv._prefixes._chains
-    assert Counter(work.pipeline.released) == Counter(work.contexts.keys())
-    for name, how in work.ends:
-        if name in work.contexts:
-            expected = alone(text_context_like(work.contexts[name]))
-            assert work.tokens[name] == expected[: len(work.tokens[name])]
-            assert how != "done" or work.tokens[name] == expected
+@given(limit_sets, st.lists(requests, min_size=1, max_size=12))
+def test_each_request_gets_its_exact_output_once(limits: Limits, requests: list[Request]) -> None:
+    workload = Workload(limits, requests)
+    workload.run()
+    event("preempted" if workload.scheduler.num_preemptions else "not preempted")
+    assert sorted(name for name, _ in workload.ends) == sorted(workload.requests), (
+        "each request ends exactly once"
+    )
+    assert not workload.scheduler.failures
+    assert workload.pipeline.kv.num_free_blocks == workload.pipeline.kv.num_blocks
+    assert not workload.pipeline.kv._prefixes._chains
+    assert Counter(workload.pipeline.released) == Counter(workload.contexts.keys())
+    for name, reason in workload.ends:
+        if name in workload.contexts:
+            expected = alone(copy_context(workload.contexts[name]))
+            assert workload.tokens[name] == expected[: len(workload.tokens[name])]
+            assert reason != "done" or workload.tokens[name] == expected
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(machines, st.lists(requests, min_size=1, max_size=12))
-def test_tokens_are_recomputed_only_after_a_preemption(machine: Machine, requests: list[Request]) -> None:
-    work = Workload(machine, requests)
-    work.run()
-    breaks = 0
-    for name, context in work.contexts.items():
+@given(limit_sets, st.lists(requests, min_size=1, max_size=12))
+def test_tokens_are_recomputed_only_after_a_preemption(limits: Limits, requests: list[Request]) -> None:
+    workload = Workload(limits, requests)
+    workload.run()
+    num_restarts = 0
+    for name, context in workload.contexts.items():
         steps = [
             (starts[name], rows[name])
-            for starts, rows in zip(work.pipeline.starts, work.pipeline.trace, strict=True)
+            for starts, rows in zip(workload.pipeline.starts, workload.pipeline.trace, strict=True)
             if name in rows
         ]
         if not steps:
             continue
         assert steps[0][0] == context.num_cached_tokens
-        again = [start for (before, rows), (start, _) in pairwise(steps) if start != before + rows]
-        breaks += len(again)
-        if not again and (name, "done") in work.ends:
+        restarts = [start for (before, rows), (start, _) in pairwise(steps) if start != before + rows]
+        num_restarts += len(restarts)
+        if not restarts and (name, "done") in workload.ends:
             computed = sum(rows for _, rows in steps)
             assert computed == context.end_idx - 1 - context.num_cached_tokens
-    assert breaks <= work.scheduler.num_preemptions
+    assert num_restarts <= workload.scheduler.num_preemptions
 
 
 @settings(max_examples=examples(30), deadline=None)
-@given(machines, st.lists(requests.map(lambda one: replace(one, fails_after=None)), min_size=2, max_size=9))
-def test_decoding_requests_are_in_every_step(machine: Machine, requests: list[Request]) -> None:
-    work = Workload(machine, requests)
-    work.run()
-    if work.scheduler.num_preemptions or any(request.cancelled_after is not None for request in requests):
+@given(
+    limit_sets,
+    st.lists(requests.map(lambda request: replace(request, fails_after=None)), min_size=2, max_size=9),
+)
+def test_decoding_requests_are_in_every_step(limits: Limits, requests: list[Request]) -> None:
+    workload = Workload(limits, requests)
+    workload.run()
+    if workload.scheduler.num_preemptions or any(request.cancelled_after is not None for request in requests):
         return
-    for name in work.contexts:
-        first = next(
+    for name in workload.contexts:
+        first_decode_step = next(
             (
                 step
                 for step, (starts, rows) in enumerate(
-                    zip(work.pipeline.starts, work.pipeline.trace, strict=True)
+                    zip(workload.pipeline.starts, workload.pipeline.trace, strict=True)
                 )
-                if name in rows and starts[name] + rows[name] >= len(work.requests[name].prompt)
+                if name in rows and starts[name] + rows[name] >= len(workload.requests[name].prompt)
             ),
             None,
         )
-        if first is not None:
-            present = [name in rows for rows in work.pipeline.trace[first:]]
-            assert present == sorted(present, reverse=True), "it paused"
+        if first_decode_step is not None:
+            present = [name in rows for rows in workload.pipeline.trace[first_decode_step:]]
+            assert present == sorted(present, reverse=True), "a decoding request is missing in a step"
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    machines,
-    st.lists(requests.map(lambda one: replace(one, ready_after=0, shared=0)), min_size=2, max_size=14),
+    limit_sets,
+    st.lists(
+        requests.map(lambda request: replace(request, ready_after=0, shared=0)), min_size=2, max_size=14
+    ),
 )
-def test_requests_of_a_client_are_admitted_in_order(machine: Machine, requests: list[Request]) -> None:
-    work = Workload(machine, requests)
-    work.run()
+def test_requests_of_a_client_are_admitted_in_order(limits: Limits, requests: list[Request]) -> None:
+    workload = Workload(limits, requests)
+    workload.run()
     for client in "xyz":
-        own = [name for name in work.admitted if work.requests[name].client == client]
-        ranks = [(-work.requests[name].priority, work.requests[name].arrival, int(name)) for name in own]
-        for earlier, later in pairwise(ranks):
-            # One that comes later may pass only by a higher priority, or where it was not there yet.
+        names = [name for name in workload.admitted if workload.requests[name].client == client]
+        keys = [
+            (-workload.requests[name].priority, workload.requests[name].arrival, int(name)) for name in names
+        ]
+        for earlier, later in pairwise(keys):
+            # A later request is admitted first only if it has a higher priority or arrived in a later step.
             assert earlier < later or earlier[1] < later[1]
 
 
 @settings(max_examples=60, deadline=None)
-@given(machines, st.lists(requests, min_size=2, max_size=14))
-def test_the_number_of_preemptions_is_bounded(machine: Machine, requests: list[Request]) -> None:
-    """Each preemption makes the shares more even; only arrivals and ends make them uneven again."""
-    work = Workload(replace(machine, num_blocks=400), requests)
-    work.run()
-    assert work.scheduler.num_preemptions <= len(requests) * machine.max_batch_size
-    assert not work.scheduler._shares.is_contended
+@given(limit_sets, st.lists(requests, min_size=2, max_size=14))
+def test_the_number_of_preemptions_is_bounded(limits: Limits, requests: list[Request]) -> None:
+    """Each preemption makes the shares of clients more equal. Only arrivals and ends make them less equal."""
+    workload = Workload(replace(limits, num_blocks=400), requests)
+    workload.run()
+    assert workload.scheduler.num_preemptions <= len(requests) * limits.max_batch_size
+    assert not workload.scheduler._shares.is_contended
 
 
-def text_context_like(context: TextContext) -> TextContext:
-    """A fresh context with the prompt and the limits of another."""
+def copy_context(context: TextContext) -> TextContext:
+    """Return a new context with the prompt, the maximum length and the EOS ids of another."""
     return text_context(
         context.prompt_tokens.tolist(), max_length=context.max_length, eos_token_ids=context.eos_token_ids
     )

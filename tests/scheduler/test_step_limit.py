@@ -1,4 +1,4 @@
-"""The duration of decode steps while one client holds many slots and others send requests."""
+"""Limit of the step duration while one client holds many slots and others send requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.scheduler.step_limit import StepTime
 
 
 class TimedPipeline(FakePipeline):
-    """A fake pipeline whose steps take a fixed time plus a time per row, or per four tokens of a prompt."""
+    """A fake pipeline. A step takes a fixed time, plus a time per decode row and per four prompt tokens."""
 
     def __init__(self, fixed: float, per_row: float) -> None:
         super().__init__(kv_manager(4000))
@@ -36,7 +36,7 @@ class TimedPipeline(FakePipeline):
 
 
 class Run:
-    """A scheduler over a timed pipeline. The first letter of a request's name is its client."""
+    """Runs a scheduler over a timed pipeline. The first letter of a request's name is its client."""
 
     def __init__(self, fixed: float, per_row: float) -> None:
         self.pipeline = TimedPipeline(fixed, per_row)
@@ -53,14 +53,14 @@ class Run:
         self.scheduler.submit(context)
 
     def step(self, num_steps: int = 1) -> float:
-        """Run a call and return its duration in seconds."""
+        """Call the scheduler once and return the duration in seconds."""
         before = self.pipeline.seconds
         for name, output in self.scheduler.step(num_steps).items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
         return self.pipeline.seconds - before
 
     def contend(self, num_rows: int, new: int = 40) -> None:
-        """Start many sequences of one client, and two short requests of another."""
+        """Start many sequences of one client, then two short requests of another."""
         for number in range(num_rows):
             self.submit(f"a{number}", new)
         for request in ("b0", "b1"):
@@ -94,7 +94,7 @@ def test_a_step_may_take_twice_its_fixed_costs() -> None:
     run.finish()
 
 
-def test_sequences_take_turns() -> None:
+def test_all_sequences_decode_equally_often() -> None:
     run = Run(fixed=0.001, per_row=0.0002)
     run.contend(128)
     before = {name: len(tokens) for name, tokens in run.tokens.items()}
@@ -105,11 +105,11 @@ def test_sequences_take_turns() -> None:
     sequences = [name for name in before if name.startswith("a")]
     steps = [rows[name] for name in sequences]
     assert min(steps) >= 5
-    assert max(steps) - min(steps) <= 2, "each sequence decodes equally often"
+    assert max(steps) - min(steps) <= 2, "sequences differ by more than two steps"
     run.finish()
 
 
-def test_a_client_alone_decodes_all_rows_again_after_a_while() -> None:
+def test_a_client_without_competitors_decodes_all_rows_after_two_seconds() -> None:
     run = Run(fixed=0.001, per_row=0.0002)
     run.contend(128, new=900)
     while run.pipeline.seconds < 60 and len(run.pipeline.trace[-1]) < 128:
@@ -118,7 +118,7 @@ def test_a_client_alone_decodes_all_rows_again_after_a_while() -> None:
     assert 1.9 < run.pipeline.seconds < 2.4
 
 
-def test_many_clients_with_few_sequences_share_every_step() -> None:
+def test_sequences_of_many_clients_are_in_every_step() -> None:
     run = Run(fixed=0.001, per_row=0.002)
     for client in "abcdefghijklmnop":
         for number in range(8):
@@ -129,14 +129,14 @@ def test_many_clients_with_few_sequences_share_every_step() -> None:
         assert len(run.pipeline.trace[-1]) == 128
 
 
-def test_steps_whose_time_does_not_depend_on_rows_are_not_divided() -> None:
+def test_steps_are_not_limited_if_their_time_does_not_depend_on_rows() -> None:
     run = Run(fixed=0.040, per_row=0.0)
     run.contend(128)
     run.step()
     assert len(run.pipeline.trace[-1]) == 128
 
 
-def test_a_call_of_several_steps_is_as_short() -> None:
+def test_a_call_of_several_steps_is_as_short_as_a_step() -> None:
     run = Run(fixed=0.0005, per_row=0.00005)
     run.contend(32)
     assert run.step(8) <= 0.005
@@ -144,7 +144,7 @@ def test_a_call_of_several_steps_is_as_short() -> None:
     run.finish()
 
 
-def test_small_shares_are_kept_whole() -> None:
+def test_clients_with_few_sequences_decode_in_every_step() -> None:
     run = Run(fixed=0.001, per_row=0.0002)
     run.contend(100, new=900)
     for number in range(6):
@@ -170,18 +170,18 @@ def test_step_time_fits_a_line_and_follows_changes() -> None:
     assert estimate.per_row == pytest.approx(0.0001, rel=0.05)
 
 
-def test_equal_steps_determine_no_line() -> None:
+def test_steps_of_equal_size_do_not_change_the_fit() -> None:
     estimate = StepTime()
     for _ in range(50):
         estimate.record(64, 0.01)
     assert estimate.fixed is None
     estimate.record(1, 0.001)
     assert estimate.fixed is not None
-    known = estimate.fixed, estimate.per_row
+    fit = estimate.fixed, estimate.per_row
     for _ in range(2000):
         estimate.record(64, 0.02)
-    assert estimate.per_row != known[1], "steps after the short one still refined the line"
-    known = estimate.fixed, estimate.per_row
+    assert estimate.per_row != fit[1], "after steps of two sizes, the fit follows later steps"
+    fit = estimate.fixed, estimate.per_row
     for _ in range(50):
         estimate.record(64, 0.03)
-    assert (estimate.fixed, estimate.per_row) == known
+    assert (estimate.fixed, estimate.per_row) == fit

@@ -1,6 +1,6 @@
-"""Whole workloads as tables: the number of rows of each request in each step.
+"""Workloads as tables of the number of rows of each request in each step.
 
-Above the line are the sizes of the machine and one line for each request: name, number of the step before
+Above the line are the limits of the scheduler and one line for each request: name, number of the step before
 which it arrives, prompt tokens, new tokens, and optionally priority or cancellation. Below the line is a
 table with one column for each request and one line for each step. A number is the rows of the request in the
 step, ``.`` means no rows, ``-`` that the request was preempted, and ``x`` that it was cancelled before the
@@ -116,21 +116,21 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_rows_of_each_step(name: str) -> None:
     script, expected = re.split(r"\n *-+\n", TABLES[name])
-    machine_line, *request_lines = script.strip().splitlines()
+    limits_line, *request_lines = script.strip().splitlines()
     header, *lines = [line.split() for line in expected.strip().splitlines()]
-    assert lines == traced(_numbers(machine_line), [line.split() for line in request_lines], header)
+    assert lines == run_workload(_parse_limits(limits_line), [line.split() for line in request_lines], header)
 
 
-def traced(machine: dict[str, int], requests: list[list[str]], header: list[str]) -> list[list[str]]:
-    """Return the actual steps as a table."""
+def run_workload(limits: dict[str, int], requests: list[list[str]], header: list[str]) -> list[list[str]]:
+    """Run the workload and return its steps as a table."""
     pipeline = FakePipeline(
-        kv_manager(machine["blocks"], enable_prefix_caching=bool(machine.get("caching", 1)))
+        kv_manager(limits["blocks"], enable_prefix_caching=bool(limits.get("caching", 1)))
     )
     scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(
         pipeline,
-        max_batch_size=machine["batch"],
-        max_batch_input_tokens=machine["tokens"],
-        min_chunk_size=machine["chunk"],
+        max_batch_size=limits["batch"],
+        max_batch_input_tokens=limits["tokens"],
+        min_chunk_size=limits["chunk"],
     )
     contexts: dict[str, TextContext] = {}
     tokens: dict[str, list[int]] = {}
@@ -151,13 +151,13 @@ def traced(machine: dict[str, int], requests: list[list[str]], header: list[str]
             if f"cancel={len(lines)}" in rest:
                 scheduler.cancel(name)
                 cells[name] = "x"
-        held = {name for name, context in contexts.items() if context.is_assigned_to_cache}
+        running = {name for name, context in contexts.items() if context.is_assigned_to_cache}
         for name, output in scheduler.step().items():
             tokens[name] += [int(token.next_token) for token in output.tokens]
         if pipeline.trace[len(lines) :]:
             (rows,) = pipeline.trace[len(lines) :]
             cells |= {name: str(count) for name, count in rows.items()}
-        for name in held:
+        for name in running:
             context = contexts[name]
             if not context.is_assigned_to_cache and not context.is_done and cells[name] == ".":
                 cells[name] = "-"
@@ -165,10 +165,10 @@ def traced(machine: dict[str, int], requests: list[list[str]], header: list[str]
         assert len(lines) < 100
     for name, context in contexts.items():
         if context.is_done:
-            fresh = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
-            assert tokens[name] == alone(fresh)
+            copy = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
+            assert tokens[name] == alone(copy)
     return lines
 
 
-def _numbers(line: str) -> dict[str, int]:
+def _parse_limits(line: str) -> dict[str, int]:
     return {name: int(value) for name, value in (pair.split("=") for pair in line.split())}
