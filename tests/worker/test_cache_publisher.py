@@ -1,4 +1,4 @@
-"""Cache events over ZeroMQ, from a worker to a subscriber."""
+"""Prefix cache events over ZeroMQ, from a worker to a subscriber."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Subscriber:
 
 
 @contextmanager
-def subscribed(publisher: CachePublisher, topic: str) -> Iterator[Subscriber]:
-    """Yield a subscriber that has received its first message, so that it misses no later one."""
+def open_subscriber(publisher: CachePublisher, topic: str) -> Iterator[Subscriber]:
+    """Yield a subscriber after it has received its first message, so that it receives all later ones."""
     subscriber = Subscriber(publisher.endpoint, topic)
     while not subscriber.socket.poll(20):
         publisher.publish(9, [BlocksCleared()])
@@ -49,8 +49,8 @@ def subscribed(publisher: CachePublisher, topic: str) -> Iterator[Subscriber]:
         publisher.close()
 
 
-def test_the_messages_have_a_topic_a_number_and_a_body() -> None:
-    publisher = CachePublisher("tcp://127.0.0.1:*", "mine")
+def test_messages_have_a_topic_a_sequence_number_and_a_body() -> None:
+    publisher = CachePublisher("tcp://127.0.0.1:*", "topic")
     first, second = bytes(range(32)), bytes(range(1, 33))
     events = [
         BlocksStored([first, second], None, [1, 2, 3, 4], "tone"),
@@ -58,37 +58,40 @@ def test_the_messages_have_a_topic_a_number_and_a_body() -> None:
         BlocksRemoved([first]),
         BlocksCleared(),
     ]
-    with subscribed(publisher, "mine") as subscriber:
+    with open_subscriber(publisher, "topic") as subscriber:
         publisher.publish(3, events)
         publisher.publish(0, [BlocksCleared()])
-        topic, number, (time, shown, worker) = subscriber.read()
-        assert (topic, worker) == (b"mine", 3)
+        topic, number, (time, received, worker) = subscriber.read()
+        assert (topic, worker) == (b"topic", 3)
         assert time > 1e9
-        one, two = 0x0001020304050607, 0x0102030405060708
-        assert shown == [
-            ["BlockStored", [one, two], None, [1, 2, 3, 4], 2, None, None, "tone"],
-            ["BlockStored", [two], one, [5, 6], 2, None, None, None],
-            ["BlockRemoved", [one]],
+        first_id, second_id = 0x0001020304050607, 0x0102030405060708
+        assert received == [
+            ["BlockStored", [first_id, second_id], None, [1, 2, 3, 4], 2, None, None, "tone"],
+            ["BlockStored", [second_id], first_id, [5, 6], 2, None, None, None],
+            ["BlockRemoved", [first_id]],
             ["AllBlocksCleared"],
         ]
         assert subscriber.read()[1] == number + 1
 
 
 def test_an_address_in_use_is_a_configuration_error() -> None:
-    publisher = CachePublisher("tcp://127.0.0.1:*", "mine")
-    for endpoint in (publisher.endpoint, "nonsense"):
+    publisher = CachePublisher("tcp://127.0.0.1:*", "topic")
+    for endpoint in (publisher.endpoint, "not an endpoint"):
         with pytest.raises(ConfigError, match="cache_events"):
-            CachePublisher(endpoint, "mine")
+            CachePublisher(endpoint, "topic")
     publisher.close()
 
 
 async def test_events_of_a_worker_reach_subscribers_and_the_router() -> None:
-    def work() -> WorkerRuntime:
+    def make_runtime() -> WorkerRuntime:
         return fake_work(FakePipeline(letters(3), kv=kv_manager(16)))
 
     publisher = CachePublisher("tcp://127.0.0.1:*", "kv")
-    with subscribed(publisher, "kv") as subscriber:
-        async with client_of(work, listener=publisher.publish) as first, client_of(work) as second:
+    with open_subscriber(publisher, "kv") as subscriber:
+        async with (
+            client_of(make_runtime, listener=publisher.publish) as first,
+            client_of(make_runtime) as second,
+        ):
             router = WorkerRouter([first, second])
             await read(router.submit(request("a", "0123456789")))
             _, _, (_, (event,), worker) = await asyncio.to_thread(subscriber.read)

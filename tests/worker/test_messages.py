@@ -1,4 +1,4 @@
-"""Messages to the worker and back arrive unchanged."""
+"""Messages between server and worker are equal after encoding and decoding."""
 
 from __future__ import annotations
 
@@ -80,51 +80,54 @@ INFO = WorkerInfo(
     startup=[("model", 0.5)],
     memory=[("weights", "1 GiB")],
 )
-LOGS = LogProbabilities([-0.5], [{3: -0.5, 4: -1.25}])
-PACKED = PackedLogProbabilities.of(LOGS)
+LOG_PROBABILITIES = LogProbabilities([-0.5], [{3: -0.5, 4: -1.25}])
+PACKED_LOG_PROBABILITIES = PackedLogProbabilities.of(LOG_PROBABILITIES)
 DONE = TextGenerationStatus.MAXIMUM_LENGTH
 
 
-def test_every_class_of_error_is_tried() -> None:
-    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)}
-    assert {type(error) for error in ERRORS} == {kind for kind in kinds if issubclass(kind, PenstockError)}
+def test_every_error_class_is_in_the_list() -> None:
+    classes = {cls for cls in vars(errors).values() if isinstance(cls, type)}
+    assert {type(error) for error in ERRORS} == {cls for cls in classes if issubclass(cls, PenstockError)}
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_arrives_as_itself(error: PenstockError) -> None:
+def test_an_error_keeps_its_class_message_and_attributes(error: PenstockError) -> None:
     error.add_note("in prompt 2")
-    crossed = messages.report_encoder()(StartFailed(ErrorRecord.of(error)))
-    again = messages.report_decoder()(crossed)
-    assert isinstance(again, StartFailed)
-    arrived = again.error.error()
-    assert type(arrived) is type(error)
-    assert str(arrived) == str(error)
-    assert vars(arrived) == vars(error)
+    encoded = messages.report_encoder()(StartFailed(ErrorRecord.of(error)))
+    decoded = messages.report_decoder()(encoded)
+    assert isinstance(decoded, StartFailed)
+    decoded = decoded.error.error()
+    assert type(decoded) is type(error)
+    assert str(decoded) == str(error)
+    assert vars(decoded) == vars(error)
 
 
 def test_internal_details_are_not_in_messages() -> None:
-    arrived = ErrorRecord.of(ZeroDivisionError("/secret/path")).error()
-    assert type(arrived) is RequestFailedError
-    assert "secret" not in str(arrived)
+    decoded = ErrorRecord.of(ZeroDivisionError("/secret/path")).error()
+    assert type(decoded) is RequestFailedError
+    assert "secret" not in str(decoded)
     error = errors.InputError("no")
     error.context = object()  # type: ignore[attr-defined]
     assert ErrorRecord.of(error) == ErrorRecord("InputError", "no")
 
 
-def test_an_error_of_an_unknown_class_arrives_as_the_nearest_known() -> None:
-    class OddError(errors.ConfigError):
+def test_an_error_of_an_unknown_class_becomes_its_nearest_known_base_class() -> None:
+    class UnknownError(errors.ConfigError):
         pass
 
-    arrived = ErrorRecord.of(OddError("odd", "is not even")).error()
-    assert type(arrived) is errors.ConfigError
-    assert str(arrived) == "odd: is not even"
+    decoded = ErrorRecord.of(UnknownError("odd", "is not even")).error()
+    assert type(decoded) is errors.ConfigError
+    assert str(decoded) == "odd: is not even"
 
 
 @pytest.mark.parametrize(
     "command",
     [
         Submit(text_context([1, 2, 3], priority=2, cache_salt="s", eos_token_ids={7})),
-        *(Submit(one(prompt="", max_length=9, tokens=np.array([1]))) for one in CONTEXT_TYPES),
+        *(
+            Submit(context_type(prompt="", max_length=9, tokens=np.array([1])))
+            for context_type in CONTEXT_TYPES
+        ),
         Cancel("r"),
         LoadAdapter(1, "name", "/path"),
         UnloadAdapter(2, "name"),
@@ -133,15 +136,15 @@ def test_an_error_of_an_unknown_class_arrives_as_the_nearest_known() -> None:
     ],
     ids=lambda command: type(command).__name__,
 )
-def test_commands_cross(command: messages.Command) -> None:
-    again = messages.command_decoder()(messages.command_encoder()(command))
-    assert type(again) is type(command)
-    assert again == command
+def test_commands_are_equal_after_decoding(command: messages.Command) -> None:
+    decoded = messages.command_decoder()(messages.command_encoder()(command))
+    assert type(decoded) is type(command)
+    assert decoded == command
     if isinstance(command, Submit):
-        assert type(again.context) is type(command.context)
+        assert type(decoded.context) is type(command.context)
 
 
-def test_large_arrays_cross_once_outside_the_body() -> None:
+def test_large_arrays_are_sent_once_in_a_separate_frame() -> None:
     pixels = np.random.default_rng(0).normal(size=(3, 200, 100)).astype(np.float32)
     images = [ImageMetadata(start_idx=start, end_idx=start + 2, pixel_values=pixels) for start in (0, 2)]
     context = TextAndVisionContext(
@@ -152,10 +155,10 @@ def test_large_arrays_cross_once_outside_the_body() -> None:
     assert len(frames[0]) < 2000
     assert bytes(frames[1]) == pixels.tobytes()
     decode = messages.command_decoder()
-    again = decode([bytes(frame) for frame in frames])
-    assert again.context == context
-    assert again.context.images[0].pixel_values is again.context.pixel_values[1]
-    assert again.context.images[0].pixel_values.flags.writeable
+    decoded = decode([bytes(frame) for frame in frames])
+    assert decoded.context == context
+    assert decoded.context.images[0].pixel_values is decoded.context.pixel_values[1]
+    assert decoded.context.images[0].pixel_values.flags.writeable
     assert isinstance(decode([bytes(messages.command_encoder()(Ping())[0])]), Ping)
 
 
@@ -170,7 +173,7 @@ def test_large_arrays_cross_once_outside_the_body() -> None:
             [Admission("a", 64)],
             [
                 TextResult("a", [1, 2]),
-                TextResult("b", [3], DONE, [PACKED], PACKED),
+                TextResult("b", [3], DONE, [PACKED_LOG_PROBABILITIES], PACKED_LOG_PROBABILITIES),
                 EmbeddingsResult("e", EmbeddingsResponse(np.arange(3.0), scores=np.ones(2, np.float32))),
                 AudioResult("f", audio=np.arange(4, dtype=np.float32)),
                 AudioResult("g", DONE),
@@ -184,13 +187,13 @@ def test_large_arrays_cross_once_outside_the_body() -> None:
     ],
     ids=lambda report: type(report).__name__,
 )
-def test_reports_cross(report: messages.WorkerMessage) -> None:
-    again = messages.report_decoder()(messages.report_encoder()(report))
-    assert type(again) is type(report)
-    assert again == report
+def test_reports_are_equal_after_decoding(report: messages.WorkerMessage) -> None:
+    decoded = messages.report_decoder()(messages.report_encoder()(report))
+    assert type(decoded) is type(report)
+    assert decoded == report
 
 
-def test_a_token_costs_few_bytes() -> None:
+def test_a_token_takes_fewer_than_56_bytes() -> None:
     def size(num_requests: int) -> int:
         results = [TextResult(f"{number:032x}", [1000]) for number in range(num_requests)]
         return len(messages.report_encoder()(StepResults(WorkerStats(), [], results)))
@@ -199,6 +202,6 @@ def test_a_token_costs_few_bytes() -> None:
     assert msgspec.msgpack.decode(messages.report_encoder()(Pong(WorkerStats())))[0] == "Pong"
 
 
-def test_messages_and_worker_do_not_load_torch() -> None:
+def test_importing_the_worker_process_loads_no_torch() -> None:
     script = "import penstock.worker.process, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Outputs of all kinds, from the pipeline to the client."""
+"""Conversion of pipeline outputs of all tasks to messages, and of messages to deltas of the client."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ SAMPLES = np.arange(4, dtype=np.float32)
         (AudioGenerationResponse(ACTIVE), None),
     ],
 )
-def test_each_kind_of_output_has_its_message(output: Any, result: Any) -> None:
+def test_each_output_type_has_its_message_type(output: Any, result: Any) -> None:
     assert result_of(request("a"), output) == result
 
 
 def test_an_object_that_is_not_an_output_is_refused() -> None:
-    class Strange:
+    class Unknown:
         is_done = True
 
-    with pytest.raises(TypeError, match="returned a Strange, which is not an output type"):
-        result_of(request("a"), Strange())
+    with pytest.raises(TypeError, match="returned a Unknown, which is not an output type"):
+        result_of(request("a"), Unknown())
 
 
-async def test_the_client_joins_chunks_of_audio() -> None:
+async def test_chunks_of_audio_that_are_not_read_are_joined() -> None:
     generation = Generation("a", lambda name: None)
     generation.add(AudioResult("a", ACTIVE, SAMPLES))
     generation.add(AudioResult("a", ACTIVE, SAMPLES + 4))

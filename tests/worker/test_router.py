@@ -1,4 +1,4 @@
-"""The router over two fake engine clients, without any process."""
+"""`WorkerRouter` over fake engine clients, without worker processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from penstock.worker.router import WorkerRouter
 from penstock.worker.routing import MAX_DIGESTS, REQUEST_COST, PrefixAware, digests_of
 
 
-def names(engine: FakeEngine) -> list[str]:
+def request_ids(engine: FakeEngine) -> list[str]:
     return [context.request_id for context in engine.contexts]
 
 
@@ -40,19 +40,19 @@ async def test_a_request_goes_to_the_worker_with_the_fewest_requests() -> None:
     first, second = FakeEngine(is_paused=True), FakeEngine(is_paused=True)
     router = WorkerRouter([first, second])
     generations = [router.submit(request(name)) for name in "abc"]
-    assert (names(first), names(second)) == (["a", "c"], ["b"])
+    assert (request_ids(first), request_ids(second)) == (["a", "c"], ["b"])
     generations[0].cancel()
     generations[2].cancel()
     assert (first.cancelled, second.cancelled) == (["a", "c"], [])
     router.submit(request("d"))
-    assert names(first) == ["a", "c", "d"]
+    assert request_ids(first) == ["a", "c", "d"]
     assert router.num_outstanding == 2
 
 
-async def test_results_come_from_the_chosen_worker() -> None:
+async def test_each_request_gets_the_output_of_its_worker() -> None:
     router = WorkerRouter([FakeEngine("first"), FakeEngine("second")])
     generations = [router.submit(request(name)) for name in "ab"]
-    assert [text(await read(one)) for one in generations] == ["first", "second"]
+    assert [text(await read(generation)) for generation in generations] == ["first", "second"]
     assert router.num_outstanding == 0
 
 
@@ -60,20 +60,20 @@ async def test_a_worker_that_is_not_ready_gets_no_request() -> None:
     first, second = FakeEngine(state="restarting"), FakeEngine(num_outstanding=9)
     router = WorkerRouter([first, second])
     router.submit(request("a"))
-    assert (names(first), names(second)) == ([], ["a"])
+    assert (request_ids(first), request_ids(second)) == ([], ["a"])
     second.state = "restarting"
     with pytest.raises(UnavailableError, match="restarting"):
         router.submit(request("b"))
 
 
-async def test_a_full_worker_passes_the_request_on() -> None:
+async def test_a_request_that_a_full_worker_refuses_goes_to_another() -> None:
     class Full(FakeEngine):
         def submit(self, context: TextContext) -> Generation:
             raise OverloadedError("the queue is full")
 
     second = FakeEngine()
     WorkerRouter([Full(), second]).submit(request("a"))
-    assert names(second) == ["a"]
+    assert request_ids(second) == ["a"]
     with pytest.raises(OverloadedError, match="full"):
         WorkerRouter([Full(), FakeEngine(state="restarting"), Full()]).submit(request("b"))
 
@@ -87,7 +87,7 @@ async def test_an_id_in_use_at_any_worker_is_refused() -> None:
     router.submit(request("a"))
 
 
-async def test_the_policy_is_replaceable() -> None:
+async def test_a_custom_routing_policy_is_used() -> None:
     class BySalt:
         def choose(self, context: TextContext, digests: object, loads: object, workers: int) -> int:
             assert workers == 0b11
@@ -97,7 +97,7 @@ async def test_the_policy_is_replaceable() -> None:
     router = WorkerRouter([first, second], BySalt())
     for name, salt in {"a": "1", "b": "1", "c": "0"}.items():
         router.submit(request(name, cache_salt=salt))
-    assert (names(first), names(second)) == (["c"], ["a", "b"])
+    assert (request_ids(first), request_ids(second)) == (["c"], ["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_health_and_counts_of_two_workers() -> None:
     assert not router.is_alive
 
 
-async def test_the_end_of_a_request_of_any_worker_is_reported() -> None:
+async def test_request_ended_resolves_for_any_worker() -> None:
     first, second = FakeEngine(is_paused=True), FakeEngine(is_paused=True)
     router = WorkerRouter([first, second])
     ended, generation = router.request_ended(), router.submit(request("a"))
@@ -180,70 +180,70 @@ async def test_a_worker_that_does_not_start_stops_the_others() -> None:
     assert first.calls == ["start", "stop 0"]
 
 
-async def test_two_real_workers() -> None:
+async def test_two_real_workers_share_requests() -> None:
     async with client_of(FakePipeline.saying("x")) as first, client_of(FakePipeline.saying("x")) as second:
         router = WorkerRouter([first, second])
         generations = [router.submit(request(str(number))) for number in range(6)]
         assert (first.num_outstanding, second.num_outstanding) == (3, 3)
-        assert [ids(await read(one)) for one in generations] == [[120]] * 6
+        assert [ids(await read(generation)) for generation in generations] == [[120]] * 6
         assert router.stats.num_prompt_tokens == 6 * 2
 
 
 # -- Prefixes and sessions -------------------------------------------------------------------------------
 
 
-CACHING = msgspec.structs.replace(INFO, block_size=4, prefix_limits=[], max_batch_size=3)
+CACHING_INFO = msgspec.structs.replace(INFO, block_size=4, prefix_limits=[], max_batch_size=3)
 
 
 def caching_engine(**fields: Any) -> FakeEngine:
-    return FakeEngine(info=CACHING, is_paused=True, **fields)
+    return FakeEngine(info=CACHING_INFO, is_paused=True, **fields)
 
 
-def stored(prompt: str) -> BlocksStored:
-    return BlocksStored(digests_of(request("", prompt), CACHING), None, [])
+def stored_event(prompt: str) -> BlocksStored:
+    return BlocksStored(digests_of(request("", prompt), CACHING_INFO), None, [])
 
 
 async def test_a_request_goes_to_the_worker_that_has_its_prefix() -> None:
     first, second = caching_engine(), caching_engine()
     router = WorkerRouter([first, second])
-    second.report(stored("x" * 400))
+    second.report(stored_event("x" * 400))
     router.submit(request("a", "x" * 400))
     router.submit(request("b", "x" * 300 + "y" * 100))
-    router.submit(request("c", "y" * 400))  # second has a prefix of nothing, and two requests
-    assert (names(first), names(second)) == (["c"], ["a", "b"])
+    router.submit(request("c", "y" * 400))  # second has no prefix of it and has two requests
+    assert (request_ids(first), request_ids(second)) == (["c"], ["a", "b"])
 
 
-async def test_the_longer_prefix_wins() -> None:
+async def test_the_worker_with_the_longest_prefix_gets_the_request() -> None:
     first, second, third = caching_engine(), caching_engine(), caching_engine()
     router = WorkerRouter([first, second, third])
-    first.report(stored("x" * 100))
-    second.report(stored("x" * 400))
-    third.report(stored("x" * 100))
+    first.report(stored_event("x" * 100))
+    second.report(stored_event("x" * 400))
+    third.report(stored_event("x" * 100))
     router.submit(request("a", "x" * 400))
-    assert names(second) == ["a"]
+    assert request_ids(second) == ["a"]
 
 
 async def test_load_outweighs_a_short_prefix() -> None:
     first, second = caching_engine(), caching_engine()
     router = WorkerRouter([first, second])
     prompt = "x" * (2 * REQUEST_COST + 40)
-    second.report(stored(prompt))
-    for name in "abc":  # the second pays two requests for the prefix, and not three
+    second.report(stored_event(prompt))
+    for name in "abc":  # the prefix outweighs two requests, but not three
         router.submit(request(name, prompt, cache_salt=None))
-    assert (names(first), names(second)) == ([], ["a", "b", "c"])
+    assert (request_ids(first), request_ids(second)) == ([], ["a", "b", "c"])
     router.submit(request("d", prompt))
-    assert names(first) == ["d"]
+    assert request_ids(first) == ["d"]
 
 
 @pytest.mark.parametrize("event", ["removed", "cleared", "restarted"])
-async def test_an_evicted_prefix_does_not_attract_requests(event: str) -> None:
+async def test_an_evicted_prefix_does_not_affect_routing(event: str) -> None:
     first, second = caching_engine(), caching_engine()
     router = WorkerRouter([first, second])
     prompt = "x" * 400
-    second.report(stored(prompt))
-    second.report(BlocksRemoved(stored(prompt).digests) if event == "removed" else BlocksCleared())
+    second.report(stored_event(prompt))
+    second.report(BlocksRemoved(stored_event(prompt).digests) if event == "removed" else BlocksCleared())
     router.submit(request("a", prompt))
-    assert (names(first), names(second)) == (["a"], [])
+    assert (request_ids(first), request_ids(second)) == (["a"], [])
     assert router.prefixes.num_blocks == 0
 
 
@@ -252,26 +252,26 @@ async def test_requests_with_one_prompt_that_arrive_together_share_a_worker() ->
     router = WorkerRouter([first, second])
     router.submit(request("other"))
     generations = [router.submit(request(name, "x" * 2000)) for name in "ab"]
-    assert (names(first), names(second)) == (["other"], ["a", "b"])
+    assert (request_ids(first), request_ids(second)) == (["other"], ["a", "b"])
     for generation in generations:
         generation.cancel()
-    router.submit(request("d", "x" * 2000))  # nothing was stored
-    assert names(second)[2:] == ["d"]
+    router.submit(request("d", "x" * 2000))  # no block was stored
+    assert request_ids(second)[2:] == ["d"]
     router.submit(request("e", "y" * 2000))
-    assert names(first) == ["other", "e"]
+    assert request_ids(first) == ["other", "e"]
 
 
-async def test_salted_prompts_and_those_without_a_prefix_cache_share_nothing() -> None:
+async def test_prompts_with_salt_echo_or_adapter_do_not_match_cached_prefixes() -> None:
     first, second = caching_engine(), caching_engine()
     router = WorkerRouter([first, second])
-    second.report(stored("x" * 400))
+    second.report(stored_event("x" * 400))
     for name, fields in {
-        "a": {"cache_salt": "mine"},
+        "a": {"cache_salt": "salt"},
         "b": {"log_probabilities": 1, "log_probabilities_echo": True},
         "c": {"adapter": "tone"},
     }.items():
         router.submit(request(name, "x" * 400, **fields)).cancel()
-    assert (names(first), names(second)) == (["a", "b", "c"], [])
+    assert (request_ids(first), request_ids(second)) == (["a", "b", "c"], [])
 
 
 async def test_a_session_stays_with_its_worker() -> None:
@@ -280,16 +280,16 @@ async def test_a_session_stays_with_its_worker() -> None:
     router.submit(request("busy"))
     router.submit(request("a", session_id="s"))
     router.submit(request("b", session_id="s"))
-    assert names(second) == ["a", "b"]
+    assert request_ids(second) == ["a", "b"]
     for number in range(2):
         router.submit(request(f"c{number}", session_id="s"))
-    assert names(second)[2:] == ["c0", "c1"]
-    router.submit(request("d", session_id="s"))  # 4 requests against 1: more than a batch of 3 would be
-    assert names(second)[4:] == ["d"]
+    assert request_ids(second)[2:] == ["c0", "c1"]
+    router.submit(request("d", session_id="s"))  # 4 requests against 1: the difference is the batch size of 3
+    assert request_ids(second)[4:] == ["d"]
     router.submit(request("e", session_id="s"))
-    assert names(first) == ["busy", "e"]
-    router.submit(request("f", session_id="s"))  # it moved
-    assert names(first) == ["busy", "e", "f"]
+    assert request_ids(first) == ["busy", "e"]
+    router.submit(request("f", session_id="s"))  # the session has moved
+    assert request_ids(first) == ["busy", "e", "f"]
 
 
 async def test_a_session_leaves_a_worker_that_is_down() -> None:
@@ -298,10 +298,10 @@ async def test_a_session_leaves_a_worker_that_is_down() -> None:
     router.submit(request("a", session_id="s"))
     first.state = "restarting"
     router.submit(request("b", session_id="s"))
-    assert names(second) == ["b"]
+    assert request_ids(second) == ["b"]
 
 
-async def test_sessions_are_forgotten() -> None:
+async def test_the_number_of_sessions_is_bounded() -> None:
     policy = PrefixAware(PrefixMap(), 4, 1)
     with patch("penstock.worker.routing.MAX_SESSIONS", 2):
         for session in "abc":
@@ -309,14 +309,14 @@ async def test_sessions_are_forgotten() -> None:
     assert list(policy._sessions) == ["b", "c"]
 
 
-def test_the_digests_are_those_of_the_kv_cache() -> None:
+def test_digests_equal_those_of_the_kv_cache() -> None:
     for limits, length in (((), 30), ((16,), 30), ((16,), 12)):
         manager, context = kv_manager(20, key_limits=limits), text_context(range(length), cache_salt="mine")
         manager.record_events()
         advance(manager, context)
         (event,) = manager.take_events()
         assert isinstance(event, BlocksStored)
-        info = msgspec.structs.replace(CACHING, prefix_limits=list(manager.prefix_limits or ()))
+        info = msgspec.structs.replace(CACHING_INFO, prefix_limits=list(manager.prefix_limits or ()))
         found = digests_of(text_context(range(length), cache_salt="mine"), info)
         assert found == event.digests[: (length - 1) // 4]
 
@@ -324,18 +324,18 @@ def test_the_digests_are_those_of_the_kv_cache() -> None:
 def test_a_cache_without_prefixes_has_no_digests() -> None:
     manager = kv_manager(20, enable_prefix_caching=False)
     assert manager.prefix_limits is None
-    assert digests_of(request("", "x" * 40), msgspec.structs.replace(CACHING, prefix_limits=None)) == []
+    assert digests_of(request("", "x" * 40), msgspec.structs.replace(CACHING_INFO, prefix_limits=None)) == []
 
 
 def test_only_the_first_blocks_are_hashed() -> None:
     context = text_context([1] * 4 * (MAX_DIGESTS + 5), max_length=10_000)
-    assert len(digests_of(context, CACHING)) == MAX_DIGESTS
+    assert len(digests_of(context, CACHING_INFO)) == MAX_DIGESTS
 
 
 # -- Sleep, profiles and reload --------------------------------------------------------------------------
 
 
-async def test_controls_reach_all_workers() -> None:
+async def test_controls_are_sent_to_all_workers() -> None:
     first, second = FakeEngine(), FakeEngine()
     router = WorkerRouter([first, second])
     await router.reset_prefix_cache()
@@ -357,21 +357,21 @@ async def test_if_one_worker_cannot_sleep_all_stay_awake() -> None:
     assert (first.state, second.state) == ("ready", "ready")
 
 
-def reloadable(old: list[FakeEngine], new: list[FakeEngine]) -> WorkerRouter:
+def make_reloadable_router(old: list[FakeEngine], new: list[FakeEngine]) -> WorkerRouter:
     return WorkerRouter(old, make_worker=new.__getitem__)
 
 
-async def test_a_reload_replaces_one_worker_after_the_other() -> None:
+async def test_a_reload_replaces_workers_one_by_one() -> None:
     old = [caching_engine(adapters={"tone": "/tone"}, num_restarts=2), caching_engine(num_restarts=3)]
     new = [caching_engine(adapters={"other": "/other"}), caching_engine()]
-    router = reloadable(old, new)
+    router = make_reloadable_router(old, new)
     running = [router.submit(request(name)) for name in "ab"]
-    old[0].report(stored("x" * 400))
+    old[0].report(stored_event("x" * 400))
     reload = asyncio.create_task(router.reload(60))
     await asyncio.sleep(0.05)
-    assert old[0].calls == []  # it has a request
+    assert old[0].calls == []  # it still has a request
     router.submit(request("c"))
-    assert (names(old[0]), names(old[1])) == (["a"], ["b", "c"])
+    assert (request_ids(old[0]), request_ids(old[1])) == (["a"], ["b", "c"])
     running[0].cancel()
     await asyncio.sleep(0.1)
     assert (old[0].calls, new[0].calls) == (["stop 0"], ["start"])
@@ -379,26 +379,26 @@ async def test_a_reload_replaces_one_worker_after_the_other() -> None:
     assert router.prefixes.num_blocks == 0
     assert old[1].calls == []
     router.submit(request("d"))
-    assert names(new[0]) == ["d"]
-    for name in list(old[1].contexts):
-        old[1]._cancel(name.request_id)
+    assert request_ids(new[0]) == ["d"]
+    for context in list(old[1].contexts):
+        old[1]._cancel(context.request_id)
     await reload
     assert router.workers == new
     assert router.num_restarts == 5
-    new[1].report(stored("x" * 400))
-    old[1].report(BlocksCleared())  # has no listener
+    new[1].report(stored_event("x" * 400))
+    old[1].report(BlocksCleared())  # ignored: the old worker has no listener
     assert router.prefixes.num_blocks > 0
 
 
-async def test_requests_that_outlast_the_grace_end_with_their_worker() -> None:
+async def test_a_reload_ends_requests_that_exceed_the_grace_period() -> None:
     old, new = [FakeEngine(is_paused=True), FakeEngine()], [FakeEngine(), FakeEngine()]
-    router = reloadable(old, new)
+    router = make_reloadable_router(old, new)
     router.submit(request("a"))
     await asyncio.wait_for(router.reload(0.05), 5)
     assert router.workers == new
 
 
-async def test_a_single_worker_ends_after_its_replacement_has_started() -> None:
+async def test_a_single_worker_stops_after_its_replacement_has_started() -> None:
     calls: list[str] = []
 
     class Recording(FakeEngine):
@@ -415,17 +415,17 @@ async def test_a_single_worker_ends_after_its_replacement_has_started() -> None:
 
 async def test_a_failed_reload_leaves_the_other_workers() -> None:
     old = [FakeEngine(), FakeEngine()]
-    router = reloadable(old, [FakeEngine(start_error=InputError("no model")), FakeEngine()])
+    router = make_reloadable_router(old, [FakeEngine(start_error=InputError("no model")), FakeEngine()])
     with pytest.raises(InputError, match="no model"):
         await router.reload(1)
     assert (router.workers, old[1].state) == (old, "ready")
     router.submit(request("a"))
-    assert names(old[1]) == ["a"]
+    assert request_ids(old[1]) == ["a"]
 
 
-async def test_two_reloads_at_once_are_refused() -> None:
+async def test_concurrent_reload_and_sleep_are_refused() -> None:
     old = [FakeEngine(is_paused=True), FakeEngine()]
-    router = reloadable(old, [FakeEngine(), FakeEngine()])
+    router = make_reloadable_router(old, [FakeEngine(), FakeEngine()])
     generation = router.submit(request("a"))
     reload = asyncio.create_task(router.reload(60))
     await asyncio.sleep(0)
@@ -443,61 +443,61 @@ async def test_two_reloads_at_once_are_refused() -> None:
 # -- The map of prefixes ---------------------------------------------------------------------------------
 
 
-def plain_depths(caches: list[set[bytes]], digests: list[bytes], workers: int) -> dict[int, int]:
-    found = {}
+def search_depths(caches: list[set[bytes]], digests: list[bytes], workers: int) -> dict[int, int]:
+    depths = {}
     for number, cache in enumerate(caches):
-        depth = next((at for at, digest in enumerate(digests) if digest not in cache), len(digests))
+        depth = next((index for index, digest in enumerate(digests) if digest not in cache), len(digests))
         if workers >> number & 1 and depth:
-            found[number] = depth
-    return found
+            depths[number] = depth
+    return depths
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_depths_equal_a_plain_search(seed: int) -> None:
-    draws, prefixes = random.Random(seed), PrefixMap()
-    count = draws.randrange(1, 9)
+def test_depths_equal_those_of_a_linear_search(seed: int) -> None:
+    rng, prefixes = random.Random(seed), PrefixMap()
+    count = rng.randrange(1, 9)
     caches: list[set[bytes]] = [set() for _ in range(count)]
-    prompts = [[b"%d" % draws.randrange(3)] for _ in range(6)]
-    for prompt in prompts:  # digests of chains: equal ones have equal predecessors
-        for _ in range(draws.randrange(12)):
-            prompt.append(prompt[-1] + b"%d" % draws.randrange(2))
+    prompts = [[b"%d" % rng.randrange(3)] for _ in range(6)]
+    for prompt in prompts:  # chained digests: equal digests have equal predecessors
+        for _ in range(rng.randrange(12)):
+            prompt.append(prompt[-1] + b"%d" % rng.randrange(2))
     running: list[tuple[int, Sequence[bytes]]] = []
     for _ in range(60):
-        worker, prompt = draws.randrange(count), draws.choice(prompts)
-        stored = prompt[: draws.randrange(len(prompt) + 1)]
-        match draws.randrange(5):
+        worker, prompt = rng.randrange(count), rng.choice(prompts)
+        stored = prompt[: rng.randrange(len(prompt) + 1)]
+        match rng.randrange(5):
             case 0:
                 prefixes.update(worker, [BlocksStored(stored, None, [])])
                 caches[worker] |= set(stored)
             case 1:
-                prefix = draws.choice(prompt)
-                gone = {digest for digest in caches[worker] if digest.startswith(prefix)}
-                prefixes.update(worker, [BlocksRemoved(sorted(gone))])
-                caches[worker] -= gone
+                prefix = rng.choice(prompt)
+                removed = {digest for digest in caches[worker] if digest.startswith(prefix)}
+                prefixes.update(worker, [BlocksRemoved(sorted(removed))])
+                caches[worker] -= removed
             case 2:
                 running.append((worker, prefixes.expect(worker, prompt)))
             case 3 if running:
-                prefixes.clear_expected(running.pop(draws.randrange(len(running)))[1])
-            case _ if draws.random() < 0.1:
+                prefixes.clear_expected(running.pop(rng.randrange(len(running)))[1])
+            case _ if rng.random() < 0.1:
                 prefixes.update(worker, [BlocksCleared()])
                 caches[worker].clear()
         if not running:
-            workers, digests = draws.randrange(1 << count), draws.choice(prompts)
-            assert prefixes.depths(digests, workers) == plain_depths(caches, digests, workers)
-    for _, recorded in running:
-        prefixes.clear_expected(recorded)
+            workers, digests = rng.randrange(1 << count), rng.choice(prompts)
+            assert prefixes.depths(digests, workers) == search_depths(caches, digests, workers)
+    for _, digests in running:
+        prefixes.clear_expected(digests)
     assert prefixes._expected == {}
     assert prefixes.depths([], 1) == {}
 
 
-def test_expected_blocks_are_those_that_the_worker_does_not_have() -> None:
+def test_expected_blocks_exclude_stored_blocks() -> None:
     prefixes, digests = PrefixMap(), [b"%d" % number for number in range(100)]
     prefixes.update(1, [BlocksStored(digests[:10], None, [])])
-    recorded = prefixes.expect(1, digests)
-    assert recorded == digests[10 : 10 + MAX_EXPECTED]
+    first = prefixes.expect(1, digests)
+    assert first == digests[10 : 10 + MAX_EXPECTED]
     assert prefixes.depths(digests, 0b11) == {1: 10 + MAX_EXPECTED}
-    again = prefixes.expect(1, digests)
-    prefixes.clear_expected(recorded)
+    second = prefixes.expect(1, digests)
+    prefixes.clear_expected(first)
     assert prefixes.depths(digests, 0b11) == {1: 10 + MAX_EXPECTED}
-    prefixes.clear_expected(again)
+    prefixes.clear_expected(second)
     assert prefixes.depths(digests, 0b11) == {1: 10}

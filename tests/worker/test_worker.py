@@ -1,4 +1,4 @@
-"""The worker's loop without a socket: commands, steps and reports."""
+"""The worker's loop without a process: commands, steps and reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ END = TextGenerationStatus.END_OF_SEQUENCE
 
 
 class Worker:
-    """A loop that appends its reports to a list."""
+    """Runs a worker loop that appends its reports to a list."""
 
     def __init__(self, work: WorkerRuntime) -> None:
         self.reports: list[WorkerMessage] = []
@@ -41,7 +41,7 @@ class Worker:
         self.loop = _Loop(work, self._socket, self.reports.append)
 
     def process(self, *commands: Any) -> list[WorkerMessage]:
-        """Handle commands, run a step, and return the reports."""
+        """Handle the commands, run a step, and return the reports."""
         self.reports.clear()
         for command in commands:
             self.loop._handle(command)
@@ -54,62 +54,62 @@ class Worker:
         return report
 
     @property
-    def num_kept(self) -> int:
+    def num_known_requests(self) -> int:
         return len(self.loop._contexts) + len(self.loop._lengths)
 
 
-def worker(pipeline: GatedPipeline | None = None, **options: Any) -> Worker:
+def make_worker(pipeline: GatedPipeline | None = None, **options: Any) -> Worker:
     return Worker(fake_work(pipeline or GatedPipeline(choose=letters(2), kv=kv_manager(60)), **options))
 
 
-def test_the_reports_of_one_request() -> None:
-    one = worker(max_batch_input_tokens=8)
-    report = one.results(Submit(request("a", "0123456789")))
+def test_reports_of_one_request() -> None:
+    worker = make_worker(max_batch_input_tokens=8)
+    report = worker.results(Submit(request("a", "0123456789")))
     assert report.admissions == [Admission("a", 0)]
-    assert report.results == []  # a chunk of the prompt
-    assert one.results().results == [TextResult("a", [97])]
-    assert one.results().results == [TextResult("a", [98])]
-    report = one.results()
+    assert report.results == []  # the step computed a chunk of the prompt
+    assert worker.results().results == [TextResult("a", [97])]
+    assert worker.results().results == [TextResult("a", [98])]
+    report = worker.results()
     assert report.results == [TextResult("a", [], END)]
     assert (report.stats.num_steps, report.stats.num_generated_tokens) == (4, 3)
-    assert one.process() == []
-    assert one.num_kept == 0
+    assert worker.process() == []
+    assert worker.num_known_requests == 0
 
 
-def test_ended_requests_are_forgotten() -> None:
+def test_no_state_of_ended_requests_remains() -> None:
     pipeline = GatedPipeline(choose=letters(9), kv=kv_manager(60))
     pipeline.culprits = {"b"}
-    one = worker(pipeline)
-    report = one.results(*(Submit(request(name)) for name in "abc"), Submit(request("c")))
+    worker = make_worker(pipeline)
+    report = worker.results(*(Submit(request(name)) for name in "abc"), Submit(request("c")))
     assert sorted(failure.request_id for failure in report.failures) == ["b", "c"]
     assert "already submitted" in next(f.error.message for f in report.failures if f.request_id == "c")
-    report = one.results(Cancel("a"), Cancel("b"), Cancel("c"), Cancel("c"), Cancel("who"))
+    report = worker.results(Cancel("a"), Cancel("b"), Cancel("c"), Cancel("c"), Cancel("unknown"))
     assert report.cancelled == ["a", "c"]
     assert report.results == []
     assert report.stats.num_used_blocks == 0
-    assert one.num_kept == 0
+    assert worker.num_known_requests == 0
 
 
 def test_a_context_that_is_not_ready_causes_no_report() -> None:
     ready: list[bool] = []
-    one = worker(ready=lambda context: bool(ready))
-    assert one.process(Submit(request("a"))) == []
+    worker = make_worker(ready=lambda context: bool(ready))
+    assert worker.process(Submit(request("a"))) == []
     ready.append(True)
-    assert one.results().admissions == [Admission("a", 0)]
+    assert worker.results().admissions == [Admission("a", 0)]
 
 
-def test_a_ping_is_answered_with_counts() -> None:
+def test_the_answer_to_a_ping_includes_counts() -> None:
     def add_draft_counts(stats: WorkerStats) -> None:
         stats.num_draft_tokens, stats.num_accepted_draft_tokens, stats.num_verified_steps = 9, 4, 3
 
-    one = Worker(
+    worker = Worker(
         WorkerRuntime(
             scheduler=fake_work(GatedPipeline()).scheduler,
             info=fake_work(GatedPipeline()).info,
             add_counts=add_draft_counts,
         )
     )
-    (report,) = one.process(Ping())
+    (report,) = worker.process(Ping())
     assert isinstance(report, Pong)
     stats = report.stats
     assert (stats.num_draft_tokens, stats.num_accepted_draft_tokens, stats.num_verified_steps) == (9, 4, 3)
@@ -122,8 +122,8 @@ def test_a_failed_adapter_load_is_reported(
         def load(self, name: str, path: str) -> None:
             raise ZeroDivisionError("a secret of ours") if path == "broken" else InputError("too large")
 
-    one = Worker(fake_work(GatedPipeline(), Broken()))
-    (broken, large) = one.process(LoadAdapter(1, "a", "broken"), LoadAdapter(2, "a", "large"))
+    worker = Worker(fake_work(GatedPipeline(), Broken()))
+    (broken, large) = worker.process(LoadAdapter(1, "a", "broken"), LoadAdapter(2, "a", "large"))
     assert isinstance(broken, CallResult)
     assert broken.error is not None
     assert broken.error.name == "RequestFailedError"
@@ -135,13 +135,13 @@ def test_a_failed_adapter_load_is_reported(
 
 
 def test_stop_ends_the_loop() -> None:
-    one = worker()
-    one.loop._handle(Stop())
-    one.loop.run()
+    worker = make_worker()
+    worker.loop._handle(Stop())
+    worker.loop.run()
 
 
 class Socket:
-    """A socket whose commands arrive after a number of polls."""
+    """A fake socket. Each frame arrives after its number of polls."""
 
     def __init__(self, *frames: tuple[int, bytes]) -> None:
         self.frames = list(frames)
@@ -163,14 +163,14 @@ class Socket:
 
 @pytest.mark.parametrize(("num_polls", "num_packed"), [(1, 0), (3, 2), (9, 5)])
 def test_an_idle_worker_packs_pending_weights(num_polls: int, num_packed: int) -> None:
-    left = list(range(5))
+    pending = list(range(5))
 
     def pack_pending() -> bool:
-        left.pop()
-        return bool(left)
+        pending.pop()
+        return bool(pending)
 
     work = replace(fake_work(GatedPipeline()), pack_pending=pack_pending)
     socket: Any = Socket((num_polls, msgspec.msgpack.encode(Stop())))
     _Loop(work, socket, lambda report: None).run()
-    assert 5 - len(left) == num_packed
-    assert socket.waits == [None], "then it blocks until a command arrives"
+    assert 5 - len(pending) == num_packed
+    assert socket.waits == [None], "after packing, the worker blocks until a command arrives"

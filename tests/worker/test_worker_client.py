@@ -1,4 +1,4 @@
-"""The client and a worker in a thread: every request ends exactly once."""
+"""`WorkerClient` with a worker in a thread: every request ends exactly once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 # -- Results ---------------------------------------------------------------------------------------------
 
 
-async def test_requests_are_answered() -> None:
+async def test_requests_get_their_output_and_end() -> None:
     async with client_of(FakePipeline.saying("Hello!")) as client:
         assert (client.state, client.is_alive) == ("ready", True)
         generations = [client.submit(request(str(number))) for number in range(9)]
@@ -104,16 +104,16 @@ async def test_several_tokens_per_step() -> None:
 async def test_tokens_carry_log_probabilities() -> None:
     async with client_of(FakePipeline.saying("ab")) as client:
         deltas = await read(client.submit(request("a", log_probabilities=2, log_probabilities_echo=True)))
-        logs = [log for delta in deltas for log in delta.log_probabilities]
-        assert [len(log.token_log_probabilities) for log in logs if log] == [2, 1]
+        entries = [entry for delta in deltas for entry in delta.log_probabilities]
+        assert [len(entry.token_log_probabilities) for entry in entries if entry] == [2, 1]
         deltas = await read(client.submit(request("b")))
         assert [len(delta.log_probabilities) for delta in deltas] == [0] * len(deltas)
 
 
 async def test_log_probabilities_of_a_prompt_without_output() -> None:
     async with client_of(FakePipeline.saying("")) as client:
-        asked = {"log_probabilities": 1, "log_probabilities_echo": True}
-        (delta,) = await read(client.submit(request("a", "Hello", **asked)))
+        options = {"log_probabilities": 1, "log_probabilities_echo": True}
+        (delta,) = await read(client.submit(request("a", "Hello", **options)))
         assert delta.token_ids == []
         assert delta.prompt_log_probabilities is not None
         assert len(delta.prompt_log_probabilities.token_log_probabilities) == 4
@@ -123,12 +123,12 @@ async def test_log_probabilities_of_a_prompt_without_output() -> None:
 
 
 async def test_counts_are_exact() -> None:
-    def work() -> WorkerRuntime:
+    def make_runtime() -> WorkerRuntime:
         return fake_work(FakePipeline(letters(3), kv=kv_manager(16)), max_batch_input_tokens=8)
 
-    async with client_of(work) as client:
+    async with client_of(make_runtime) as client:
         assert client.stats == WorkerStats()
-        # 10 tokens in steps of 8 and 2, then three of 1; the fourth letter is the end.
+        # Prompt chunks of 8 and 2 tokens, then three steps of 1 token. The fourth output token is EOS.
         assert text(await read(client.submit(request("a", "0123456789")))) == "abc"
         await until(lambda: client.stats.num_running == 0)
         stats = client.stats
@@ -136,7 +136,7 @@ async def test_counts_are_exact() -> None:
         stats.step_seconds = 0
         assert stats == WorkerStats(
             num_blocks=16,
-            num_cached_blocks=3,  # 13 tokens, four a block
+            num_cached_blocks=3,  # 13 tokens in blocks of 4
             num_prefix_query_tokens=10,
             num_prompt_tokens=10,
             num_generated_tokens=4,
@@ -144,7 +144,7 @@ async def test_counts_are_exact() -> None:
             last_batch_size=1,
             last_batch_tokens=1,
         )
-        # 8 are cached.
+        # Two blocks of 4 tokens are cached.
         deltas = await read(client.submit(request("b", "0123456789")))
         assert {delta.num_cached_tokens for delta in deltas} == {8}
         deltas = await read(client.submit(request("c", "0123456789", log_probabilities_echo=True)))
@@ -158,22 +158,24 @@ async def test_counts_are_exact() -> None:
 async def test_counts_of_running_requests() -> None:
     gate, ready = Gate(), threading.Event()
 
-    def work() -> WorkerRuntime:
+    def make_runtime() -> WorkerRuntime:
         pipeline = GatedPipeline(gate, choose=letters(20), kv=kv_manager(9))
         return fake_work(pipeline, max_batch_size=2, ready=lambda context: ready.is_set())
 
-    async with client_of(work) as client:
+    async with client_of(make_runtime) as client:
         for name in "abc":
             client.submit(request(name, f"{name}1234", max_length=26))
         with pytest.raises(UnsupportedFeatureError):
-            await client.load_adapter("a", "/a")  # answered after all three have arrived
+            await client.load_adapter(
+                "a", "/a"
+            )  # the worker answers after it has received all three requests
         ready.set()
         gate.let(1)
         await until(lambda: client.stats.num_steps == 1)
         stats = client.stats
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (2, 1, 4)
         assert (stats.last_batch_size, stats.last_batch_tokens) == (2, 10)
-        gate.let(12)  # with 17 tokens each needs a fifth block
+        gate.let(12)  # with 17 tokens, each context needs a fifth block
         await until(lambda: client.stats.num_steps == 13)
         stats = client.stats
         assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (1, 2, 1)
@@ -185,7 +187,7 @@ async def test_counts_of_running_requests() -> None:
 # -- Single requests that fail ---------------------------------------------------------------------------
 
 
-async def test_a_request_that_cannot_fit_is_refused_with_the_numbers() -> None:
+async def test_a_request_that_exceeds_the_cache_is_refused_with_the_numbers() -> None:
     async with client_of(lambda: fake_work(FakePipeline(kv=kv_manager(4)))) as client:
         generation = client.submit(request("a", "x" * 30))
         with pytest.raises(InputError, match="do not fit the 4 blocks"):
@@ -196,7 +198,7 @@ async def test_a_request_that_cannot_fit_is_refused_with_the_numbers() -> None:
         assert client.num_outstanding == 0
 
 
-async def test_a_request_that_breaks_the_forward_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_request_that_fails_the_forward_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     pipeline = GatedPipeline(choose=letters(5))
     pipeline.culprits = {"b"}
     async with client_of(pipeline) as client:
@@ -222,17 +224,19 @@ async def test_only_the_request_that_cannot_become_ready_fails() -> None:
         assert text(await read(good)) == "x"
 
 
-async def test_waiting_for_readiness_does_not_spin() -> None:
-    asked, begin = 0, time.monotonic()
+async def test_readiness_is_checked_at_most_every_few_milliseconds() -> None:
+    num_checks, begin = 0, time.monotonic()
 
     def ready(context: TextContext) -> bool:
-        nonlocal asked
-        asked += 1
-        return asked >= 50
+        nonlocal num_checks
+        num_checks += 1
+        return num_checks >= 50
 
     async with client_of(lambda: fake_work(FakePipeline.saying("x"), ready=ready)) as client:
         assert text(await read(client.submit(request("a")))) == "x"
-        assert time.monotonic() - begin > 50 * 0.004 / 2, "at least this long; a busy machine may take longer"
+        assert time.monotonic() - begin > 50 * 0.004 / 2, (
+            "lower bound: 50 checks at intervals of 4 ms, halved"
+        )
 
 
 # -- Cancelling ------------------------------------------------------------------------------------------
@@ -243,27 +247,27 @@ async def test_cancelling_frees_the_blocks_within_a_step() -> None:
     async with client_of(
         lambda: fake_work(GatedPipeline(gate, choose=letters(20), kv=kv_manager(20)))
     ) as client:
-        kept, dropped = client.submit(request("a", "aaaaa")), client.submit(request("b", "bbbbb"))
+        running, cancelled = client.submit(request("a", "aaaaa")), client.submit(request("b", "bbbbb"))
         gate.let(2)
         await until(lambda: client.stats.num_steps == 2)
-        await kept.admitted()
-        dropped.cancel()
-        dropped.cancel()
-        assert client.num_outstanding == 2  # until the worker reports the end
+        await running.admitted()
+        cancelled.cancel()
+        cancelled.cancel()
+        assert client.num_outstanding == 2  # the request counts until the worker reports its end
         gate.let(2)
         for _ in range(10):
             with suppress(TimeoutError):
                 await until(lambda: client.num_outstanding == 1, seconds=0.5)
                 break
-            gate.let(1)  # the steps ran before the message arrived
+            gate.let(1)  # the steps ran before the worker received the cancellation
         assert client.stats.num_used_blocks == -(-(5 + client.stats.num_steps - 1) // 4)
-        deltas = await read(dropped)
+        deltas = await read(cancelled)
         assert deltas[-1].status is CANCELLED
-        await dropped.admitted()
+        await cancelled.admitted()
         gate.open()
-        assert text(await read(kept)) == "abcdefghijklmnopqrst"
-        kept.cancel()
-        assert kept.is_done
+        assert text(await read(running)) == "abcdefghijklmnopqrst"
+        running.cancel()
+        assert running.is_done
         assert client.num_outstanding == 0
 
 
@@ -285,7 +289,7 @@ async def test_results_after_a_cancel_are_ignored_and_counted() -> None:
     async with client_of(GatedPipeline(gate, choose=letters(1))) as client:
         generation = client.submit(request("a"))
         gate.let(1)
-        await until(lambda: gate.num_arrived == 2)  # the last step waits
+        await until(lambda: gate.num_arrived == 2)  # the last step waits at the gate
         generation.cancel()
         gate.open()
         await until(lambda: client.num_outstanding == 0)
@@ -294,7 +298,7 @@ async def test_results_after_a_cancel_are_ignored_and_counted() -> None:
         assert text(await read(client.submit(request("a")))) == "a"
 
 
-async def test_a_reader_that_is_cancelled_leaves_the_generation_readable() -> None:
+async def test_a_generation_can_be_read_after_a_reader_is_cancelled() -> None:
     gate = Gate()
     async with client_of(GatedPipeline(gate, choose=letters(2))) as client:
         generation = client.submit(request("a"))
@@ -345,26 +349,26 @@ async def test_the_default_queue_size() -> None:
         assert client.max_outstanding == 50 + 200
 
 
-# -- Dying -----------------------------------------------------------------------------------------------
+# -- Worker failures ------------------------------------------------------------------------------------
 
 
-class Death(BaseException):
+class WorkerDeath(BaseException):
     """An error that the scheduler does not attribute to a request."""
 
 
-class Mortal(GatedPipeline):
-    """A pipeline that raises for requests called ``kill``."""
+class KillablePipeline(GatedPipeline):
+    """A pipeline that raises `WorkerDeath` for a request named ``kill``."""
 
     def execute(self, batch: Any, num_steps: int = 1) -> Any:
         if "kill" in batch:
             if self.gate is not None:
                 self.gate.pass_through()
-            raise Death
+            raise WorkerDeath
         return super().execute(batch, num_steps)
 
 
-def mortal() -> WorkerRuntime:
-    return fake_work(Mortal(choose=letters(9), kv=kv_manager(60)))
+def make_killable_runtime() -> WorkerRuntime:
+    return fake_work(KillablePipeline(choose=letters(9), kv=kv_manager(60)))
 
 
 async def kill(client: WorkerClient) -> UnavailableError:
@@ -375,21 +379,21 @@ async def kill(client: WorkerClient) -> UnavailableError:
 
 async def test_a_dead_worker_is_restarted_and_its_requests_end() -> None:
     gate = Gate()
-    async with client_of(lambda: fake_work(Mortal(gate, choose=letters(9)))) as client:
+    async with client_of(lambda: fake_work(KillablePipeline(gate, choose=letters(9)))) as client:
         generations = [client.submit(request(name)) for name in "abcdefgh"]
         gate.let(1)
         await until(lambda: client.stats.num_steps == 1)
         cancelled = client.submit(request("cancelled"))
         cancelled.cancel()
-        readers = [asyncio.create_task(read(one)) for one in generations]
+        readers = [asyncio.create_task(read(generation)) for generation in generations]
         waiter = asyncio.create_task(generations[-1].admitted())
         error = asyncio.create_task(kill(client))
         gate.open()
         outcomes = await asyncio.gather(*readers, waiter, return_exceptions=True)
         assert "worker process died" in str(await error)
         assert (await error).retry_after >= 1
-        ended = [one for one in outcomes if isinstance(one, UnavailableError)]
-        finished = [text(one) for one in outcomes if isinstance(one, list)]
+        ended = [outcome for outcome in outcomes if isinstance(outcome, UnavailableError)]
+        finished = [text(outcome) for outcome in outcomes if isinstance(outcome, list)]
         assert len(ended) + len(finished) + (outcomes[-1] is None) == len(outcomes)
         assert set(finished) <= {"abcdefghi"}
         assert client.num_outstanding == 0
@@ -399,22 +403,22 @@ async def test_a_dead_worker_is_restarted_and_its_requests_end() -> None:
 
 
 async def test_requests_are_refused_during_a_restart() -> None:
-    let = threading.Event()
-    let.set()
+    may_start = threading.Event()
+    may_start.set()
 
-    def work() -> WorkerRuntime:
-        assert let.wait(20)
-        return mortal()
+    def make_runtime() -> WorkerRuntime:
+        assert may_start.wait(20)
+        return make_killable_runtime()
 
-    async with client_of(work) as client:
-        let.clear()
+    async with client_of(make_runtime) as client:
+        may_start.clear()
         await kill(client)
         assert (client.state, client.is_alive) == ("restarting", False)
         with pytest.raises(UnavailableError, match="being restarted"):
             client.submit(request("a"))
         with pytest.raises(UnavailableError, match="being restarted"):
             await client.load_adapter("a", "/a")
-        let.set()
+        may_start.set()
         await until(lambda: client.state == "ready")
         assert client.is_alive
         assert client.stats.num_steps == 0
@@ -423,12 +427,12 @@ async def test_requests_are_refused_during_a_restart() -> None:
 async def test_consecutive_failed_requests_restart_the_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def work() -> WorkerRuntime:
+    def make_runtime() -> WorkerRuntime:
         pipeline = GatedPipeline(choose=letters(2))
         pipeline.culprits = {"b"}
         return fake_work(pipeline)
 
-    async with client_of(work) as client:
+    async with client_of(make_runtime) as client:
         with pytest.raises(RequestFailedError):
             await read(client.submit(request("b")))
         with pytest.raises(UnavailableError):
@@ -463,47 +467,47 @@ async def test_each_request_ends_once_under_random_faults(seed: int) -> None:
     rng = random.Random(seed)
     ends: Counter[str] = Counter()
 
-    async def ask(client: WorkerClient, name: str) -> None:
+    async def send_request(client: WorkerClient, name: str) -> None:
         await asyncio.sleep(rng.uniform(0, 0.3))
         context = request(name, "x" * rng.randint(1, 30), cache_salt=str(rng.randint(0, 3)))
         context.eos_token_ids = set()
         try:
             generation = client.submit(context)
         except UnavailableError:
-            ends["turned away"] += 1
+            ends["refused"] += 1
             return
-        patience = rng.choice([None, None, 1, 3])
+        num_deltas_until_cancel = rng.choice([None, None, 1, 3])
         try:
             async for delta in generation:
                 if delta.status.is_done:
                     ends[delta.status.value] += 1
                     assert delta.status is CANCELLED or len(context.prompt_tokens) < 60
-                elif patience is not None:
-                    patience -= 1
-                    if patience == 0:
+                elif num_deltas_until_cancel is not None:
+                    num_deltas_until_cancel -= 1
+                    if num_deltas_until_cancel == 0:
                         generation.cancel()
         except PenstockError as error:
             ends[type(error).__name__] += 1
         assert generation.is_done
-        assert await asyncio.wait_for(_rest(generation), 60) == 0
+        assert await asyncio.wait_for(_count_deltas_after_end(generation), 60) == 0
 
-    def work() -> WorkerRuntime:
-        pipeline = Mortal(choose=letters(200), kv=kv_manager(24))
+    def make_runtime() -> WorkerRuntime:
+        pipeline = KillablePipeline(choose=letters(200), kv=kv_manager(24))
         pipeline.culprits = {str(number) for number in range(0, 80, 9)}
         return fake_work(pipeline, max_batch_size=6, max_batch_input_tokens=16)
 
-    async with client_of(work) as client:
+    async with client_of(make_runtime) as client:
         names = [str(number) for number in range(80)]
         names[20] = "kill"
-        await asyncio.gather(*(ask(client, name) for name in names))
+        await asyncio.gather(*(send_request(client, name) for name in names))
         assert ends.total() == 80
         await until(lambda: client.num_outstanding == 0 and client.state == "ready")
         assert len(ids(await read(client.submit(request("last"))))) == 58
         assert (client.stats.num_used_blocks, client.num_outstanding) == (0, 0)
 
 
-async def _rest(generation: Generation) -> int:
-    """Return the number of deltas after the end."""
+async def _count_deltas_after_end(generation: Generation) -> int:
+    """Return the number of deltas after the end of a generation."""
     with suppress(PenstockError):
         return len(await read(generation))
     return 0
@@ -517,10 +521,10 @@ async def _rest(generation: Generation) -> int:
     [CheckpointNotFoundError("/models/x", "does not exist"), ConfigError("max_length", "must be at least 1")],
 )
 async def test_a_failed_start_reports_its_cause(error: Exception) -> None:
-    def work() -> WorkerRuntime:
+    def make_runtime() -> WorkerRuntime:
         raise error
 
-    client = WorkerClient(work, in_thread=True)
+    client = WorkerClient(make_runtime, in_thread=True)
     client.launch()
     folder = Path(client._supervisor._folder)
     assert client.state == "starting"
@@ -533,28 +537,28 @@ async def test_a_failed_start_reports_its_cause(error: Exception) -> None:
     await client.stop(1)
 
 
-async def test_stopping_a_start_ends_it() -> None:
-    let = threading.Event()
+async def test_stop_ends_a_start_in_progress() -> None:
+    may_start = threading.Event()
 
-    def work() -> WorkerRuntime:
-        assert let.wait(20)
-        return mortal()
+    def make_runtime() -> WorkerRuntime:
+        assert may_start.wait(20)
+        return make_killable_runtime()
 
-    client = WorkerClient(work, in_thread=True)
+    client = WorkerClient(make_runtime, in_thread=True)
     start = asyncio.create_task(client.start())
     await asyncio.sleep(0.02)
     await client.stop(1)
     with pytest.raises(UnavailableError, match="stopped while it started"):
         await start
     assert client.state == "stopped"
-    let.set()
+    may_start.set()
 
 
-async def test_a_worker_that_cannot_be_launched_again_is_a_failed_start(
+async def test_failed_launches_end_the_restarts_and_stop_the_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTART_DELAY", 0.001)
-    async with client_of(mortal) as client:
+    async with client_of(make_killable_runtime) as client:
 
         def fail(*_: Any, **__: Any) -> Any:
             raise OSError("too many processes")
@@ -566,7 +570,7 @@ async def test_a_worker_that_cannot_be_launched_again_is_a_failed_start(
         assert client.stats == WorkerStats()
 
 
-async def test_any_other_error_of_a_start_is_reported() -> None:
+async def test_an_unexpected_error_of_a_start_is_reported() -> None:
     with pytest.raises(UnavailableError, match="could not start: ZeroDivisionError: division by zero"):
         await WorkerClient(lambda: 1 / 0, in_thread=True).start()  # type: ignore[arg-type, return-value]
 
@@ -577,42 +581,42 @@ async def test_a_worker_is_not_restarted_after_five_failed_starts(
     monkeypatch.setattr(supervisor, "RESTART_DELAY", 0.001)
     starts = 0
 
-    def work() -> WorkerRuntime:
+    def make_runtime() -> WorkerRuntime:
         nonlocal starts
         starts += 1
         if starts > 1:
-            raise CheckpointNotFoundError("/models/x", "is gone")
-        return mortal()
+            raise CheckpointNotFoundError("/models/x", "was deleted")
+        return make_killable_runtime()
 
-    async with client_of(work) as client:
+    async with client_of(make_runtime) as client:
         await kill(client)
         await until(lambda: client.state == "stopped")
         assert starts == 1 + 5
-        with pytest.raises(UnavailableError, match="could not be restarted: /models/x: is gone"):
+        with pytest.raises(UnavailableError, match="could not be restarted: /models/x: was deleted"):
             client.submit(request("a"))
         assert isinstance(client.failure, CheckpointNotFoundError)
         assert "is not restarted after 5 failed starts" in caplog.text
 
 
-async def test_a_worker_that_dies_before_it_answers_counts_as_a_failed_start(
+async def test_a_death_before_the_first_answer_counts_as_a_failed_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTART_DELAY", 0.001)
     starts = 0
 
-    def work() -> WorkerRuntime:
+    def make_runtime() -> WorkerRuntime:
         nonlocal starts
         starts += 1
-        dead = mortal()
+        runtime = make_killable_runtime()
         if starts > 1:
 
             def die(stats: WorkerStats) -> None:
-                raise Death
+                raise WorkerDeath
 
-            object.__setattr__(dead, "add_counts", die)
-        return dead
+            object.__setattr__(runtime, "add_counts", die)
+        return runtime
 
-    async with client_of(work) as client:
+    async with client_of(make_runtime) as client:
         await kill(client)
         await until(lambda: client.state == "stopped")
         assert starts == 1 + 5
@@ -622,13 +626,13 @@ async def test_a_worker_that_dies_before_it_answers_counts_as_a_failed_start(
 
 
 async def test_adapter_changes_are_repeated_after_a_restart() -> None:
-    made: list[FakeAdapters] = []
+    adapters_of_starts: list[FakeAdapters] = []
 
-    def work() -> WorkerRuntime:
-        made.append(FakeAdapters(first="/1", second="/2"))
-        return fake_work(Mortal(choose=letters(2)), made[-1])
+    def make_runtime() -> WorkerRuntime:
+        adapters_of_starts.append(FakeAdapters(first="/1", second="/2"))
+        return fake_work(KillablePipeline(choose=letters(2)), adapters_of_starts[-1])
 
-    async with client_of(work) as client:
+    async with client_of(make_runtime) as client:
         assert client.adapters == {"first": "/1", "second": "/2"}
         await client.load_adapter("third", "/3")
         await client.unload_adapter("second")
@@ -637,40 +641,40 @@ async def test_adapter_changes_are_repeated_after_a_restart() -> None:
         with pytest.raises(InputError, match="fifth is not loaded"):
             await client.unload_adapter("fifth")
         expected = {"first": "/1", "third": "/3"}
-        assert client.adapters == made[0].loaded == expected
+        assert client.adapters == adapters_of_starts[0].loaded == expected
         await kill(client)
         await until(lambda: client.state == "ready")
-        assert client.adapters == made[1].loaded == expected
+        assert client.adapters == adapters_of_starts[1].loaded == expected
 
 
 async def test_an_adapter_that_cannot_be_restored_is_removed(caplog: pytest.LogCaptureFixture) -> None:
-    class Forgetful(FakeAdapters):
+    class FailingAdapters(FakeAdapters):
         def load(self, name: str, path: str) -> None:
-            if len(made) > 1:
-                raise InputError("its file is gone")
+            if len(adapters_of_starts) > 1:
+                raise InputError("its file was deleted")
             super().load(name, path)
 
-    made: list[Forgetful] = []
+    adapters_of_starts: list[FailingAdapters] = []
 
-    def work() -> WorkerRuntime:
-        made.append(Forgetful())
-        return fake_work(Mortal(choose=letters(2)), made[-1])
+    def make_runtime() -> WorkerRuntime:
+        adapters_of_starts.append(FailingAdapters())
+        return fake_work(KillablePipeline(choose=letters(2)), adapters_of_starts[-1])
 
-    async with client_of(work) as client:
+    async with client_of(make_runtime) as client:
         await client.load_adapter("a", "/a")
         await kill(client)
         await until(lambda: client.state == "ready")
         assert client.adapters == {}
-        assert "its file is gone" in caplog.text
+        assert "its file was deleted" in caplog.text
 
 
-async def test_an_adapter_call_fails_when_the_worker_ends() -> None:
+async def test_an_adapter_call_fails_if_the_worker_dies() -> None:
     gate = Gate()
 
-    def work() -> WorkerRuntime:
-        return fake_work(Mortal(gate, choose=letters(2)), FakeAdapters())
+    def make_runtime() -> WorkerRuntime:
+        return fake_work(KillablePipeline(gate, choose=letters(2)), FakeAdapters())
 
-    async with client_of(work) as client:
+    async with client_of(make_runtime) as client:
         error = asyncio.create_task(kill(client))
         await until(lambda: gate.num_arrived == 1)
         call = asyncio.create_task(client.load_adapter("a", "/a"))
@@ -723,20 +727,24 @@ async def test_stopping_waits_at_most_the_grace_period() -> None:
         assert client.num_outstanding == 0
 
 
-async def test_files_descriptors_and_threads_are_released() -> None:
+async def test_folders_descriptors_and_threads_are_released() -> None:
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
-        async with client_of(mortal) as client:
+        async with client_of(make_killable_runtime) as client:
             await kill(client)
             await until(lambda client=client: client.state == "ready")
             folder = Path(client._supervisor._folder)
-            assert len(list(folder.iterdir())) <= 5  # two sockets for each worker, the progress of one
+            assert (
+                len(list(folder.iterdir())) <= 5
+            )  # two sockets for each of two workers, and one progress file
         assert not folder.exists()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert threading.active_count() <= threads
 
 
-async def test_a_temporary_folder_with_a_long_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_temporary_folder_with_a_long_path_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
     monkeypatch.setattr(supervisor.tempfile, "tempdir", str(deep))
@@ -751,7 +759,7 @@ async def test_sleep_drops_cached_prefixes_and_refuses_requests() -> None:
     async with client_of(lambda: fake_work(FakePipeline(letters(3), kv=kv_manager(16)))) as client:
         await read(client.submit(request("a", "0123456789")))
         await client.sleep(1, 1)
-        await client.sleep(2, 1)  # it is asleep
+        await client.sleep(2, 1)  # already asleep: no effect
         assert (client.state, client.is_alive) == ("asleep", True)
         with pytest.raises(UnavailableError, match="the model is asleep: send POST /wake_up"):
             client.submit(request("b"))
@@ -781,7 +789,7 @@ async def test_running_requests_finish_before_sleep(level: SleepLevel) -> None:
         assert client.state == "asleep"
 
 
-async def test_requests_that_outlast_the_grace_fail_and_free_their_blocks() -> None:
+async def test_sleep_fails_requests_that_exceed_the_grace_period() -> None:
     gate = Gate()
     async with client_of(
         lambda: fake_work(GatedPipeline(gate, choose=letters(50), kv=kv_manager(20)))
@@ -797,15 +805,15 @@ async def test_requests_that_outlast_the_grace_fail_and_free_their_blocks() -> N
         assert text(await read(client.submit(request("b", max_length=5)))) == "abc"
 
 
-async def test_level_two_ends_the_worker_and_waking_up_starts_it_again() -> None:
+async def test_sleep_level_two_stops_the_worker_and_wake_up_starts_it() -> None:
     events: list[object] = []
     adapters: list[FakeAdapters] = []
 
-    def work() -> WorkerRuntime:
+    def make_runtime() -> WorkerRuntime:
         adapters.append(FakeAdapters())
         return fake_work(FakePipeline(letters(3), kv=kv_manager(16)), adapters[-1])
 
-    async with client_of(work, listener=lambda worker, found: events.extend(found)) as client:
+    async with client_of(make_runtime, listener=lambda worker, batch: events.extend(batch)) as client:
         await client.load_adapter("tone", "/tone")
         await read(client.submit(request("a", "0123456789")))
         await client.sleep(2, 1)
@@ -813,7 +821,7 @@ async def test_level_two_ends_the_worker_and_waking_up_starts_it_again() -> None
         assert events[-1] == BlocksCleared()
         await client.wake_up()
         assert client.state == "ready"
-        assert [one.loaded for one in adapters] == [{"tone": "/tone"}] * 2
+        assert [adapter.loaded for adapter in adapters] == [{"tone": "/tone"}] * 2
         deltas = await read(client.submit(request("b", "0123456789")))
         assert (text(deltas), {delta.num_cached_tokens for delta in deltas}) == ("abc", {0})
         await client.reload(1)
@@ -822,13 +830,13 @@ async def test_level_two_ends_the_worker_and_waking_up_starts_it_again() -> None
 
 
 async def test_a_worker_that_cannot_release_its_cache_stays_awake() -> None:
-    def work() -> WorkerRuntime:
+    def make_runtime() -> WorkerRuntime:
         def refuse() -> None:
             raise UnsupportedFeatureError("releasing only the KV cache", "use level 2")
 
         return replace(fake_work(FakePipeline(letters(3))), discard_cache=refuse)
 
-    async with client_of(work) as client:
+    async with client_of(make_runtime) as client:
         with pytest.raises(UnsupportedFeatureError, match="level 2"):
             await client.sleep(1, 1)
         assert text(await read(client.submit(request("a")))) == "abc"
@@ -837,12 +845,12 @@ async def test_a_worker_that_cannot_release_its_cache_stays_awake() -> None:
 async def test_a_model_that_cannot_be_loaded_again_stays_asleep() -> None:
     is_broken = False
 
-    def work() -> WorkerRuntime:
+    def make_runtime() -> WorkerRuntime:
         if is_broken:
             raise CheckpointNotFoundError("/model", "does not exist")
         return fake_work(FakePipeline(letters(3)))
 
-    async with client_of(work) as client:
+    async with client_of(make_runtime) as client:
         await client.sleep(2, 1)
         is_broken = True
         for _ in range(2):
@@ -855,11 +863,11 @@ async def test_a_model_that_cannot_be_loaded_again_stays_asleep() -> None:
 
 
 async def test_profiles_are_written(tmp_path: Path) -> None:
-    def work() -> WorkerRuntime:
+    def make_runtime() -> WorkerRuntime:
         profiler = StepProfiler(str(tmp_path / "profiles"), "worker-7")
         return replace(fake_work(FakePipeline(letters(3))), profiler=profiler)
 
-    async with client_of(work) as client:
+    async with client_of(make_runtime) as client:
         with pytest.raises(InputError, match="start one first"):
             await client.stop_profile()
         await client.start_profile()
@@ -875,7 +883,7 @@ async def test_profiles_are_written(tmp_path: Path) -> None:
     assert len(steps) >= 4
 
 
-async def test_without_a_folder_there_are_no_profiles() -> None:
+async def test_profiles_are_refused_without_a_folder() -> None:
     async with client_of(FakePipeline()) as client:
         with pytest.raises(UnsupportedFeatureError, match="--profile-dir"):
             await client.start_profile()

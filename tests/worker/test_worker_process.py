@@ -1,4 +1,4 @@
-"""Workers in real processes: kills, failed starts, drains, and the end of the parent."""
+"""Workers in real processes: kills, failed starts, draining, and the end of the parent."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_the_embedded_model_killed_under_load_serves_again() -> None:
+async def test_a_worker_killed_under_load_is_restarted_and_serves_again() -> None:
     config = PipelineConfig.from_flat({"model_path": "demo", "max_length": 512})
     client = WorkerClient(partial(load_runtime, config))
     client.launch()
     tokenizer = load_tokenizer(config)
 
-    def story(number: int, length: int) -> TextContext:
+    def make_story_context(number: int, length: int) -> TextContext:
         params = SamplingParams(
             max_new_tokens=length, temperature=1.0, top_k=-1, seed=number, ignore_eos=True
         )
@@ -65,28 +65,30 @@ async def test_the_embedded_model_killed_under_load_serves_again() -> None:
         assert dict(info.memory)["max length"] == "512 tokens"
         assert info.isa.split()[0] in ("cpu", "reference")
         assert info.num_blocks * info.block_size >= 512
-        expected = ids(await read(client.submit(story(1, 8))))
+        expected = ids(await read(client.submit(make_story_context(1, 8))))
         assert len(expected) == 8
 
         speech = TTSContext(prompt="", tokens=np.array([1]), max_length=9)
         with pytest.raises(TaskMismatchError, match="a TTSContext, is a request of another task"):
             await read(client.submit(speech))
 
-        generations = [client.submit(story(number, 490)) for number in range(40)]
+        generations = [client.submit(make_story_context(number, 490)) for number in range(40)]
         first = await anext(generations[0])
         assert first.token_ids
-        os.kill(info.pid, signal.SIGINT)  # the worker ignores both signals; only its parent handles them
+        os.kill(
+            info.pid, signal.SIGINT
+        )  # the worker ignores SIGINT and SIGTERM; only its parent handles them
         os.kill(info.pid, signal.SIGTERM)
         await anext(generations[0])
         os.kill(info.pid, signal.SIGKILL)
         outcomes = await asyncio.gather(*map(read, generations), return_exceptions=True)
-        assert all(isinstance(one, UnavailableError) for one in outcomes)
+        assert all(isinstance(outcome, UnavailableError) for outcome in outcomes)
         assert (client.state, client.is_alive, client.num_outstanding) == ("restarting", False, 0)
         await until(lambda: client.state == "ready")
         assert client.info.pid != info.pid
-        assert ids(await read(client.submit(story(1, 8)))) == expected
+        assert ids(await read(client.submit(make_story_context(1, 8)))) == expected
 
-        last = client.submit(story(2, 100))
+        last = client.submit(make_story_context(2, 100))
         folder = Path(client._supervisor._folder)
         await client.stop(30)
         assert len(ids(await read(last))) == 100
@@ -97,7 +99,7 @@ async def test_the_embedded_model_killed_under_load_serves_again() -> None:
         await client.stop(0)
 
 
-async def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+async def test_a_missing_checkpoint_is_reported_by_start(tmp_path: Path) -> None:
     missing = str(tmp_path / "model")
     client = WorkerClient(partial(workers.of_checkpoint, missing))
     with pytest.raises(CheckpointNotFoundError) as caught:
@@ -107,12 +109,12 @@ async def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     assert client.state == "stopped"
 
 
-async def test_a_process_that_ends_while_it_starts() -> None:
+async def test_an_exit_during_the_start_is_reported() -> None:
     with pytest.raises(UnavailableError, match="ended while it started: exit status 7"):
         await WorkerClient(workers.exiting_at_the_start).start()
 
 
-async def test_a_factory_that_cannot_be_unpickled(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_factory_that_cannot_be_unpickled_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UnavailableError, match="exit status 1"):
         await WorkerClient(_Unloadable()).start()  # type: ignore[arg-type]
     assert "no such factory" in capfd.readouterr().err
@@ -123,7 +125,7 @@ class _Unloadable:
         return workers.raise_lookup_error, ("no such factory",)
 
 
-async def test_a_process_that_exits_in_a_forward() -> None:
+async def test_a_worker_that_exits_in_a_forward_is_restarted() -> None:
     client = WorkerClient(workers.exiting_in_a_forward)
     await client.start()
     try:
@@ -136,7 +138,7 @@ async def test_a_process_that_exits_in_a_forward() -> None:
         await client.stop(0)
 
 
-async def test_a_stopped_process_is_restarted() -> None:
+async def test_a_stopped_process_is_restarted_at_the_hang_limit() -> None:
     client = WorkerClient(workers.saying_hello, hang_limit=1.5)
     await client.start()
     try:
@@ -183,12 +185,12 @@ async def test_a_slow_step_with_progress_is_not_killed() -> None:
 async def test_a_slow_load_with_progress_is_not_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = tmp_path / "begun"
-    client = WorkerClient(partial(workers.slow_to_load, begun), hang_limit=1.0)
-    starting = asyncio.create_task(client.start())
-    await until(begun.exists)  # imports make no progress
+    load_started = tmp_path / "begun"
+    client = WorkerClient(partial(workers.slow_to_load, load_started), hang_limit=1.0)
+    start_task = asyncio.create_task(client.start())
+    await until(load_started.exists)  # imports count no progress
     monkeypatch.setattr(supervisor, "MAX_LOAD_PAUSE", 1.5)
-    await starting
+    await start_task
     await client.stop(0)
 
 
@@ -201,16 +203,16 @@ async def test_a_hanging_load_is_killed(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_suspended_load_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.2)
     client = WorkerClient(workers.hanging_at_the_start)
-    starting = asyncio.create_task(client.start())
+    start_task = asyncio.create_task(client.start())
     await until(lambda: client._supervisor._connection is not None)
     os.kill(client._supervisor._connection._host._process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
     with pytest.raises(UnavailableError, match="ended while it started: suspended by a signal"):
-        await starting
+        await start_task
 
 
 async def test_a_suspended_process_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.2)
-    client = WorkerClient(workers.saying_hello)  # one step may take ten minutes
+    client = WorkerClient(workers.saying_hello)  # default hang limit: ten minutes
     await client.start()
     try:
         first = client.info.pid
@@ -239,7 +241,7 @@ async def test_a_resumed_process_is_not_restarted(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
-    """A busy worker ends too, and its sockets are removed."""
+    """A worker in a step ends too, and its sockets are removed."""
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio\n"
@@ -252,7 +254,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
         "    await anext(generation)\n"
         "    print(client.info.pid, client._supervisor._folder, flush=True)\n"
         "    await asyncio.sleep(60)\n"
-        "asyncio.run(main())\n"  # not guarded: the worker does not run it
+        "asyncio.run(main())\n"  # without a __main__ guard: the worker process does not run the main module
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment) as parent:
@@ -286,13 +288,13 @@ GIB = 1 << 30
 async def test_a_worker_at_its_memory_limit_is_restarted(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The request over the limit fails without a retry; waiting requests may be sent again."""
+    """The request that exceeds the limit cannot be sent again; requests that waited can."""
     client = WorkerClient(workers.hogging, memory_limit=GIB)
     await client.start()
     try:
-        reason, *waiting = [client.submit(request(one)) for one in (name, "b", "c", "d")]
+        exceeding, *waiting = [client.submit(request(request_id)) for request_id in (name, "b", "c", "d")]
         with pytest.raises(InsufficientMemoryError, match=r"limit of 1,073,741,824 bytes .*--worker-memory"):
-            await read(reason)
+            await read(exceeding)
         last = (await asyncio.gather(*map(read, waiting), return_exceptions=True))[-1]
         assert type(last) is UnavailableError
         assert "out of memory: its private memory has reached --worker-memory-limit" in str(last)
@@ -308,7 +310,7 @@ async def test_a_load_beyond_the_memory_limit_is_reported() -> None:
         await WorkerClient(workers.too_large, memory_limit=GIB).start()
 
 
-async def test_a_model_is_planned_into_the_memory_limit() -> None:
+async def test_the_memory_plan_respects_the_memory_limit() -> None:
     config = PipelineConfig.from_flat({"model_path": "demo", "max_length": 512})
     client = WorkerClient(partial(load_runtime, config), memory_limit=GIB)
     await client.start()
