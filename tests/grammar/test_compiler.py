@@ -1,4 +1,4 @@
-"""Compilation while the model runs: limits, refusals, cached grammars, and the matchers of contexts."""
+"""`GrammarCompiler`: compilation in threads, limits, errors, cached grammars, and matchers of contexts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def accepts(context: TextContext, text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "inside", "outside"),
+    ("kind", "text", "accepted", "rejected"),
     [
         ("json_schema", {"type": "integer"}, "12", "1.2"),
         ("json_object", "", '{"a": [1]}', "[1]"),
@@ -49,13 +49,15 @@ def accepts(context: TextContext, text: str) -> bool:
         ),
     ],
 )
-def test_every_kind_of_grammar(kind: str, text: Any, inside: str, outside: str) -> None:
+def test_each_kind_of_grammar_accepts_and_rejects_texts(
+    kind: str, text: Any, accepted: str, rejected: str
+) -> None:
     grammars = new_compiler()
-    assert accepts(wait(grammars, context_for(kind, text)), inside)
-    assert not accepts(wait(grammars, context_for(kind, text)), outside)
+    assert accepts(wait(grammars, context_for(kind, text)), accepted)
+    assert not accepts(wait(grammars, context_for(kind, text)), rejected)
 
 
-def test_the_matcher_has_accepted_generated_tokens() -> None:
+def test_a_new_matcher_has_accepted_the_generated_tokens() -> None:
     context = wait(new_compiler(), context_for("regex", "abc", generated=b"ab"))
     context.update(ord("c"))
     context.update(EOS)
@@ -74,7 +76,7 @@ def test_each_matcher_uses_the_end_tokens_of_its_context() -> None:
     assert second.matcher.stop_token_ids == [EOS]
 
 
-def test_without_a_token_that_ends_the_output_a_grammar_is_refused() -> None:
+def test_a_grammar_without_an_end_token_is_refused() -> None:
     context = context_for(
         "regex", "a", eos_token_ids=set(), ignore_eos=True, sampling_params=SamplingParams(ignore_eos=True)
     )
@@ -82,13 +84,13 @@ def test_without_a_token_that_ends_the_output_a_grammar_is_refused() -> None:
         new_compiler().ready(context)
 
 
-def test_no_grammar_is_ready_at_once() -> None:
+def test_a_context_without_a_grammar_is_ready_at_once() -> None:
     context = TextContext(prompt=[1], max_length=5, tokens=np.array([1]))
     assert new_compiler().ready(context)
     assert context.matcher is None
 
 
-def test_a_grammar_is_compiled_once_and_the_oldest_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_compiled_once_and_the_oldest_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Grammar] = []
     original = llguidance_backend.grammar_source
 
@@ -108,9 +110,9 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_dropped(monkeypatch: pytes
     assert compiled[-1].text == "a"
 
 
-ENDLESS_NEST = {"type": "array", "items": {}}
+DEEPLY_NESTED = {"type": "array", "items": {}}
 for _ in range(300):
-    ENDLESS_NEST = {"type": "array", "items": ENDLESS_NEST}
+    DEEPLY_NESTED = {"type": "array", "items": DEEPLY_NESTED}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ for _ in range(300):
         ("ebnf", "root ::= nothing"),
         ("ebnf", "(((("),
         ("json_schema", '{"items":' * 10_000 + "{}" + "}" * 10_000),
-        ("json_schema", ENDLESS_NEST),
+        ("json_schema", DEEPLY_NESTED),
         ("json_schema", {"$ref": "#"}),
         (
             "json_schema",
@@ -185,7 +187,7 @@ for _ in range(300):
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_every_grammar_gets_an_answer(kind: str, text: Any) -> None:
+def test_each_costly_or_invalid_grammar_compiles_or_is_refused(kind: str, text: Any) -> None:
     grammars = new_compiler(compile_timeout=2.0)
     try:
         context = wait(grammars, context_for(kind, text))
@@ -196,23 +198,23 @@ def test_every_grammar_gets_an_answer(kind: str, text: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "option",
     [{"style": "qwen_xml"}, {"any_order": True}, {"excludes": ["a"]}, {"max_whitespace_cnt": 1}],
     ids=str,
 )
-def test_a_schema_of_a_tag_that_needs_another_spelling_is_refused(wish: dict[str, Any]) -> None:
-    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}, **wish}}
-    with pytest.raises(UnsupportedFeatureError, match=next(iter(wish))):
+def test_unsupported_options_of_a_schema_in_a_tag_are_refused(option: dict[str, Any]) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}, **option}}
+    with pytest.raises(UnsupportedFeatureError, match=next(iter(option))):
         wait(new_compiler(), context_for("structural_tag", tag))
 
 
-def test_slow_ones_are_refused_and_others_wait_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    going_on = threading.Event()
+def test_slow_grammars_are_refused_and_others_wait_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
     original = llguidance_backend.grammar_source
 
     def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
         if grammar.text.startswith("slow"):
-            going_on.wait(60)
+            release.wait(60)
         return original(grammar, **options)
 
     monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
@@ -225,14 +227,14 @@ def test_slow_ones_are_refused_and_others_wait_for_a_thread(monkeypatch: pytest.
             with pytest.raises(InputError, match=rf"'slow {number}' was not compiled within 0\.2 s"):
                 wait(grammars, context_for("regex", f"slow {number}"))
         with pytest.raises(InputError, match=r"'slow 1' was not compiled"):
-            grammars.ready(context_for("regex", "slow 1"))  # remembered
-        assert not grammars.ready(other), "it waits for a thread"
-        with pytest.raises(UnavailableError, match="4 other grammars"):  # in the end there is an answer
+            grammars.ready(context_for("regex", "slow 1"))  # the refusal is cached
+        assert not grammars.ready(other), "no thread is free"
+        with pytest.raises(UnavailableError, match="4 other grammars"):  # after the time limit
             wait(grammars, other)
         assert not grammars.ready(other)
-        wait(grammars, context_for("regex", "quick"))  # was kept
+        wait(grammars, context_for("regex", "quick"))  # is still cached
     finally:
-        going_on.set()
+        release.set()
     wait(grammars, other)
 
 
@@ -246,23 +248,23 @@ def test_a_thread_ends_at_the_time_limit_of_its_grammar(monkeypatch: pytest.Monk
     monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
     translated: list[object] = []
     monkeypatch.setattr(llguidance_backend, "lark_text", lambda *_, **__: translated.append(1))
-    others = set(threading.enumerate())  # tests before this one may have left threads that compile
+    threads_before = set(threading.enumerate())  # compilations of earlier tests may still run
     grammars = new_compiler(compile_timeout=0.2)
     with pytest.raises(InputError, match="not compiled"):
         wait(grammars, context_for("regex", "a"))
-    for thread in set(threading.enumerate()) - others:
+    for thread in set(threading.enumerate()) - threads_before:
         thread.join(60)
         assert not thread.is_alive()
     assert translated == []
 
 
-def test_a_slow_grammar_does_not_block_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    going_on = threading.Event()
+def test_a_slow_grammar_does_not_block_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
     original = llguidance_backend.grammar_source
 
     def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
         if grammar.text == "slow":
-            going_on.wait(60)
+            release.wait(60)
         return original(grammar, **options)
 
     monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
@@ -271,20 +273,20 @@ def test_a_slow_grammar_does_not_block_the_next(monkeypatch: pytest.MonkeyPatch)
     try:
         assert not grammars.ready(context_for("regex", "slow"))
         wait(grammars, context_for("regex", "quick"))
-        assert not grammars.ready(context_for("regex", "slow")), "it is in time still"
+        assert not grammars.ready(context_for("regex", "slow")), "its time limit has not passed"
     finally:
-        going_on.set()
+        release.set()
     wait(grammars, context_for("regex", "slow"))
 
 
-def test_a_grammar_over_the_limits_is_refused_at_once() -> None:
+def test_a_grammar_above_the_size_limit_is_refused_at_once() -> None:
     with pytest.raises(InputError, match="11 characters, the maximum is 10"):
         new_compiler(max_size=10).ready(context_for("regex", "a" * 11))
 
 
-def test_errors_name_what_is_wrong_and_no_source_files() -> None:
+def test_errors_name_the_fault_and_no_source_file_of_the_library() -> None:
     grammars = new_compiler()
-    for _ in range(2):  # the second time from memory
+    for _ in range(2):  # the second error comes from the cache
         with pytest.raises(PenstockError) as caught:
             wait(grammars, context_for("ebnf", "root ::= nothing"))
         assert "nothing" in str(caught.value)

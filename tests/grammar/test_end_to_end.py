@@ -1,4 +1,4 @@
-"""Structured output through `LLM`, on the embedded model."""
+"""Structured output of the embedded model through `LLM`."""
 
 from __future__ import annotations
 
@@ -31,31 +31,33 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def outputs(llm: LLM, grammar: Grammar, **params: Any) -> list[Any]:
+def generate_outputs(llm: LLM, grammar: Grammar, **params: Any) -> list[Any]:
     sampling = SamplingParams(**{"max_new_tokens": 100, "top_k": -1, "seed": 3, **params})
     return llm.generate(PROMPTS, sampling, use_tqdm=False, grammar=grammar)
 
 
-def test_answers_validate(llm: LLM) -> None:
-    for one in outputs(llm, Grammar("json_schema", json.dumps(SCHEMA))):
-        jsonschema.validate(json.loads(one.text), SCHEMA)
-    for one in outputs(llm, Grammar("choice", '["yes", "no"]')):
-        assert one.text in ("yes", "no")
+def test_outputs_match_their_grammar(llm: LLM) -> None:
+    for output in generate_outputs(llm, Grammar("json_schema", json.dumps(SCHEMA))):
+        jsonschema.validate(json.loads(output.text), SCHEMA)
+    for output in generate_outputs(llm, Grammar("choice", '["yes", "no"]')):
+        assert output.text in ("yes", "no")
 
 
-def test_jumping_ahead_changes_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_tokens_do_not_change_the_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = Grammar("regex", "a-[0-9]{3}é日本-(?:x|y)")
     before = llm.pipeline.speculation_stats.num_forced
-    jumping = outputs(llm, grammar)
+    with_forced_tokens = generate_outputs(llm, grammar)
     assert llm.pipeline.speculation_stats.num_forced > before
     monkeypatch.setattr(drafting, "forced_tokens", lambda context, limit, vocabulary: [])
-    stepping = outputs(llm, grammar)
-    assert [one.text for one in jumping] == [one.text for one in stepping]
-    assert [list(one.token_ids) for one in jumping] == [list(one.token_ids) for one in stepping]
+    without_forced_tokens = generate_outputs(llm, grammar)
+    assert [output.text for output in with_forced_tokens] == [output.text for output in without_forced_tokens]
+    assert [list(output.token_ids) for output in with_forced_tokens] == [
+        list(output.token_ids) for output in without_forced_tokens
+    ]
 
 
-def test_what_cannot_be_honoured_is_refused(llm: LLM) -> None:
+def test_unsupported_schemas_and_options_are_refused(llm: LLM) -> None:
     with pytest.raises(UnsupportedSchemaError, match="uniqueItems"):
-        outputs(llm, Grammar("json_schema", '{"type": "array", "uniqueItems": true}'))
+        generate_outputs(llm, Grammar("json_schema", '{"type": "array", "uniqueItems": true}'))
     with pytest.raises(UnsupportedFeatureError, match="ignore_eos"):
-        outputs(llm, Grammar("json_schema", "{}"), ignore_eos=True)
+        generate_outputs(llm, Grammar("json_schema", "{}"), ignore_eos=True)

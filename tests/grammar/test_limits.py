@@ -1,4 +1,4 @@
-"""Costly grammars: each fails with an error or continues, and affects no other request."""
+"""Limits of costly grammars: a request fails with an error or continues, and affects no other request."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.grammar.llguidance_backend import LLGuidanceMatcher
 from penstock.pipelines.core import TextContext
 
 pytest.importorskip("llguidance")
-BOMB = "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(30)) + 'r30 ::= "c"'
-COUNTS = "([a-z]{0,100}[0-9]{0,100}){0,100}"
-MORE_COUNTS = {"type": "string", "pattern": "^([a-z]{0,1000}[0-9]{0,1000}){0,1000}$"}
+DOUBLING_RULES = "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(30)) + 'r30 ::= "c"'
+NESTED_COUNTS = "([a-z]{0,100}[0-9]{0,100}){0,100}"
+LARGE_NESTED_COUNTS = {"type": "string", "pattern": "^([a-z]{0,1000}[0-9]{0,1000}){0,1000}$"}
 
 
-def follow(context: TextContext, text: str) -> None:
-    """Computes a mask before each token, as generation does."""
+def generate_text(context: TextContext, text: str) -> None:
+    """Compute the mask and update the context for each byte, as in generation."""
     for token in text.encode():
         grammar_bitmask([context], np.array([0]), EOS + 1)
         context.update(token)
@@ -32,30 +32,30 @@ def follow(context: TextContext, text: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "grammar", "text"),
     [
-        ("ebnf", BOMB, "c" * 100),
-        ("regex", COUNTS, "abc123" * 3),
-        ("json_schema", MORE_COUNTS, '"' + "abc123" * 3),
+        ("ebnf", DOUBLING_RULES, "c" * 100),
+        ("regex", NESTED_COUNTS, "abc123" * 3),
+        ("json_schema", LARGE_NESTED_COUNTS, '"' + "abc123" * 3),
     ],
 )
-def test_slow_grammars_are_matched(kind: str, grammar: object, text: str) -> None:
+def test_costly_grammars_below_the_limits_are_matched(kind: str, grammar: object, text: str) -> None:
     context = wait(new_compiler(), context_for(kind, grammar))
-    follow(context, text)
+    generate_text(context, text)
     assert context.generated_tokens.tolist() == list(text.encode())
 
 
 AMBIGUOUS = 'root ::= e\ne ::= e e | [a-z] | "(" e ")"'
 
 
-def test_a_limit_ends_one_request_and_names_its_grammar() -> None:
+def test_the_mask_limit_ends_only_its_request_and_names_the_grammar() -> None:
     grammars = new_compiler(mask_items=200)
     costly = wait(grammars, context_for("ebnf", AMBIGUOUS))
     other = wait(grammars, context_for("regex", "[ab]*"))
-    alone = grammar_bitmask([other], np.array([0]), EOS + 1)
-    assert alone is not None
+    expected = grammar_bitmask([other], np.array([0]), EOS + 1)
+    assert expected is not None
     for _ in range(300):
         mask = grammar_bitmask([costly, other], np.array([0, 1]), EOS + 1)
         assert mask is not None
-        assert mask[1].tolist() == alone[0].tolist()
+        assert mask[1].tolist() == expected[0].tolist()
         other.update(ord("a"))
         try:
             costly.update(ord("a"))
@@ -68,29 +68,29 @@ def test_a_limit_ends_one_request_and_names_its_grammar() -> None:
     assert isinstance(costly.matcher, LLGuidanceMatcher)
     assert costly.matcher.failure is not None
     mask = torch.zeros((1, EOS // 32 + 1), dtype=torch.int32)
-    costly.matcher.fill_next_token_bitmask(mask)  # in a batch it must not raise
+    costly.matcher.fill_next_token_bitmask(mask)  # a failed matcher in a batch must not raise
     assert mask.all()
 
 
-def test_a_grammar_that_met_a_limit_is_compiled_again() -> None:
-    """Lexer states are counted for all requests of a compiled grammar; a new compilation resets the count."""
+def test_a_grammar_that_has_reached_a_limit_is_compiled_again() -> None:
+    """All requests of a compiled grammar share the count of lexer states. Compiling again resets it."""
     grammars = new_compiler(max_states=400)
-    pattern, choose = "[ab]*a[ab]{30}", random.Random(0)
+    pattern, rng = "[ab]*a[ab]{30}", random.Random(0)
     for _ in range(2):
         context = wait(grammars, context_for("regex", pattern))
         with pytest.raises(InputError, match="too complex"):
-            follow(context, "".join(choose.choices("ab", k=480)))
+            generate_text(context, "".join(rng.choices("ab", k=480)))
         assert len(context.generated_tokens) > 10
 
 
-def test_more_symbols_than_allowed_are_refused() -> None:
+def test_a_grammar_with_too_many_symbols_is_refused() -> None:
     grammar = 'root ::= "(" root ")" | "x" | ' + " | ".join(f'"{number}" root' for number in range(300))
     with pytest.raises(InputError, match="too complex"):
         wait(new_compiler(max_symbols=100), context_for("ebnf", grammar))
     wait(new_compiler(), context_for("ebnf", grammar))
 
 
-def test_special_tokens_are_not_text_and_the_end_is_last() -> None:
+def test_the_end_token_is_accepted_only_after_a_complete_output() -> None:
     context = wait(new_compiler(), context_for("regex", "(?:.|\n)*x"))
     assert context.matcher is not None
     assert not context.matcher.accept_token(EOS)
@@ -118,11 +118,11 @@ def test_a_matcher_of_xgrammar_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_a_setting_selects_the_library(backend: str) -> None:
+def test_the_backend_setting_selects_the_library(backend: str) -> None:
     pytest.importorskip(backend)
     context = wait(new_compiler(backend=backend), context_for("regex", "ab"))
     assert type(context.matcher).__module__.startswith("penstock" if backend == "llguidance" else "xgrammar")
-    follow(context, "ab")
+    generate_text(context, "ab")
 
 
 def test_a_process_with_a_grammar_prints_nothing_at_exit() -> None:
@@ -132,13 +132,13 @@ def test_a_process_with_a_grammar_prints_nothing_at_exit() -> None:
         "context = wait(new_compiler(), context_for('regex', 'ab'))\n"
         "print(sorted({'xgrammar', 'triton', 'transformers'} & set(sys.modules)))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (run.stdout, run.stderr) == ("[]\n", "")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
-def test_a_check_of_a_checkpoint_prints_nothing_after_success() -> None:
-    """If triton is installed, importing torch._dynamo would make it report leaks at exit."""
+def test_warm_cache_prints_nothing_on_standard_error() -> None:
+    """If triton is installed, an import of torch._dynamo would print leak reports at exit."""
     command = [sys.executable, "-m", "penstock", "warm-cache", "--model-path", "demo"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stderr == ""
-    assert "tokenizer" in run.stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+    assert "tokenizer" in result.stdout

@@ -1,4 +1,4 @@
-"""The masks of matchers, as the pipeline requests them; a request for a mask does not advance a matcher."""
+"""Masks, forced tokens and acceptable drafts of matchers; none of them advances a matcher."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from penstock.pipelines.core import TextContext
 VOCABULARY = EOS + 1
 
 
-def ready(kind: str, text: object, **options: object) -> TextContext:
+def compile_context(kind: str, text: object, **options: object) -> TextContext:
     return wait(new_compiler(), context_for(kind, text, **options))  # type: ignore[arg-type]
 
 
-def plain() -> TextContext:
+def context_without_grammar() -> TextContext:
     return TextContext(prompt=[1], max_length=500, tokens=np.array([1]))
 
 
-def allowed(row: object) -> list[int]:
+def allowed_tokens(row: object) -> list[int]:
     bits = np.unpackbits(np.asarray(row).view(np.uint8), bitorder="little")
     return np.flatnonzero(bits[:VOCABULARY]).tolist()
 
 
-def test_no_grammar_no_mask() -> None:
-    assert grammar_bitmask([plain()], np.array([0]), VOCABULARY) is None
+def test_contexts_without_a_grammar_have_no_mask() -> None:
+    assert grammar_bitmask([context_without_grammar()], np.array([0]), VOCABULARY) is None
 
 
-def test_mask_rows_of_drafts() -> None:
-    contexts = [ready("regex", "ab*c"), plain(), ready("regex", "x")]
+def test_each_draft_token_has_a_mask_row() -> None:
+    contexts = [compile_context("regex", "ab*c"), context_without_grammar(), compile_context("regex", "x")]
     sequences = np.array([0, 0, 0, 1, 1, 2, 2, 2])
     drafts = [list(b"ab"), [5], [ord("x"), EOS]]
-    for _ in range(2):  # the matcher has not advanced
+    for _ in range(2):  # the second call checks that the matcher has not advanced
         mask = grammar_bitmask(contexts, sequences, VOCABULARY, drafts)
         assert mask is not None
-        everything = list(range(VOCABULARY))
-        assert [allowed(row) for row in mask] == [
+        all_tokens = list(range(VOCABULARY))
+        assert [allowed_tokens(row) for row in mask] == [
             [ord("a")],
             [ord("b"), ord("c")],
             [ord("b"), ord("c")],
-            everything,
-            everything,
+            all_tokens,
+            all_tokens,
             [ord("x")],
             [EOS],
-            everything,  # after the end
+            all_tokens,  # after the end
         ]
 
 
 def test_after_a_refused_draft_every_token_is_allowed() -> None:
-    mask = grammar_bitmask([ready("regex", "ab")], np.array([0, 0]), VOCABULARY, [[ord("z")]])
+    mask = grammar_bitmask([compile_context("regex", "ab")], np.array([0, 0]), VOCABULARY, [[ord("z")]])
     assert mask is not None
-    assert [len(allowed(row)) for row in mask] == [1, VOCABULARY]
+    assert [len(allowed_tokens(row)) for row in mask] == [1, VOCABULARY]
 
 
 @pytest.mark.parametrize(
@@ -60,33 +60,33 @@ def test_after_a_refused_draft_every_token_is_allowed() -> None:
     [
         ("name: [ab]", 10, b"name: "),
         ("name: [ab]", 3, b"nam"),
-        ("abc", 10, b"abc"),  # the end is not among them
+        ("abc", 10, b"abc"),  # the end token is not forced
         ("a?", 10, b""),
         ("[ab]", 10, b""),
         ("é", 10, "é".encode()),
         ("abc", 0, b""),
     ],
 )
-def test_forced_tokens(pattern: str, limit: int, expected: bytes) -> None:
-    context = ready("regex", pattern)
+def test_forced_tokens_are_the_only_continuation(pattern: str, limit: int, expected: bytes) -> None:
+    context = compile_context("regex", pattern)
     for _ in range(2):
         assert bytes(forced_tokens(context, limit, VOCABULARY)) == expected
 
 
-def test_forced_tokens_of_no_grammar_or_one_that_has_ended() -> None:
-    assert forced_tokens(plain(), 5, VOCABULARY) == []
-    context = ready("regex", "a", generated=b"a")
+def test_no_tokens_are_forced_without_a_grammar_or_after_its_end() -> None:
+    assert forced_tokens(context_without_grammar(), 5, VOCABULARY) == []
+    context = compile_context("regex", "a", generated=b"a")
     context.update(EOS)
     assert forced_tokens(context, 5, VOCABULARY) == []
     assert acceptable_drafts(context, [97]) == []
 
 
-def test_acceptable_drafts() -> None:
-    context = ready("regex", "ab+")
+def test_acceptable_drafts_are_the_longest_accepted_prefix() -> None:
+    context = compile_context("regex", "ab+")
     assert acceptable_drafts(context, list(b"abbx")) == list(b"abb")
     assert acceptable_drafts(context, [*b"ab", EOS, 97]) == [*b"ab", EOS]
     assert acceptable_drafts(context, [EOS]) == []
     assert acceptable_drafts(context, []) == []
-    assert acceptable_drafts(plain(), [1, 2]) == [1, 2]
+    assert acceptable_drafts(context_without_grammar(), [1, 2]) == [1, 2]
     assert context.matcher is not None
     assert context.matcher.accept_token(97)

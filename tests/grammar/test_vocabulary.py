@@ -1,4 +1,4 @@
-"""The bytes of tokens: joined they are the text, for every kind of tokenizer."""
+"""Token bytes: joined, they equal the text, for every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -16,46 +16,48 @@ from penstock.text.tokenizer import TextTokenizer
 TEXTS = ['{"name": "Ünïcode 😀", "x": [1, 2.5e-3]}\n\tend  of', "Hello world", "a<0x41>b ▁ c", "日本語\x00"]
 
 
-def real(shared_data: Path, name: str) -> Path:
+def find_tokenizer(shared_data: Path, name: str) -> Path:
     folder = shared_data / "tokenizers" / name
     if not folder.is_dir():
         pytest.skip(f"no tokenizer {name} here")
     return folder
 
 
-def check_joins(tokenizer: TextTokenizer, texts: list[str]) -> None:
+def check_joined_bytes(tokenizer: TextTokenizer, texts: list[str]) -> None:
     tokens = token_bytes(tokenizer.backend, tokenizer.vocab_size + 5)
-    assert tokens[-5:] == [b""] * 5  # a padded vocabulary
+    assert tokens[-5:] == [b""] * 5  # ids of a padded vocabulary have no bytes
     for text in texts:
         ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
         joined = b"".join(tokens[token] for token in ids)
-        assert joined.removeprefix(b" ") == text.encode()  # some put a space before the first word
+        assert joined.removeprefix(b" ") == text.encode()  # some tokenizers add a space before the first word
 
 
 def test_the_bytes_of_tokens_join_to_the_text() -> None:
-    check_joins(FakeTokenizer(), TEXTS)
-    check_joins(TextTokenizer(Path(penstock.demo.__file__).parent), TEXTS)
+    check_joined_bytes(FakeTokenizer(), TEXTS)
+    check_joined_bytes(TextTokenizer(Path(penstock.demo.__file__).parent), TEXTS)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "tinyllama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_real_tokenizers_equal_those_of_xgrammar(name: str, shared_data: Path) -> None:
-    folder = real(shared_data, name)
+    folder = find_tokenizer(shared_data, name)
     tokenizer = TextTokenizer(folder)
-    # Some write a space as that very sign.
-    check_joins(tokenizer, [text for text in TEXTS if "▁" not in text or name != "tinyllama"])
+    # tinyllama encodes a space as ▁ and so cannot distinguish the two.
+    check_joined_bytes(tokenizer, [text for text in TEXTS if "▁" not in text or name != "tinyllama"])
     transformers = pytest.importorskip("transformers")
-    peer = transformers.AutoTokenizer.from_pretrained(str(folder))
-    theirs = xgr.TokenizerInfo.from_huggingface(peer, vocab_size=tokenizer.vocab_size).decoded_vocab
-    ours = token_bytes(tokenizer.backend, tokenizer.vocab_size)
-    different = [token for token in range(tokenizer.vocab_size) if ours[token] != theirs[token]]
-    assert all(ours[token].startswith(NO_TEXT) for token in different)
+    reference = transformers.AutoTokenizer.from_pretrained(str(folder))
+    reference_bytes = xgr.TokenizerInfo.from_huggingface(
+        reference, vocab_size=tokenizer.vocab_size
+    ).decoded_vocab
+    our_bytes = token_bytes(tokenizer.backend, tokenizer.vocab_size)
+    different = [token for token in range(tokenizer.vocab_size) if our_bytes[token] != reference_bytes[token]]
+    assert all(our_bytes[token].startswith(NO_TEXT) for token in different)
 
 
-def test_special_tokens_spell_no_text() -> None:
+def test_special_tokens_have_the_no_text_prefix() -> None:
     assert token_bytes(FakeTokenizer().backend, 257)[FakeTokenizer.EOS] == NO_TEXT + b"<|end|>"
 
 
 def test_wordpiece_is_refused(shared_data: Path) -> None:
-    tokenizer = TextTokenizer(real(shared_data, "bert-base-uncased"))
+    tokenizer = TextTokenizer(find_tokenizer(shared_data, "bert-base-uncased"))
     with pytest.raises(UnsupportedFeatureError, match="WordPiece"):
         token_bytes(tokenizer.backend, 100)

@@ -1,4 +1,4 @@
-"""Chat templates: the text of transformers, for templates of published models; refusals."""
+"""Chat templates render the same text as transformers, for templates of published models; errors."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def assistant(content: Any, **more: Any) -> dict[str, Any]:
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 CHATS: dict[str, list[dict[str, Any]]] = {
-    "one turn": [user("Is 1 < 2 & 'é'?")],
+    "single turn": [user("Is 1 < 2 & 'é'?")],
     "system": [SYSTEM, user(" hello\n")],
     "turns": [SYSTEM, user("a"), assistant("b"), user("c")],
-    "ends with the assistant": [user("a"), assistant(" b ")],
-    "two of the user": [user("a"), user("b")],
+    "final assistant message": [user("a"), assistant(" b ")],
+    "two user messages": [user("a"), user("b")],
     "tool call": [user("w?"), assistant(None, tool_calls=[CALL]), RESULT],
     "tool call as text": [user("w?"), assistant("", tool_calls=[CALL_AS_TEXT]), RESULT, user("thanks")],
     "reasoning": [user("a"), assistant("<think>\nhm\n</think>\n\nb", reasoning_content="hm"), user("c")],
@@ -68,30 +68,37 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def real_templates() -> dict[str, str]:
+def read_published_templates() -> dict[str, str]:
     files = [path for path in sorted(TEMPLATES.rglob("*.jinja*")) if path.is_file()]
-    found = {f"{path.parent.name}/{path.stem}": path.read_text() for path in files}
+    templates = {f"{path.parent.name}/{path.stem}": path.read_text() for path in files}
     lines = TEMPLATES / "ollama" / "templates.jsonl"
     for index, line in enumerate(lines.read_text().splitlines() if lines.is_file() else []):
-        found |= {f"ollama/{index} {name}": text for name, text in json.loads(line or "{}").items()}
-    return found
+        templates |= {f"ollama/{index} {name}": text for name, text in json.loads(line or "{}").items()}
+    return templates
 
 
-@pytest.mark.parametrize(("name", "source"), real_templates().items(), ids=real_templates())
-def test_the_text_is_that_of_transformers(name: str, source: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "source"), read_published_templates().items(), ids=read_published_templates()
+)
+def test_published_templates_render_the_text_of_transformers(name: str, source: str) -> None:
     template = ChatTemplate({"default": source}, SPECIAL_TOKENS, name)
-    texts = 0
+    num_rendered = 0
     for label, messages in CHATS.items():
         for tools in (None, [TOOL]):
             for options in OPTIONS:
-                # Older versions of transformers leave None as it is; it is an empty string in newer ones.
-                filled = [
-                    {**one, "content": ""} if one.get("content", "") is None else one for one in messages
+                # Newer versions of transformers replace None by an empty string. Older versions do not.
+                normalized = [
+                    {**message, "content": ""} if message.get("content", "") is None else message
+                    for message in messages
                 ]
-                expected = transformers_text(source, filled, tools, options)
-                assert our_text(template, messages, tools, options) == expected, (label, bool(tools), options)
-                texts += expected is not None
-    assert texts > 0
+                expected = render_with_transformers(source, normalized, tools, options)
+                assert render_ours(template, messages, tools, options) == expected, (
+                    label,
+                    bool(tools),
+                    options,
+                )
+                num_rendered += expected is not None
+    assert num_rendered > 0
 
 
 @pytest.mark.parametrize(
@@ -115,19 +122,19 @@ def test_the_text_is_that_of_transformers(name: str, source: str) -> None:
         "{{ messages[-1].content | upper }}",
     ],
 )
-def test_small_templates_are_as_in_transformers(source: str) -> None:
+def test_small_templates_render_the_text_of_transformers(source: str) -> None:
     template = ChatTemplate({"default": source}, SPECIAL_TOKENS, "test")
     for options in ({}, {"add_generation_prompt": False}):
-        expected = transformers_text(source, [user("hi")], None, options)
-        assert our_text(template, [user("hi")], None, options) == expected
+        expected = render_with_transformers(source, [user("hi")], None, options)
+        assert render_ours(template, [user("hi")], None, options) == expected
 
 
-def test_the_date_is_todays() -> None:
+def test_strftime_now_gives_the_current_date() -> None:
     template = ChatTemplate({"default": "{{ strftime_now('%Y') }}"}, {}, "test")
     assert template.render([user("x")]) in (str(datetime.now().year), str(datetime.now().year - 1))
 
 
-def test_the_templates_words_are_in_the_error() -> None:
+def test_the_message_of_raise_exception_is_in_the_error() -> None:
     template = ChatTemplate({"default": "{{ raise_exception('Roles must alternate') }}"}, {}, "test")
     with pytest.raises(InputError, match="cannot render these messages: Roles must alternate"):
         template.render([user("x")])
@@ -143,7 +150,7 @@ def test_options_override_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", ["self", "environment", "caller", "loop", "1 a"])
-def test_an_option_may_have_any_name(name: str) -> None:
+def test_options_may_have_reserved_names(name: str) -> None:
     template = ChatTemplate({"default": "{{ messages[0].content }}{{ self }}"}, {}, "test")
     assert template.render([user("x")], None, {name: "y"}).startswith("x")
 
@@ -163,7 +170,9 @@ def test_options_that_are_not_template_variables_are_refused(name: str) -> None:
         ("[{{ messages[-1].content[0].text }}]", [{"type": "text", "text": "a"}], "[a"),
     ],
 )
-def test_the_final_message_stays_open(source: str, content: Any, expected: str) -> None:
+def test_continue_final_message_cuts_the_text_after_the_message(
+    source: str, content: Any, expected: str
+) -> None:
     template = ChatTemplate({"default": source}, {}, "test")
     assert (
         template.render([user("q"), assistant(content)], None, {"continue_final_message": True}) == expected
@@ -179,7 +188,7 @@ def test_the_final_message_stays_open(source: str, content: Any, expected: str) 
         ("{{ messages[-1].content }}", "a", {"add_generation_prompt": True}, "exclude each other"),
     ],
 )
-def test_a_final_message_that_cannot_stay_open(
+def test_a_final_message_that_cannot_be_continued_is_refused(
     source: str, content: Any, options: dict[str, Any], message: str
 ) -> None:
     template = ChatTemplate({"default": source}, {}, "test")
@@ -201,11 +210,11 @@ def test_values_that_are_not_messages_are_refused(messages: Any, message: str) -
 
 
 class TestNamedTemplates:
-    def test_tools_choose_theirs(self) -> None:
+    def test_tools_select_the_tool_use_template(self) -> None:
         template = ChatTemplate({"default": "D", "tool_use": "T"}, {}, "test")
         assert (template.render([user("x")]), template.render([user("x")], [TOOL])) == ("D", "T")
 
-    def test_without_a_default_there_must_be_tools(self) -> None:
+    def test_without_a_default_template_tools_are_required(self) -> None:
         template = ChatTemplate({"rag": "R", "tool_use": "T"}, {}, "test")
         assert template.render([user("x")], [TOOL]) == "T"
         with pytest.raises(InputError, match="no default chat template, only rag, tool_use"):
@@ -220,22 +229,22 @@ class TestNamedTemplates:
         assert find_templates(tmp_path, config) == {"default": "F é", "rag": "R", "tool_use": "T"}
         assert find_templates(tmp_path, {"chat_template": "C"}) == {"default": "F é", "tool_use": "T"}
 
-    def test_no_template(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_without_templates(self, tmp_path: Path) -> None:
         assert find_templates(tmp_path, {}) == {}
 
     @pytest.mark.parametrize("value", [1, {"default": "x"}, ["x"], [{"name": "x"}]])
-    def test_a_damaged_configuration(self, value: object, tmp_path: Path) -> None:
+    def test_an_invalid_configuration_is_refused(self, value: object, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"tokenizer_config.json: chat_template is neither"):
             find_templates(tmp_path, {"chat_template": value})
 
 
-class TestGivenTemplates:
-    @pytest.mark.parametrize("name", ["given.jinja", "given.txt"])
-    def test_jinja(self, name: str, tmp_path: Path) -> None:
+class TestTemplateFiles:
+    @pytest.mark.parametrize("name", ["custom.jinja", "custom.txt"])
+    def test_a_jinja_file_is_read(self, name: str, tmp_path: Path) -> None:
         (tmp_path / name).write_text("{{ bos_token }}{{ messages[0].content }}")
         assert ChatTemplate.from_file(tmp_path / name, SPECIAL_TOKENS).render([user("x")]) == "<s>x"
 
-    def test_json(self, tmp_path: Path) -> None:
+    def test_a_json_file_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "t.json").write_text(json.dumps({"chat_template": "J"}))
         assert ChatTemplate.from_file(tmp_path / "t.json", {}).render([user("x")]) == "J"
 
@@ -248,12 +257,14 @@ class TestGivenTemplates:
             ("t.json", '{"chat_template": 3}', "not a JSON object with the key chat_template"),
         ],
     )
-    def test_a_mistake_is_found_at_once(self, name: str, text: str, message: str, tmp_path: Path) -> None:
+    def test_an_invalid_file_is_refused_at_once(
+        self, name: str, text: str, message: str, tmp_path: Path
+    ) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=message):
             ChatTemplate.from_file(tmp_path / name, {})
 
-    def test_a_missing_file(self, tmp_path: Path) -> None:
+    def test_a_missing_file_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"chat_template: cannot read .*none\.jinja"):
             ChatTemplate.from_file(tmp_path / "none.jinja", {})
 
@@ -269,24 +280,24 @@ def test_values_that_are_not_options_are_refused() -> None:
         ChatTemplate({"default": "x"}, {}, "x").render([{"role": "user"}], options="x")  # type: ignore[arg-type]
 
 
-def test_a_template_that_is_nested_too_deeply() -> None:
+def test_a_template_that_is_nested_too_deeply_is_refused() -> None:
     with pytest.raises(CheckpointError, match="the chat template 'default' is nested too deeply"):
         ChatTemplate({"default": "{{" + "(" * 5000 + "}}"}, {}, "x").render([{"role": "user"}])
 
 
-def test_a_mistake_in_a_checkpoints_template_names_the_checkpoint() -> None:
+def test_a_syntax_error_in_a_template_names_the_checkpoint() -> None:
     with pytest.raises(CheckpointError, match=r"folder: the chat template .* has an error in line 1"):
         ChatTemplate({"default": "{% endif %}"}, {}, "folder").render([user("x")])
 
 
 class TestRequests:
-    def test_a_template_of_strings_gets_the_parts_joined(self) -> None:
+    def test_a_template_for_strings_gets_joined_parts(self) -> None:
         template = ChatTemplate({"default": "<{{ messages[0].content }}>"}, {}, "test")
         assert not template.takes_parts
         assert template.render_request([user(PARTS)]) == "<a\nb>"
         assert template.render_request([user("a")]) == "<a>"
 
-    def test_a_template_of_parts_gets_parts(self) -> None:
+    def test_a_template_for_parts_gets_parts(self) -> None:
         source = (
             "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
             "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
@@ -308,31 +319,31 @@ class TestRequests:
             ChatTemplate({"default": "x"}, {}, "test").render_request([user(content)])
 
 
-def our_text(template: ChatTemplate, messages: Any, tools: Any, options: dict[str, Any]) -> str | None:
-    """Return the rendered text, or None if the template raises."""
+def render_ours(template: ChatTemplate, messages: Any, tools: Any, options: dict[str, Any]) -> str | None:
+    """Return the text that `ChatTemplate` renders, or None if the template raises."""
     try:
         return template.render(messages, tools, options)
     except InputError:
         return None
 
 
-def transformers_text(source: str, messages: Any, tools: Any, options: dict[str, Any]) -> str | None:
-    """Return the rendered text, or None if the template raises."""
-    generation = not options.get("continue_final_message", False)
+def render_with_transformers(source: str, messages: Any, tools: Any, options: dict[str, Any]) -> str | None:
+    """Return the text that transformers renders, or None if the template raises."""
+    adds_prompt = not options.get("continue_final_message", False)
     try:
-        return reference().apply_chat_template(  # type: ignore[no-any-return]
+        return reference_tokenizer().apply_chat_template(  # type: ignore[no-any-return]
             messages,
             tools,
             chat_template=source,
             tokenize=False,
-            **{"add_generation_prompt": generation, **options},
+            **{"add_generation_prompt": adds_prompt, **options},
         )
     except Exception:
         return None
 
 
 @cache
-def reference() -> Any:
+def reference_tokenizer() -> Any:
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models
 

@@ -1,4 +1,4 @@
-"""``tokenizer.decode`` call by call: joined, the texts are the text of all tokens."""
+"""Incremental ``tokenizer.decode``: the joined texts of several calls equal the text of all tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.pipelines import TextTokenizer
 from penstock.pipelines.core import TextContext, TextGenerationStatus
 from penstock.text.detokenizer import text_after_prompt
 
-NAMES = ("tinyllama", "qwen3", "gpt2", "bert-base-uncased")
+TOKENIZER_NAMES = ("tinyllama", "qwen3", "gpt2", "bert-base-uncased")
 TEXTS = [
     "Once upon a time there was",
     "a  b\n\n c ",
@@ -29,92 +29,97 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def opened(shared_data: Path) -> Callable[[str], TextTokenizer]:
+def open_tokenizer(shared_data: Path) -> Callable[[str], TextTokenizer]:
     tokenizers: dict[str, TextTokenizer] = {}
 
-    def open_one(name: str) -> TextTokenizer:
+    def open_cached(name: str) -> TextTokenizer:
         if name not in tokenizers:
             tokenizers[name] = TextTokenizer(shared_data / "tokenizers" / name)
         return tokenizers[name]
 
-    return open_one
+    return open_cached
 
 
-def ids_of(tokenizer: TextTokenizer, text: str, special: bool = False) -> list[int]:
+def encode(tokenizer: TextTokenizer, text: str, special: bool = False) -> list[int]:
     return tokenizer.encode_text(text, special, limited=False).tolist()
 
 
-def context_with(prompt: list[int], generated: list[int] | None = None) -> TextContext:
+def make_context(prompt: list[int], generated: list[int] | None = None) -> TextContext:
     context = TextContext(prompt=prompt, max_length=10_000, tokens=np.array(prompt))
     for token in generated or ():
         context.update(token)
     return context
 
 
-async def joined(tokenizer: TextTokenizer, context: TextContext, ids: list[int], size: int = 1) -> str:
-    pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
-    return "".join([await tokenizer.decode(context, piece) for piece in pieces])
+async def decode_in_chunks(
+    tokenizer: TextTokenizer, context: TextContext, ids: list[int], size: int = 1
+) -> str:
+    chunks = [ids[start : start + size] for start in range(0, len(ids), size)]
+    return "".join([await tokenizer.decode(context, chunk) for chunk in chunks])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TOKENIZER_NAMES)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("text", TEXTS)
-async def test_pieces_of_what_was_generated(
-    name: str, text: str, size: int, opened: Callable[[str], TextTokenizer]
+async def test_chunks_of_generated_tokens_join_to_the_text(
+    name: str, text: str, size: int, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
-    tokenizer = opened(name)
-    prompt, ids = ids_of(tokenizer, "One day", True), ids_of(tokenizer, text)
-    context = context_with(prompt, ids)
-    whole = text_after_prompt(tokenizer, prompt, ids)
-    assert await joined(tokenizer, context, ids, size) == whole
-    assert await tokenizer.decode(context, ids) == whole
-    assert await joined(tokenizer, context, ids) == whole  # and from the beginning again
+    tokenizer = open_tokenizer(name)
+    prompt, ids = encode(tokenizer, "One day", True), encode(tokenizer, text)
+    context = make_context(prompt, ids)
+    expected = text_after_prompt(tokenizer, prompt, ids)
+    assert await decode_in_chunks(tokenizer, context, ids, size) == expected
+    assert await tokenizer.decode(context, ids) == expected
+    # A second pass starts from the beginning.
+    assert await decode_in_chunks(tokenizer, context, ids) == expected
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TOKENIZER_NAMES)
 @pytest.mark.parametrize("text", TEXTS)
-async def test_step_by_step(name: str, text: str, opened: Callable[[str], TextTokenizer]) -> None:
-    """Decoded token by token, while another request is decoded."""
-    tokenizer = opened(name)
-    prompt, ids = ids_of(tokenizer, "One day", True), ids_of(tokenizer, text)
-    contexts = [context_with(prompt), context_with(ids_of(tokenizer, "x"))]
-    answers = ["", ""]
+async def test_decoding_after_each_step_with_two_requests(
+    name: str, text: str, open_tokenizer: Callable[[str], TextTokenizer]
+) -> None:
+    """Two contexts are decoded alternately, one token at a time."""
+    tokenizer = open_tokenizer(name)
+    prompt, ids = encode(tokenizer, "One day", True), encode(tokenizer, text)
+    contexts = [make_context(prompt), make_context(encode(tokenizer, "x"))]
+    texts = ["", ""]
     for token in ids:
         for index, context in enumerate(contexts):
             context.update(token)
-            answers[index] += await tokenizer.decode(context, np.int64(token))  # type: ignore[arg-type]
-    assert answers == [text_after_prompt(tokenizer, context.prompt_tokens, ids) for context in contexts]
+            texts[index] += await tokenizer.decode(context, np.int64(token))  # type: ignore[arg-type]
+    assert texts == [text_after_prompt(tokenizer, context.prompt_tokens, ids) for context in contexts]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TOKENIZER_NAMES)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("text", ["Once upon a time there was", "a  b\n\n c ", "naïve 🎉🎉 中文 ﬁ end"])
-async def test_pieces_of_other_tokens(
-    name: str, text: str, special: bool, size: int, opened: Callable[[str], TextTokenizer]
+async def test_chunks_of_tokens_that_were_not_generated_join_to_the_text(
+    name: str, text: str, special: bool, size: int, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
-    tokenizer = opened(name)
-    ids = ids_of(tokenizer, text, special)
-    whole = tokenizer.decode_ids(ids)
-    for generated in ([], ids_of(tokenizer, "zzz")):
-        context = context_with(ids_of(tokenizer, "One day", True), generated)
-        assert await joined(tokenizer, context, ids, size) == whole
-        assert await tokenizer.decode(context, ids) == whole
-        assert await tokenizer.decode(context, ids) == whole
-        assert await joined(tokenizer, context, ids, size) == whole
+    tokenizer = open_tokenizer(name)
+    ids = encode(tokenizer, text, special)
+    expected = tokenizer.decode_ids(ids)
+    for generated in ([], encode(tokenizer, "zzz")):
+        context = make_context(encode(tokenizer, "One day", True), generated)
+        assert await decode_in_chunks(tokenizer, context, ids, size) == expected
+        assert await tokenizer.decode(context, ids) == expected
+        assert await tokenizer.decode(context, ids) == expected
+        assert await decode_in_chunks(tokenizer, context, ids, size) == expected
 
 
 @pytest.mark.parametrize("name", ["tinyllama", "qwen3"])
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_pieces_of_random_sizes(
-    name: str, data: st.DataObject, opened: Callable[[str], TextTokenizer]
+def test_chunks_of_random_sizes_join_to_the_text(
+    name: str, data: st.DataObject, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
-    tokenizer = opened(name)
-    ids = ids_of(tokenizer, data.draw(st.text("ab é🎉中\n▁\ufffd", max_size=12)))
-    prompt = ids_of(tokenizer, data.draw(st.text("ab é🎉中 ", min_size=1, max_size=4)))
+    tokenizer = open_tokenizer(name)
+    ids = encode(tokenizer, data.draw(st.text("ab é🎉中\n▁\ufffd", max_size=12)))
+    prompt = encode(tokenizer, data.draw(st.text("ab é🎉中 ", min_size=1, max_size=4)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))) | {0, len(ids)})
-    context = context_with(prompt, ids)
+    context = make_context(prompt, ids)
     context.update_status(TextGenerationStatus.MAXIMUM_LENGTH)
 
     async def text() -> str:
@@ -125,63 +130,69 @@ def test_pieces_of_random_sizes(
 
 @pytest.mark.parametrize("name", ["tinyllama", "qwen3"])
 async def test_an_incomplete_character_is_emitted_at_the_end(
-    name: str, opened: Callable[[str], TextTokenizer]
+    name: str, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
-    tokenizer = opened(name)
-    prompt, ids = ids_of(tokenizer, "One"), ids_of(tokenizer, " a\U00013000")[:-1]
-    context = context_with(prompt, ids)
-    assert await joined(tokenizer, context, ids) == " a"
-    context = context_with(prompt, ids)
+    tokenizer = open_tokenizer(name)
+    prompt, ids = encode(tokenizer, "One"), encode(tokenizer, " a\U00013000")[:-1]
+    context = make_context(prompt, ids)
+    assert await decode_in_chunks(tokenizer, context, ids) == " a"
+    context = make_context(prompt, ids)
     context.update_status(TextGenerationStatus.CANCELLED)
-    assert await joined(tokenizer, context, ids) == text_after_prompt(tokenizer, prompt, ids)
+    assert await decode_in_chunks(tokenizer, context, ids) == text_after_prompt(tokenizer, prompt, ids)
     assert "\N{REPLACEMENT CHARACTER}" in text_after_prompt(tokenizer, prompt, ids)
 
 
-async def test_a_repeated_word_of_other_tokens(opened: Callable[[str], TextTokenizer]) -> None:
-    tokenizer = opened("tinyllama")
-    ids = ids_of(tokenizer, "the the the")
-    assert await joined(tokenizer, context_with([1]), ids) == "the the the"
+async def test_repeated_words_that_were_not_generated(open_tokenizer: Callable[[str], TextTokenizer]) -> None:
+    tokenizer = open_tokenizer("tinyllama")
+    ids = encode(tokenizer, "the the the")
+    assert await decode_in_chunks(tokenizer, make_context([1]), ids) == "the the the"
 
 
-async def test_special_tokens(opened: Callable[[str], TextTokenizer]) -> None:
-    tokenizer = opened("tinyllama")
-    ids = [*ids_of(tokenizer, "a b"), 2, *ids_of(tokenizer, "c d")]
-    context = context_with([1], ids)
-    assert await joined(tokenizer, context, ids) == tokenizer.decode_ids(ids) == "a b c d"
-    shown = [await tokenizer.decode(context, one, skip_special_tokens=False) for one in ids]
-    assert "".join(shown) == tokenizer.decode_ids(ids, False)
+async def test_special_tokens_are_skipped_or_decoded(open_tokenizer: Callable[[str], TextTokenizer]) -> None:
+    tokenizer = open_tokenizer("tinyllama")
+    ids = [*encode(tokenizer, "a b"), 2, *encode(tokenizer, "c d")]
+    context = make_context([1], ids)
+    assert await decode_in_chunks(tokenizer, context, ids) == tokenizer.decode_ids(ids) == "a b c d"
+    texts = [await tokenizer.decode(context, token_id, skip_special_tokens=False) for token_id in ids]
+    assert "".join(texts) == tokenizer.decode_ids(ids, False)
 
 
-async def test_calls_at_once_keep_their_order(opened: Callable[[str], TextTokenizer]) -> None:
-    tokenizer = opened("tinyllama")
-    ids = ids_of(tokenizer, " ".join(map(str, range(300))))
-    context = context_with([1], ids)
-    pieces = await asyncio.gather(*(tokenizer.decode(context, one) for one in ids))
-    assert "".join(pieces) == tokenizer.decode_ids(ids)
+async def test_concurrent_calls_keep_their_order(open_tokenizer: Callable[[str], TextTokenizer]) -> None:
+    tokenizer = open_tokenizer("tinyllama")
+    ids = encode(tokenizer, " ".join(map(str, range(300))))
+    context = make_context([1], ids)
+    chunks = await asyncio.gather(*(tokenizer.decode(context, token_id) for token_id in ids))
+    assert "".join(chunks) == tokenizer.decode_ids(ids)
 
 
-async def test_a_decode_after_tokens_that_were_not_decoded(opened: Callable[[str], TextTokenizer]) -> None:
-    tokenizer = opened("tinyllama")
-    context = context_with([1], ids_of(tokenizer, "one two three"))
+async def test_the_last_token_is_decoded_after_tokens_that_were_not(
+    open_tokenizer: Callable[[str], TextTokenizer],
+) -> None:
+    tokenizer = open_tokenizer("tinyllama")
+    context = make_context([1], encode(tokenizer, "one two three"))
     last = int(context.generated_tokens[-1])
     assert [await tokenizer.decode(context, last) for _ in range(2)] == [" three", " three"]
     assert await tokenizer.decode(context, []) == ""
 
 
-async def test_decoding_resumes_after_a_whole_decode(opened: Callable[[str], TextTokenizer]) -> None:
-    tokenizer = opened("tinyllama")
-    the = ids_of(tokenizer, "the")
-    context = context_with([1], [*the, *ids_of(tokenizer, "cat")])
+async def test_incremental_decoding_continues_after_decoding_all_tokens(
+    open_tokenizer: Callable[[str], TextTokenizer],
+) -> None:
+    tokenizer = open_tokenizer("tinyllama")
+    word = encode(tokenizer, "the")
+    context = make_context([1], [*word, *encode(tokenizer, "cat")])
     assert await tokenizer.decode(context, context.generated_tokens) == "the cat"
-    context.update(the[0])
-    assert await tokenizer.decode(context, the[0]) == " the"
+    context.update(word[0])
+    assert await tokenizer.decode(context, word[0]) == " the"
     assert await tokenizer.decode(context, context.generated_tokens) == "the cat the"
 
 
-async def test_a_refused_call_changes_nothing(opened: Callable[[str], TextTokenizer]) -> None:
-    tokenizer = opened("tinyllama")
-    ids = ids_of(tokenizer, "one two")
-    context = context_with([1], ids)
+async def test_a_refused_call_does_not_change_the_state(
+    open_tokenizer: Callable[[str], TextTokenizer],
+) -> None:
+    tokenizer = open_tokenizer("tinyllama")
+    ids = encode(tokenizer, "one two")
+    context = make_context([1], ids)
     with pytest.raises(TypeError, match="unknown parameter skip_special; the keyword is skip_special_tokens"):
         await tokenizer.decode(context, ids[:1], skip_special=True)
-    assert await joined(tokenizer, context, ids) == "one two"
+    assert await decode_in_chunks(tokenizer, context, ids) == "one two"

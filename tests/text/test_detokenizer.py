@@ -1,4 +1,4 @@
-"""The detokenizer against decoding all at once, and its stop strings against a search in the whole text."""
+"""`Detokenizer`: its text equals decoding all ids at once, and its stop strings a search in the text."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from penstock.text.tokenizer_files import TokenizerFiles
 
 TOKENIZERS = ["tokenizers/bert-base-uncased", "tokenizers/gpt2", "tokenizers/qwen3", "tokenizers/tinyllama"]
 TOKENIZERS += ["models/stories260K"]
-FAKE = FakeTokenizer()
+BYTE_TOKENIZER = FakeTokenizer()
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-def test_pieces_join_to_the_text_of_all_ids(name: str, skip_special_tokens: bool, shared_data: Path) -> None:
+def test_appended_texts_join_to_the_text_of_all_ids(
+    name: str, skip_special_tokens: bool, shared_data: Path
+) -> None:
     tokenizer = real_tokenizer(shared_data / name)
 
-    @given(ids=token_ids(tokenizer))
+    @given(ids=draw_token_ids(tokenizer))
     @settings(max_examples=examples(30))
     def check(ids: list[int]) -> None:
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        pieces = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.finish()]
-        assert "".join(pieces) == detokenizer.text == tokenizer.decode_ids(ids, skip_special_tokens)
+        texts = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.finish()]
+        assert "".join(texts) == detokenizer.text == tokenizer.decode_ids(ids, skip_special_tokens)
         assert detokenizer.num_tokens == len(ids)
 
     check()
@@ -55,29 +57,29 @@ def test_pieces_join_to_the_text_of_all_ids(name: str, skip_special_tokens: bool
     ids=str,
 )
 @given(ids=st.lists(st.integers(0, 12), max_size=40))
-def test_other_decoders(decoder: decoders.Decoder | None, ids: list[int]) -> None:
-    pieces = ["▁", "▁a", "b", "c</w>", "##d", " ", ".", "'t", "\N{REPLACEMENT CHARACTER}"]
-    pieces += ["<0xC3>", "<0xA9>", "<0x0A>"]
-    backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="b"))
+def test_other_decoders_give_the_same_text(decoder: decoders.Decoder | None, ids: list[int]) -> None:
+    vocabulary = ["▁", "▁a", "b", "c</w>", "##d", " ", ".", "'t", "\N{REPLACEMENT CHARACTER}"]
+    vocabulary += ["<0xC3>", "<0xA9>", "<0x0A>"]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="b"))
     backend.add_special_tokens(["<s>"])
     if decoder is not None:
         backend.decoder = decoder
     tokenizer = TextTokenizer(TokenizerFiles(backend, {}, {}, (), "test", 13, None))
     detokenizer = Detokenizer(tokenizer)
-    shown = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.finish()]
-    assert "".join(shown) == backend.decode(ids)
+    visible_text = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.finish()]
+    assert "".join(visible_text) == backend.decode(ids)
 
 
-@given(ids=st.lists(st.integers(0, FAKE.EOS), max_size=60))
-def test_any_bytes_join_to_the_text_of_all_ids(ids: list[int]) -> None:
-    detokenizer = Detokenizer(FAKE)
-    pieces = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.finish()]
-    assert "".join(pieces) == FAKE.decode_ids(ids)
+@given(ids=st.lists(st.integers(0, BYTE_TOKENIZER.EOS), max_size=60))
+def test_random_bytes_join_to_the_text_of_all_ids(ids: list[int]) -> None:
+    detokenizer = Detokenizer(BYTE_TOKENIZER)
+    texts = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.finish()]
+    assert "".join(texts) == BYTE_TOKENIZER.decode_ids(ids)
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\N{REPLACEMENT CHARACTER}")))
 def test_a_character_is_emitted_with_its_last_byte(text: str) -> None:
-    detokenizer = Detokenizer(FAKE)
+    detokenizer = Detokenizer(BYTE_TOKENIZER)
     for character in text:
         *first, last = character.encode()
         assert [detokenizer.append(byte) for byte in first] == [""] * len(first)
@@ -87,14 +89,14 @@ def test_a_character_is_emitted_with_its_last_byte(text: str) -> None:
 
 @given(text=st.text("ab\n\u00e9", max_size=20), stop=st.lists(st.text("ab\n\u00e9", max_size=4), max_size=3))
 def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
-    detokenizer = Detokenizer(FAKE, stop)
+    detokenizer = Detokenizer(BYTE_TOKENIZER, stop)
     ids = list(text.encode())
-    shown = detokenizer.append(ids) + detokenizer.finish()
-    assert (shown, detokenizer.stop_match, detokenizer.num_tokens) == expected(text, stop)
+    visible_text = detokenizer.append(ids) + detokenizer.finish()
+    assert (visible_text, detokenizer.stop_match, detokenizer.num_tokens) == search_stop_strings(text, stop)
 
 
 @pytest.mark.parametrize("name", ["tokenizers/gpt2", "tokenizers/tinyllama", "models/stories260K"])
-def test_chunks_do_not_matter(name: str, shared_data: Path) -> None:
+def test_the_result_does_not_depend_on_chunks(name: str, shared_data: Path) -> None:
     tokenizer = real_tokenizer(shared_data / name)
     text = st.text("ab \n\u00e9\U0001f389", max_size=30)
 
@@ -115,14 +117,14 @@ def test_chunks_do_not_matter(name: str, shared_data: Path) -> None:
         assert in_chunks.text == one_by_one.text
         assert (in_chunks.stop_match, in_chunks.num_tokens) == (one_by_one.stop_match, one_by_one.num_tokens)
         decoded = [tokenizer.decode_ids(ids[:count]) for count in range(len(ids) + 1)]
-        ends = [count for count, prefix in enumerate(decoded) if any(one in prefix for one in stop)]
+        ends = [count for count, prefix in enumerate(decoded) if any(string in prefix for string in stop)]
         assert one_by_one.num_tokens == (ends[0] if ends else len(ids))
         assert (one_by_one.stop_match is not None) == bool(ends)
 
     check()
 
 
-def test_a_line_end_in_bytes_stops_at_its_own_token(shared_data: Path) -> None:
+def test_a_stop_string_in_byte_tokens_ends_at_its_token(shared_data: Path) -> None:
     tokenizer = real_tokenizer(shared_data / "tokenizers/tinyllama")
     newline, hello = 13, 15043
     assert tokenizer.byte_tokens[newline] == ord("\n")
@@ -132,8 +134,8 @@ def test_a_line_end_in_bytes_stops_at_its_own_token(shared_data: Path) -> None:
     assert (detokenizer.stop_match, detokenizer.num_tokens) == ("\n", 2)
 
 
-def test_only_what_may_become_a_stop_string_is_held_back() -> None:
-    detokenizer = Detokenizer(FAKE, ["</stop>", "\n\n"])
+def test_only_a_possible_prefix_of_a_stop_string_is_held_back() -> None:
+    detokenizer = Detokenizer(BYTE_TOKENIZER, ["</stop>", "\n\n"])
     assert detokenizer.append(list(b"one <")) == "one "
     assert detokenizer.append(list(b"/st")) == ""
     assert detokenizer.append(list(b"ep>")) == "</step>"
@@ -144,135 +146,140 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "text", "match", "shown"),
+    ("stop", "text", "match", "visible_text"),
     [
-        (["bc", "abcd"], "xabcd", "bc", "xa"),  # complete first
-        (["bc", "abc"], "xabc", "abc", "x"),  # complete at the same character: the longest
+        (["bc", "abcd"], "xabcd", "bc", "xa"),  # "bc" is complete first
+        (["bc", "abc"], "xabc", "abc", "x"),  # complete at the same character: the longest matches
         (["ab", "abc"], "xabc", "ab", "x"),
         (["aab"], "aaab", "aab", "a"),
         ("stop", "a stop", "stop", "a "),  # a string is one stop string, not a list of characters
         (["", "b"], "ab", "b", "a"),  # an empty stop string is ignored
     ],
 )
-def test_which_stop_string_wins(stop: str | list[str], text: str, match: str, shown: str) -> None:
+def test_the_stop_string_that_is_complete_first_matches(
+    stop: str | list[str], text: str, match: str, visible_text: str
+) -> None:
     for chunk in (1, 2, len(text)):
-        detokenizer = Detokenizer(FAKE, stop)
+        detokenizer = Detokenizer(BYTE_TOKENIZER, stop)
         for start in range(0, len(text), chunk):
             detokenizer.append(list(text.encode())[start : start + chunk])
-        assert (detokenizer.stop_match, detokenizer.text) == (match, shown)
+        assert (detokenizer.stop_match, detokenizer.text) == (match, visible_text)
 
 
 def test_no_text_is_emitted_after_a_stop_string() -> None:
-    detokenizer = Detokenizer(FAKE, ["b"])
+    detokenizer = Detokenizer(BYTE_TOKENIZER, ["b"])
     assert detokenizer.append([*b"abc", 0xC3]) == "a"
     assert detokenizer.append(list(b"def")) == ""
     assert detokenizer.finish() == ""
     assert (detokenizer.text, detokenizer.num_tokens) == ("a", 2)
 
 
-def test_a_single_id_may_be_of_numpy() -> None:
-    detokenizer = Detokenizer(FAKE)
+def test_a_numpy_integer_is_accepted_as_an_id() -> None:
+    detokenizer = Detokenizer(BYTE_TOKENIZER)
     assert detokenizer.append(np.int64(ord("x"))) == "x"  # type: ignore[arg-type]
 
 
 def test_an_incomplete_character_is_flushed_at_the_end() -> None:
-    detokenizer = Detokenizer(FAKE)
+    detokenizer = Detokenizer(BYTE_TOKENIZER)
     assert detokenizer.append(list("é".encode()[:1])) == ""
     assert detokenizer.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_ids_without_a_token_have_no_text() -> None:
-    detokenizer = Detokenizer(FAKE)
+def test_ids_outside_the_vocabulary_have_no_text() -> None:
+    detokenizer = Detokenizer(BYTE_TOKENIZER)
     assert detokenizer.append([ord("a"), 70_000, ord("b")]) == "ab"
 
 
 @pytest.mark.parametrize("count", range(40))
-@pytest.mark.parametrize("noise", [0xFF, 0xF0, 0x80])
-def test_a_character_after_invalid_bytes(count: int, noise: int) -> None:
-    ids = [noise] * count + list("🎉é".encode())
-    detokenizer = Detokenizer(FAKE)
-    pieces = [detokenizer.append(token_id) for token_id in ids]
-    assert pieces[-1] == "é"
-    assert "".join(pieces) == FAKE.decode_ids(ids)
+@pytest.mark.parametrize("invalid_byte", [0xFF, 0xF0, 0x80])
+def test_characters_after_invalid_bytes_are_emitted(count: int, invalid_byte: int) -> None:
+    ids = [invalid_byte] * count + list("🎉é".encode())
+    detokenizer = Detokenizer(BYTE_TOKENIZER)
+    texts = [detokenizer.append(token_id) for token_id in ids]
+    assert texts[-1] == "é"
+    assert "".join(texts) == BYTE_TOKENIZER.decode_ids(ids)
 
 
-@pytest.mark.parametrize("ids", [list(b"text "), [0xE2], [0xFF], list("é".encode()), [FAKE.EOS]])
-def test_the_window_does_not_grow(ids: list[int]) -> None:
-    tokenizer = CountingDecoder(FAKE)
+@pytest.mark.parametrize("ids", [list(b"text "), [0xE2], [0xFF], list("é".encode()), [BYTE_TOKENIZER.EOS]])
+def test_the_number_of_decoded_ids_is_linear(ids: list[int]) -> None:
+    tokenizer = CountingDecoder(BYTE_TOKENIZER)
     Detokenizer(tokenizer, ["stop"]).append(ids * 1000)
     assert tokenizer.num_decoded <= 20 * len(ids) * 1000
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path) -> None:
-    """The result equals the decoding of prompt and output together, for pieces of all lengths."""
+    """The text of the output equals that of decoding prompt and output together, for chunks of any size."""
     tokenizer = real_tokenizer(shared_data / name)
     special = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]
     text = st.text(" ab\n\u00e9\u6f22\U0001f389", max_size=30)
 
-    @given(text=text, answer=token_ids(tokenizer), data=st.data())
+    @given(text=text, answer=draw_token_ids(tokenizer), data=st.data())
     @settings(max_examples=examples(60))
     def check(text: str, answer: list[int], data: st.DataObject) -> None:
         ids = tokenizer.encode_text(text, add_special_tokens=False).tolist()
-        ids = [token_id for token_id in ids if tokenizer.is_visible(token_id)]  # unknown words are special
+        # Unknown words are encoded as a special token.
+        ids = [token_id for token_id in ids if tokenizer.is_visible(token_id)]
         cut = data.draw(st.integers(0, len(ids)), "end of the prompt")
-        goes_on = data.draw(st.booleans(), "the answer is the rest of the text")
-        answer = ids[cut:] if goes_on else answer
-        near = ids[:cut]
-        begun = [
+        continues_text = data.draw(st.booleans(), "the output continues the text")
+        answer = ids[cut:] if continues_text else answer
+        prompt_end = ids[:cut]
+        candidates = [
             tokenizer.decode_ids(ids[:end]).rstrip("\N{REPLACEMENT CHARACTER}") for end in range(cut + 1)
         ]
-        before = max(filter(tokenizer.decode_ids(ids).startswith, begun), key=len)
+        decoded_prompt = max(filter(tokenizer.decode_ids(ids).startswith, candidates), key=len)
         start = data.draw(st.lists(st.sampled_from([*ids, *special, 5]), max_size=9))
-        prompt = [*start, special[0], *near] if special and start else near
-        assert prompt_text(tokenizer, near) == before
-        whole = tokenizer.decode_ids([*near, *answer])
-        assume(whole.startswith(before))  # invalid bytes after valid ones can make all of them invalid
-        expected = whole[len(before) :]
+        prompt = [*start, special[0], *prompt_end] if special and start else prompt_end
+        assert prompt_text(tokenizer, prompt_end) == decoded_prompt
+        decoded = tokenizer.decode_ids([*prompt_end, *answer])
+        assume(decoded.startswith(decoded_prompt))  # invalid bytes can change how earlier bytes are decoded
+        expected = decoded[len(decoded_prompt) :]
         assert text_after_prompt(tokenizer, prompt, answer) == expected
         detokenizer = Detokenizer(tokenizer, prompt=np.array(prompt, dtype=np.int64))
         cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6))), len(answer)]
-        pieces = [detokenizer.append(answer[one:next_one]) for one, next_one in pairwise(cuts)]
-        assert "".join(pieces) + detokenizer.finish() == detokenizer.text == expected
+        texts = [detokenizer.append(answer[start:end]) for start, end in pairwise(cuts)]
+        assert "".join(texts) + detokenizer.finish() == detokenizer.text == expected
 
     check()
 
 
 @pytest.mark.parametrize("name", [name for name in TOKENIZERS if "bert" not in name])
 @pytest.mark.parametrize("prompt", ["Once upon a time", "a ", "line\n", "caf\u00e9", "\u6f22\u5b57"])
-def test_answers_as_transformers_cuts_them(name: str, prompt: str, shared_data: Path) -> None:
-    theirs = transformers_tokenizer(shared_data / name)
+def test_output_text_equals_the_suffix_of_transformers(name: str, prompt: str, shared_data: Path) -> None:
+    reference = transformers_tokenizer(shared_data / name)
     tokenizer = real_tokenizer(shared_data / name)
-    ids = theirs(prompt).input_ids
+    ids = reference(prompt).input_ids
     for answer in (" there was", "there", "\n\nOne day", "  two", "\U0001f389!", ""):
-        given = theirs(f"x{answer}", add_special_tokens=False).input_ids
-        given = given[len(theirs("x", add_special_tokens=False).input_ids) :]
-        whole, before = (theirs.decode(some, skip_special_tokens=True) for some in ([*ids, *given], ids))
-        assert whole.startswith(before)
-        assert text_after_prompt(tokenizer, ids, given) == whole[len(before) :]
+        output = reference(f"x{answer}", add_special_tokens=False).input_ids
+        output = output[len(reference("x", add_special_tokens=False).input_ids) :]
+        decoded, decoded_prompt = (
+            reference.decode(sequence, skip_special_tokens=True) for sequence in ([*ids, *output], ids)
+        )
+        assert decoded.startswith(decoded_prompt)
+        assert text_after_prompt(tokenizer, ids, output) == decoded[len(decoded_prompt) :]
 
 
-def test_the_first_word_keeps_its_space_but_behind_a_special_token(shared_data: Path) -> None:
+def test_the_first_word_has_a_space_unless_a_special_token_precedes_it(shared_data: Path) -> None:
     tokenizer = real_tokenizer(shared_data / "models/stories260K")
     prompt, answer = (tokenizer.encode_text(text, add_special_tokens=False) for text in ("One day", "the"))
-    for before, text in (
+    for ids, text in (
         (prompt.tolist(), " the"),
         ([*prompt.tolist(), 1], "the"),
         ([], "the"),
         ([1], "the"),
     ):
         for stop in ([], ["zzz"]):
-            detokenizer = Detokenizer(tokenizer, stop, prompt=before)
+            detokenizer = Detokenizer(tokenizer, stop, prompt=ids)
             assert detokenizer.append(answer.tolist()) + detokenizer.finish() == text
-        assert text_after_prompt(tokenizer, before, answer.tolist()) == text
+        assert text_after_prompt(tokenizer, ids, answer.tolist()) == text
 
 
-def test_a_character_begun_by_the_prompt_is_the_answers(shared_data: Path) -> None:
+def test_a_character_that_begins_in_the_prompt_belongs_to_the_output(shared_data: Path) -> None:
     tokenizer = real_tokenizer(shared_data / "models/stories260K")
     byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
     for decoder, first, rest in (
-        (FAKE, list("né\n漢".encode()[:-1]), [list("漢".encode())[-1]]),
-        (tokenizer, [byte[one] for one in "né\n漢".encode()[:-1]], [byte["漢".encode()[-1]]]),
+        (BYTE_TOKENIZER, list("né\n漢".encode()[:-1]), [list("漢".encode())[-1]]),
+        (tokenizer, [byte[value] for value in "né\n漢".encode()[:-1]], [byte["漢".encode()[-1]]]),
     ):
         assert prompt_text(decoder, first) == "né\n"
         detokenizer = Detokenizer(decoder, ["漢"], prompt=first)
@@ -280,23 +287,23 @@ def test_a_character_begun_by_the_prompt_is_the_answers(shared_data: Path) -> No
         assert (detokenizer.stop_match, detokenizer.num_tokens) == ("漢", 1)
         detokenizer = Detokenizer(decoder, ["\n漢"], prompt=first)
         assert detokenizer.append(rest) + detokenizer.finish() == "漢"
-        assert detokenizer.stop_match is None  # the prompt has a part of the character
+        assert detokenizer.stop_match is None  # a part of the character is in the prompt
 
 
 @pytest.mark.parametrize("count", range(1, 9))
-def test_a_prompt_of_characters_in_bytes_may_be_cut_anywhere(shared_data: Path, count: int) -> None:
+def test_a_prompt_may_end_within_a_multibyte_character(shared_data: Path, count: int) -> None:
     tokenizer = real_tokenizer(shared_data / "models/stories260K")
     byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
-    character = [byte[one] for one in "漢".encode()]
-    for begun in range(3):
-        prompt = character * count + character[:begun]
-        assert text_after_prompt(tokenizer, prompt, character[begun:] + character) == "漢漢"
+    character = [byte[value] for value in "漢".encode()]
+    for num_bytes in range(3):
+        prompt = character * count + character[:num_bytes]
+        assert text_after_prompt(tokenizer, prompt, character[num_bytes:] + character) == "漢漢"
         detokenizer = Detokenizer(tokenizer, ["漢漢"], prompt=prompt)
-        detokenizer.append(character[begun:] + character)
-        assert (detokenizer.stop_match, detokenizer.num_tokens) == ("漢漢", 6 - begun)
+        detokenizer.append(character[num_bytes:] + character)
+        assert (detokenizer.stop_match, detokenizer.num_tokens) == ("漢漢", 6 - num_bytes)
 
 
-def test_a_long_prompt_is_not_read_whole(shared_data: Path) -> None:
+def test_only_the_end_of_a_long_prompt_is_decoded(shared_data: Path) -> None:
     tokenizer = CountingDecoder(real_tokenizer(shared_data / "models/stories260K"))
     detokenizer = Detokenizer(tokenizer, prompt=[400] * 100_000)
     detokenizer.append([401, 402])
@@ -304,7 +311,9 @@ def test_a_long_prompt_is_not_read_whole(shared_data: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "stop"), [(ord("x"), "\n\r"), (0xFF, "\n")])
-def test_a_long_run_of_byte_tokens_is_decoded_once(first: int, stop: str, shared_data: Path) -> None:
+def test_a_long_run_of_byte_tokens_is_decoded_in_linear_time(
+    first: int, stop: str, shared_data: Path
+) -> None:
     tokenizer = CountingDecoder(real_tokenizer(shared_data / "models/stories260K"))
     byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
     ids = [byte[first], *[byte[ord("\n")]] * 3000]
@@ -316,7 +325,7 @@ def test_a_long_run_of_byte_tokens_is_decoded_once(first: int, stop: str, shared
 
 
 class CountingDecoder:
-    """Counts the ids that it decodes."""
+    """A tokenizer that counts the ids that it decodes."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.num_decoded = 0
@@ -329,32 +338,35 @@ class CountingDecoder:
         return self._tokenizer.decode_ids(ids, skip_special_tokens)
 
 
-def test_the_example_in_the_docstring() -> None:
+def test_the_example_in_the_docstring_runs() -> None:
     assert doctest.testmod(penstock.text.detokenizer).failed == 0
 
 
-def expected(text: str, stop: list[str]) -> tuple[str, str | None, int]:
-    """Return the visible text, the stop string and the number of tokens (bytes), by testing every prefix."""
+def search_stop_strings(text: str, stop: list[str]) -> tuple[str, str | None, int]:
+    """Test every prefix. Return (visible text, matching stop string, number of tokens, which are bytes)."""
     for end in range(len(text) + 1):
-        matches = [one for one in stop if one and text[:end].endswith(one)]
+        matches = [string for string in stop if string and text[:end].endswith(string)]
         if matches:
             longest = max(matches, key=len)
             return text[: end - len(longest)], longest, len(text[:end].encode())
     return text, None, len(text.encode())
 
 
-def token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
-    """Random ids, with an increased share of byte tokens and special tokens."""
+def draw_token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
+    """Return a strategy for lists of ids with many byte tokens and special tokens."""
     kinds = [st.integers(0, tokenizer.vocab_size - 1)]
     if tokenizer.byte_tokens:
-        kinds += [st.sampled_from(sorted(tokenizer.byte_tokens)), st.sampled_from(text_bytes(tokenizer))]
+        kinds += [
+            st.sampled_from(sorted(tokenizer.byte_tokens)),
+            st.sampled_from(byte_tokens_of_text(tokenizer)),
+        ]
     special = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]
     if special:
         kinds += [st.sampled_from(special)]
     return st.lists(st.one_of(kinds), max_size=40)
 
 
-def text_bytes(tokenizer: TextTokenizer) -> list[int]:
+def byte_tokens_of_text(tokenizer: TextTokenizer) -> list[int]:
     byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
     return [byte[value] for value in "é漢\n ".encode()]
 
@@ -374,7 +386,7 @@ def test_the_stop_string_is_kept_if_requested(together: bool) -> None:
     ids = [*b"go END\xc3\xa9 on"]
     for stop, text, num_tokens in ((["END"], "go END", 6), (["x", "\u00e9 o"], "go END\u00e9 o", 10)):
         detokenizer = Detokenizer(FakeTokenizer(), stop=stop, keeps_stop=True)
-        for some in [ids] if together else [[one] for one in ids]:
-            detokenizer.append(some)
+        for chunk in [ids] if together else [[token_id] for token_id in ids]:
+            detokenizer.append(chunk)
         detokenizer.finish()
         assert (detokenizer.text, detokenizer.num_tokens) == (text, num_tokens)

@@ -1,4 +1,4 @@
-"""Requests to contexts of the embeddings task."""
+"""`EmbeddingsTokenizer`: requests become contexts of the embeddings task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 
 CAT, SAT, HELLO = (TOKENS.index(word) for word in ("cat", "sat", "hello"))
 PROMPTS = {"prompts": {"query": "query: ", "passage": "passage: "}}
-EXCLUDED = {"pooling_mode_mean_tokens": True, "include_prompt": False}
+POOLING_WITHOUT_PROMPT = {"pooling_mode_mean_tokens": True, "include_prompt": False}
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +25,22 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> EmbeddingsTokenizer:
     return EmbeddingsTokenizer(write_tiny_embedder(folder, settings=PROMPTS, max_seq_length=40))
 
 
-def build(tokenizer: EmbeddingsTokenizer, text: Any, **fields: Any) -> EmbeddingsContext:
+def build_context(tokenizer: EmbeddingsTokenizer, text: Any, **fields: Any) -> EmbeddingsContext:
     return tokenizer.build_embeddings_context(EmbeddingsGenerationRequest(id="7", input=text, **fields))
 
 
-def tokens_of(tokenizer: EmbeddingsTokenizer, text: Any, **fields: Any) -> list[int]:
-    ids: list[int] = build(tokenizer, text, **fields).next_tokens.tolist()
+def encode_request(tokenizer: EmbeddingsTokenizer, text: Any, **fields: Any) -> list[int]:
+    ids: list[int] = build_context(tokenizer, text, **fields).next_tokens.tolist()
     return ids
 
 
-def ids(text: str, pair: str | None = None) -> list[int]:
-    encoded: list[int] = tiny_tokenizer().encode(text, pair).ids
-    return encoded
+def expected_ids(text: str, pair: str | None = None) -> list[int]:
+    ids: list[int] = tiny_tokenizer().encode(text, pair).ids
+    return ids
 
 
-def test_a_text(tokenizer: EmbeddingsTokenizer) -> None:
-    context = build(tokenizer, "Cat sat", model_name="m", priority=3, adapter="a")
+def test_a_text_is_encoded_with_special_tokens(tokenizer: EmbeddingsTokenizer) -> None:
+    context = build_context(tokenizer, "Cat sat", model_name="m", priority=3, adapter="a")
     assert context.next_tokens.tolist() == [CLS, CAT, SAT, SEP]
     assert (context.request_id, context.model_name, context.priority, context.adapter) == ("7", "m", 3, "a")
     assert context.prompt == "Cat sat"
@@ -48,7 +48,7 @@ def test_a_text(tokenizer: EmbeddingsTokenizer) -> None:
     assert context.num_unpooled_tokens == 0
 
 
-def test_options_reach_the_context(tokenizer: EmbeddingsTokenizer) -> None:
+def test_options_are_set_on_the_context(tokenizer: EmbeddingsTokenizer) -> None:
     options: dict[str, Any] = {
         "outputs": ("multi_vector",),
         "pooling": "max",
@@ -56,105 +56,113 @@ def test_options_reach_the_context(tokenizer: EmbeddingsTokenizer) -> None:
         "normalize": False,
         "activation": False,
     }
-    context = build(tokenizer, "cat", **options)
+    context = build_context(tokenizer, "cat", **options)
     assert {name: getattr(context, name) for name in options} == options
 
 
-def test_the_length_limit_is_that_of_the_layout(tokenizer: EmbeddingsTokenizer, tmp_path: Path) -> None:
+def test_max_length_is_the_smallest_limit(tokenizer: EmbeddingsTokenizer, tmp_path: Path) -> None:
     assert tokenizer.max_length == 40
     folder = write_tiny_embedder(tmp_path, max_seq_length=POSITIONS * 2)
     assert EmbeddingsTokenizer(folder).max_length == POSITIONS
     assert EmbeddingsTokenizer(folder, max_length=9).max_length == 9
 
 
-def test_prompts(tokenizer: EmbeddingsTokenizer) -> None:
-    assert tokens_of(tokenizer, "cat", prompt_name="query") == ids("query: cat")
-    assert tokens_of(tokenizer, "cat", prompt="the ") == ids("the cat")
+def test_a_prompt_precedes_the_text(tokenizer: EmbeddingsTokenizer) -> None:
+    assert encode_request(tokenizer, "cat", prompt_name="query") == expected_ids("query: cat")
+    assert encode_request(tokenizer, "cat", prompt="the ") == expected_ids("the cat")
     with pytest.raises(InputError, match="prompt_name 'q' is unknown: the checkpoint has query, passage"):
-        build(tokenizer, "cat", prompt_name="q")
+        build_context(tokenizer, "cat", prompt_name="q")
     with pytest.raises(InputError, match="prompt and prompt_name are both given"):
-        build(tokenizer, "cat", prompt="a", prompt_name="query")
+        build_context(tokenizer, "cat", prompt="a", prompt_name="query")
 
 
-def test_the_default_prompt(tmp_path: Path) -> None:
+def test_the_default_prompt_is_used_without_another(tmp_path: Path) -> None:
     settings = PROMPTS | {"default_prompt_name": "passage"}
     tokenizer = EmbeddingsTokenizer(write_tiny_embedder(tmp_path, settings=settings))
-    assert tokens_of(tokenizer, "cat") == ids("passage: cat")
-    assert tokens_of(tokenizer, "cat", prompt_name="query") == ids("query: cat")
-    assert tokens_of(tokenizer, "cat", prompt="") == ids("cat")
-    assert tokens_of(tokenizer, [CLS, CAT, SEP]) == [CLS, CAT, SEP]
+    assert encode_request(tokenizer, "cat") == expected_ids("passage: cat")
+    assert encode_request(tokenizer, "cat", prompt_name="query") == expected_ids("query: cat")
+    assert encode_request(tokenizer, "cat", prompt="") == expected_ids("cat")
+    assert encode_request(tokenizer, [CLS, CAT, SEP]) == [CLS, CAT, SEP]
 
 
-def test_pooling_can_leave_out_the_prompt(tmp_path: Path) -> None:
-    tokenizer = EmbeddingsTokenizer(write_tiny_embedder(tmp_path, settings=PROMPTS, pooling=EXCLUDED))
-    assert build(tokenizer, "cat", prompt_name="query").num_unpooled_tokens == 3  # [CLS] query :
-    assert build(tokenizer, "cat").num_unpooled_tokens == 0
-    cut = build(tokenizer, "cat", prompt="the big red cat sat on ", truncate=True, max_tokens=5)
-    assert cut.num_unpooled_tokens == 4, "one token is always pooled"
+def test_prompt_tokens_can_be_excluded_from_pooling(tmp_path: Path) -> None:
+    tokenizer = EmbeddingsTokenizer(
+        write_tiny_embedder(tmp_path, settings=PROMPTS, pooling=POOLING_WITHOUT_PROMPT)
+    )
+    assert build_context(tokenizer, "cat", prompt_name="query").num_unpooled_tokens == 3  # [CLS] query :
+    assert build_context(tokenizer, "cat").num_unpooled_tokens == 0
+    cut = build_context(tokenizer, "cat", prompt="the big red cat sat on ", truncate=True, max_tokens=5)
+    assert cut.num_unpooled_tokens == 4, "at least one token is pooled"
 
 
-def test_a_pair(tokenizer: EmbeddingsTokenizer) -> None:
-    context = build(tokenizer, "cat", text_pair="hello cat")
+def test_a_pair_has_token_types(tokenizer: EmbeddingsTokenizer) -> None:
+    context = build_context(tokenizer, "cat", text_pair="hello cat")
     assert context.next_tokens.tolist() == [CLS, CAT, SEP, HELLO, CAT, SEP]
     assert context.token_type_ids is not None
     assert context.token_type_ids.tolist() == [0, 0, 0, 1, 1, 1]
     with pytest.raises(InputError, match="text_pair needs a text as input, not token ids"):
-        build(tokenizer, [CAT], text_pair="cat")
+        build_context(tokenizer, [CAT], text_pair="cat")
 
 
 def test_truncation_keeps_special_tokens(tokenizer: EmbeddingsTokenizer) -> None:
     text = "cat " * 100
-    assert tokens_of(tokenizer, text, truncate=True) == [CLS, *[CAT] * 38, SEP]
-    assert tokens_of(tokenizer, text, truncate=True, max_tokens=4) == [CLS, CAT, CAT, SEP]
-    assert tokens_of(tokenizer, text, truncate=True, max_tokens=90) == [CLS, *[CAT] * 38, SEP]
-    pair = tokens_of(tokenizer, "hello", text_pair=text, truncate=True, max_tokens=8)
-    assert pair == [CLS, HELLO, SEP, CAT, CAT, CAT, CAT, SEP], "the longer text is cut"
-    assert len(tokens_of(tokenizer, "cat " * 30)) == 32, "the next request is not cut"
+    assert encode_request(tokenizer, text, truncate=True) == [CLS, *[CAT] * 38, SEP]
+    assert encode_request(tokenizer, text, truncate=True, max_tokens=4) == [CLS, CAT, CAT, SEP]
+    assert encode_request(tokenizer, text, truncate=True, max_tokens=90) == [CLS, *[CAT] * 38, SEP]
+    pair = encode_request(tokenizer, "hello", text_pair=text, truncate=True, max_tokens=8)
+    assert pair == [CLS, HELLO, SEP, CAT, CAT, CAT, CAT, SEP], "only the longer text is cut"
+    assert len(encode_request(tokenizer, "cat " * 30)) == 32, "truncation does not apply to the next request"
     with pytest.raises(InputError, match="cut to 2 tokens, but 2 of them are special tokens: raise max_tok"):
-        build(tokenizer, text, truncate=True, max_tokens=2)
+        build_context(tokenizer, text, truncate=True, max_tokens=2)
     with pytest.raises(InputError, match="max_tokens must be at least 1, was 0"):
-        build(tokenizer, text, truncate=True, max_tokens=0)
+        build_context(tokenizer, text, truncate=True, max_tokens=0)
     with pytest.raises(InputError, match="max_tokens is 4 but truncate is False"):
-        build(tokenizer, text, max_tokens=4)
+        build_context(tokenizer, text, max_tokens=4)
 
 
-def test_an_input_that_is_too_long_is_refused_with_both_numbers(tokenizer: EmbeddingsTokenizer) -> None:
+def test_a_too_long_input_is_refused_with_length_and_limit(tokenizer: EmbeddingsTokenizer) -> None:
     with pytest.raises(
         PromptTooLongError, match=r"the input has 42 tokens, .* length is 40 tokens: shorten it"
     ):
-        build(tokenizer, "cat " * 40)
+        build_context(tokenizer, "cat " * 40)
     with pytest.raises(
         PromptTooLongError, match=r"input has more than .* maximum length is 40 tokens: shorten it"
     ):
-        build(tokenizer, "cat " * 5000)
+        build_context(tokenizer, "cat " * 5000)
     with pytest.raises(PromptTooLongError, match="41 tokens, but the maximum length is 40"):
-        build(tokenizer, [CAT] * 41)
+        build_context(tokenizer, [CAT] * 41)
 
 
-def test_token_ids(tokenizer: EmbeddingsTokenizer) -> None:
-    assert tokens_of(tokenizer, [CLS, CAT, SEP]) == [CLS, CAT, SEP]
-    assert build(tokenizer, np.array([CAT])).prompt == [CAT]
-    assert tokens_of(tokenizer, [CLS, CAT, SAT, CAT, SEP], truncate=True, max_tokens=3) == [CLS, CAT, SEP]
-    assert tokens_of(tokenizer, [CAT, SAT, CAT], truncate=True, max_tokens=2) == [CAT, SAT]
+def test_token_ids_are_used_unchanged(tokenizer: EmbeddingsTokenizer) -> None:
+    assert encode_request(tokenizer, [CLS, CAT, SEP]) == [CLS, CAT, SEP]
+    assert build_context(tokenizer, np.array([CAT])).prompt == [CAT]
+    assert encode_request(tokenizer, [CLS, CAT, SAT, CAT, SEP], truncate=True, max_tokens=3) == [
+        CLS,
+        CAT,
+        SEP,
+    ]
+    assert encode_request(tokenizer, [CAT, SAT, CAT], truncate=True, max_tokens=2) == [CAT, SAT]
     with pytest.raises(InputError, match="token 1 of the prompt is 99999: ids are integers from 0"):
-        build(tokenizer, [CAT, 99999])
+        build_context(tokenizer, [CAT, 99999])
     with pytest.raises(InputError, match="a prompt needs a text as input, not token ids"):
-        build(tokenizer, [CAT], prompt_name="query")
+        build_context(tokenizer, [CAT], prompt_name="query")
 
 
 @pytest.mark.parametrize("text", ["", []])
 def test_an_empty_input_is_refused(tokenizer: EmbeddingsTokenizer, text: Any) -> None:
     with pytest.raises(InputError, match="the input is empty"):
-        build(tokenizer, text)
+        build_context(tokenizer, text)
 
 
-def test_an_instruction_is_refused_by_name(tokenizer: EmbeddingsTokenizer) -> None:
+def test_an_instruction_is_refused(tokenizer: EmbeddingsTokenizer) -> None:
     with pytest.raises(UnsupportedFeatureError, match=r"instruction.*no template"):
-        build(tokenizer, "cat", instruction="find cats")
+        build_context(tokenizer, "cat", instruction="find cats")
 
 
-def test_surrogates_and_lower_case(tokenizer: EmbeddingsTokenizer, tmp_path: Path) -> None:
-    assert tokens_of(tokenizer, "cat \ud800") == ids("cat �")
+def test_surrogates_are_replaced_and_lower_case_is_read(
+    tokenizer: EmbeddingsTokenizer, tmp_path: Path
+) -> None:
+    assert encode_request(tokenizer, "cat \ud800") == expected_ids("cat �")
     folder = write_tiny_embedder(tmp_path, max_seq_length=20)
     (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
     assert EmbeddingsTokenizer(folder).layout.lower_case
@@ -166,7 +174,7 @@ def test_contexts_are_built_in_a_thread(tokenizer: EmbeddingsTokenizer) -> None:
     assert context.next_tokens.tolist() == [CLS, CAT, SEP]
 
 
-def test_inputs_encoded_together_give_the_same_contexts(tokenizer: EmbeddingsTokenizer) -> None:
+def test_inputs_encoded_as_a_batch_give_the_same_contexts(tokenizer: EmbeddingsTokenizer) -> None:
     fields: list[dict[str, Any]] = [
         {"input": "the cat sat"},
         {"input": "hello", "prompt_name": "query"},
@@ -176,24 +184,30 @@ def test_inputs_encoded_together_give_the_same_contexts(tokenizer: EmbeddingsTok
         {"input": [CAT, SAT]},
         {"input": "cat \ud800"},
     ]
-    requests = [EmbeddingsGenerationRequest(id=str(i), **one) for i, one in enumerate(fields)]
-    encoded = tokenizer.encode_inputs(requests)
-    assert [one is None for one in encoded] == [False] * 5 + [True, False]
-    for request, one in zip(requests, encoded, strict=True):
+    requests = [
+        EmbeddingsGenerationRequest(id=str(i), **request_fields) for i, request_fields in enumerate(fields)
+    ]
+    encodings = tokenizer.encode_inputs(requests)
+    assert [encoding is None for encoding in encodings] == [False] * 5 + [True, False]
+    for request, encoding in zip(requests, encodings, strict=True):
         alone = tokenizer.build_embeddings_context(request)
-        assert tokenizer.build_embeddings_context(request, one) == alone
-    changed = (np.array([CLS, SAT, SEP]), None)
-    assert tokenizer.build_embeddings_context(requests[0], changed).next_tokens.tolist() == [CLS, SAT, SEP]
+        assert tokenizer.build_embeddings_context(request, encoding) == alone
+    other_encoding = (np.array([CLS, SAT, SEP]), None)
+    assert tokenizer.build_embeddings_context(requests[0], other_encoding).next_tokens.tolist() == [
+        CLS,
+        SAT,
+        SEP,
+    ]
 
 
-def test_faulty_inputs_are_left_to_their_own_context(tokenizer: EmbeddingsTokenizer) -> None:
-    faulty: list[dict[str, Any]] = [
+def test_invalid_inputs_are_not_encoded_in_a_batch(tokenizer: EmbeddingsTokenizer) -> None:
+    invalid: list[dict[str, Any]] = [
         {"input": ""},
         {"input": "cat", "prompt_name": "question"},
         {"input": "cat", "truncate": True, "max_tokens": 2},
         {"input": "cat " * 5000},
     ]
-    requests = [EmbeddingsGenerationRequest(id="7", **one) for one in faulty]
+    requests = [EmbeddingsGenerationRequest(id="7", **fields) for fields in invalid]
     assert tokenizer.encode_inputs(requests) == [None] * 4
     for request in requests:
         with pytest.raises(InputError):

@@ -1,4 +1,4 @@
-"""Similarities, rankings and names of labels."""
+"""Similarities of vectors, rankings, and label names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECOND = np.array([[4.0, 3.0], [0.0, 0.0]], np.float32)
         ("manhattan", [-2.0, -1.0]),
     ],
 )
-def test_similarity(kind: str, expected: list[float]) -> None:
+def test_similarity_of_each_row(kind: str, expected: list[float]) -> None:
     assert similarity(FIRST, SECOND, kind) == pytest.approx(expected)
 
 
@@ -39,14 +39,14 @@ def test_ranking_is_stable_and_limited() -> None:
         ranking(scores, 0)
 
 
-def test_label_names() -> None:
+def test_label_names_and_best_label() -> None:
     config = {"id2label": {"0": "negative", "1": "positive"}}
     assert label_names(config) == {0: "negative", 1: "positive"}
     assert best_label(config, np.array([0.1, 0.9])) == "positive"
     assert best_label({}, np.array([0.1, 0.9])) == "LABEL_1"
 
 
-def test_max_similarity() -> None:
+def test_max_similarity_sums_the_best_match_of_each_query_token() -> None:
     query = np.array([[1.0, 0.0], [0.0, 2.0]])
     document = np.array([[3.0, 1.0], [0.5, 4.0], [2.0, 2.0]])
     assert max_similarity(query, document) == 3 + 8

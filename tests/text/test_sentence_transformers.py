@@ -1,4 +1,4 @@
-"""The sentence-transformers layout of a checkpoint."""
+"""Reading the sentence-transformers files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.tiny_embedder import write_tiny_embedder
 from penstock.errors import CheckpointError
 from penstock.text.sentence_transformers import SentenceTransformersLayout, read_layout
 
-KINDS = {
+POOLING_FLAGS = {
     "cls": "pooling_mode_cls_token",
     "mean": "pooling_mode_mean_tokens",
     "max": "pooling_mode_max_tokens",
@@ -23,21 +23,21 @@ KINDS = {
 }
 
 
-def test_a_checkpoint_without_the_layout(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_files_has_an_empty_layout(tmp_path: Path) -> None:
     layout = read_layout(write_tiny_embedder(tmp_path, modules=None))
     assert layout == SentenceTransformersLayout()
     assert layout.poolings == ()
     assert not layout.is_present
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pooling_flag(tmp_path: Path, kind: str) -> None:
-    flags = {flag: flag == KINDS[kind] for flag in KINDS.values()}
+@pytest.mark.parametrize("kind", POOLING_FLAGS)
+def test_a_pooling_flag_selects_the_pooling(tmp_path: Path, kind: str) -> None:
+    flags = {flag: flag == POOLING_FLAGS[kind] for flag in POOLING_FLAGS.values()}
     assert read_layout(write_tiny_embedder(tmp_path, pooling=flags)).poolings == (kind,)
 
 
-def test_several_poolings_and_named_ones(tmp_path: Path) -> None:
-    both = {KINDS["max"]: True, KINDS["cls"]: True}
+def test_several_poolings_and_pooling_mode_names(tmp_path: Path) -> None:
+    both = {POOLING_FLAGS["max"]: True, POOLING_FLAGS["cls"]: True}
     assert read_layout(write_tiny_embedder(tmp_path / "a", pooling=both)).poolings == ("cls", "max")
     named: dict[str, Any] = {"pooling_mode": "lasttoken"}
     assert read_layout(write_tiny_embedder(tmp_path / "b", pooling=named)).poolings == ("last_token",)
@@ -46,15 +46,15 @@ def test_several_poolings_and_named_ones(tmp_path: Path) -> None:
     assert poolings == ("weighted_mean", "mean")
 
 
-def test_a_pooling_folder_without_modules(tmp_path: Path) -> None:
+def test_a_pooling_folder_without_modules_json_is_read(tmp_path: Path) -> None:
     write_tiny_embedder(tmp_path, modules=None)
     (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({KINDS["cls"]: True}))
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({POOLING_FLAGS["cls"]: True}))
     layout = read_layout(tmp_path)
     assert (layout.poolings, layout.is_present, layout.normalize) == (("cls",), True, False)
 
 
-def test_all_settings(tmp_path: Path) -> None:
+def test_all_settings_are_read(tmp_path: Path) -> None:
     settings = {
         "prompts": {"query": "query: ", "passage": "passage: "},
         "default_prompt_name": "passage",
@@ -62,7 +62,7 @@ def test_all_settings(tmp_path: Path) -> None:
     }
     write_tiny_embedder(
         tmp_path,
-        pooling={KINDS["mean"]: True, "include_prompt": False},
+        pooling={POOLING_FLAGS["mean"]: True, "include_prompt": False},
         settings=settings,
         max_seq_length=20,
     )
@@ -78,7 +78,7 @@ def test_all_settings(tmp_path: Path) -> None:
     assert read_layout(write_tiny_embedder(tmp_path / "plain")).prompt_for("query") is None
 
 
-def test_dense_modules(tmp_path: Path) -> None:
+def test_dense_modules_are_read(tmp_path: Path) -> None:
     write_tiny_embedder(tmp_path, modules=("Transformer", "Pooling", "Dense", "Dropout", "Normalize"))
     folder = tmp_path / "2_Dense"
     folder.mkdir()
@@ -117,7 +117,7 @@ def test_dense_modules(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, message: str) -> None:
+def test_an_invalid_file_is_refused_with_its_name(tmp_path: Path, file: str, text: str, message: str) -> None:
     write_tiny_embedder(tmp_path)
     (tmp_path / file).write_text(text)
     with pytest.raises(CheckpointError, match=message) as error:
@@ -125,7 +125,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, message: 
     assert re.search(re.escape(str(tmp_path / file)), str(error.value))
 
 
-def test_a_damaged_dense_module_is_named(tmp_path: Path) -> None:
+def test_an_invalid_dense_module_is_refused_with_its_name(tmp_path: Path) -> None:
     write_tiny_embedder(tmp_path, modules=("Transformer", "Pooling", "Dense"))
     with pytest.raises(CheckpointError, match=r"2_Dense.*needs in_features and out_features"):
         read_layout(tmp_path)

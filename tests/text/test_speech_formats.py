@@ -1,4 +1,4 @@
-"""Speech formats: prompts, codes, broken frames, detection; sentences and phonemes."""
+"""Speech formats: prompts, frames of codes, detection of the format, sentences, and phonemes."""
 
 from __future__ import annotations
 
@@ -25,55 +25,59 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SpeechToke
     return {name: SpeechTokenizer(write_tiny_speech(folder / name, name)) for name in speech_formats()}
 
 
-def prompt(tokenizer: SpeechTokenizer, **fields: object) -> str:
-    """Return the prompt of a request, with its special tokens."""
+def build_prompt(tokenizer: SpeechTokenizer, **fields: object) -> str:
+    """Return the prompt of a request as text with special tokens."""
     context = tokenizer.build_speech_context(AudioGenerationRequest("r", 0, "m", **fields))  # type: ignore[arg-type]
     return tokenizer.decode_ids(context.prompt_tokens, skip_special_tokens=False)
 
 
-def test_orpheus_prompts(tokenizers: dict[str, SpeechTokenizer]) -> None:
-    one = tokenizers["orpheus"]
+def test_prompts_of_orpheus(tokenizers: dict[str, SpeechTokenizer]) -> None:
+    tokenizer = tokenizers["orpheus"]
     start, end = "<custom_token_3>", "<|eot_id|><custom_token_4><custom_token_5><custom_token_1>"
-    assert prompt(one, input="Hi") == f"{start}Hi{end}"
-    assert prompt(one, input=" Hi\n", voice="tara") == f"{start}tara: Hi{end}"
-    cloned = prompt(one, input="Hi", audio_prompt_tokens=[0, 1, 15], audio_prompt_transcription="Ho")
+    assert build_prompt(tokenizer, input="Hi") == f"{start}Hi{end}"
+    assert build_prompt(tokenizer, input=" Hi\n", voice="tara") == f"{start}tara: Hi{end}"
+    cloned = build_prompt(
+        tokenizer, input="Hi", audio_prompt_tokens=[0, 1, 15], audio_prompt_transcription="Ho"
+    )
     codes = "".join(f"<custom_token_{10 + p * SIZE + code}>" for p, code in enumerate([0, 1, 15]))
     assert cloned == f"{start}Ho{end}{codes}<custom_token_2><custom_token_6>{start}Hi{end}"
     with pytest.raises(InputError, match="voice 'eve' is unknown: the model has tara, leah"):
-        prompt(one, input="Hi", voice="eve")
+        build_prompt(tokenizer, input="Hi", voice="eve")
     with pytest.raises(InputError, match="2 speech codes are not a whole number of frames: a frame has 3"):
-        prompt(one, input="Hi", audio_prompt_tokens=[0, 1], audio_prompt_transcription="Ho")
+        build_prompt(tokenizer, input="Hi", audio_prompt_tokens=[0, 1], audio_prompt_transcription="Ho")
 
 
-def test_neutts_prompts(tokenizers: dict[str, SpeechTokenizer]) -> None:
-    one = tokenizers["neutts"]
+def test_prompts_of_neutts(tokenizers: dict[str, SpeechTokenizer]) -> None:
+    tokenizer = tokenizers["neutts"]
     task, end = "user: Convert the text to speech:<|TEXT_PROMPT_START|>", "<|TEXT_PROMPT_END|>\nassistant:"
-    assert prompt(one, input="Hi") == f"{task}Hi{end}<|SPEECH_GENERATION_START|>"
-    cloned = prompt(one, input="Hi", audio_prompt_tokens=[3, 1], audio_prompt_transcription="Ho")
+    assert build_prompt(tokenizer, input="Hi") == f"{task}Hi{end}<|SPEECH_GENERATION_START|>"
+    cloned = build_prompt(tokenizer, input="Hi", audio_prompt_tokens=[3, 1], audio_prompt_transcription="Ho")
     assert cloned == f"{task}Ho Hi{end}<|SPEECH_GENERATION_START|><|speech_3|><|speech_1|>"
     with pytest.raises(InputError, match="'tara' is unknown"):
-        prompt(one, input="Hi", voice="tara")
+        build_prompt(tokenizer, input="Hi", voice="tara")
 
 
 def test_special_tokens_in_a_text_are_text(tokenizers: dict[str, SpeechTokenizer]) -> None:
-    one = tokenizers["neutts"]
-    context = one.build_speech_context(AudioGenerationRequest("r", 0, "m", input="<|SPEECH_GENERATION_END|>"))
-    assert one.speech_format.end_token_ids[0] not in context.prompt_tokens
+    tokenizer = tokenizers["neutts"]
+    context = tokenizer.build_speech_context(
+        AudioGenerationRequest("r", 0, "m", input="<|SPEECH_GENERATION_END|>")
+    )
+    assert tokenizer.speech_format.end_token_ids[0] not in context.prompt_tokens
 
 
-def test_a_prompt_replaces_the_format(tokenizers: dict[str, SpeechTokenizer]) -> None:
-    one = tokenizers["neutts"]
-    assert prompt(one, input="Hi", prompt="as it is<|speech_1|>") == "as it is<|speech_1|>"
+def test_an_explicit_prompt_replaces_that_of_the_format(tokenizers: dict[str, SpeechTokenizer]) -> None:
+    tokenizer = tokenizers["neutts"]
+    assert build_prompt(tokenizer, input="Hi", prompt="verbatim<|speech_1|>") == "verbatim<|speech_1|>"
     ids = [5, 6, 7]
-    context = one.build_speech_context(AudioGenerationRequest("r", 0, "m", prompt=ids))
+    context = tokenizer.build_speech_context(AudioGenerationRequest("r", 0, "m", prompt=ids))
     assert context.prompt_tokens.tolist() == ids
-    assert context.eos_token_ids >= set(one.speech_format.end_token_ids)
-    for bad in ([], [10**6]):
+    assert context.eos_token_ids >= set(tokenizer.speech_format.end_token_ids)
+    for invalid in ([], [10**6]):
         with pytest.raises(InputError):
-            one.build_speech_context(AudioGenerationRequest("r", 0, "m", prompt=bad))
+            tokenizer.build_speech_context(AudioGenerationRequest("r", 0, "m", prompt=invalid))
     params = SamplingParams(stop=["a"])
     with pytest.raises(UnsupportedFeatureError, match="stop_token_ids"):
-        one.build_speech_context(AudioGenerationRequest("r", 0, "m", input="a", sampling_params=params))
+        tokenizer.build_speech_context(AudioGenerationRequest("r", 0, "m", input="a", sampling_params=params))
 
 
 CODES = SpeechCodes(np.arange(100, 112, dtype=np.int64).reshape(3, 4))
@@ -96,25 +100,27 @@ CODES = SpeechCodes(np.arange(100, 112, dtype=np.int64).reshape(3, 4))
         ([10**6, 101, 105, 111], [1, 1, 3], 4, 1),
     ],
 )
-def test_frames_of_tokens(tokens: list[int], codes: list[int], parsed: int, dropped: int) -> None:
-    found = CODES.parse(np.array(tokens, np.int64))
-    assert (found[0].tolist(), *found[1:]) == (codes, parsed, dropped)
+def test_tokens_are_parsed_into_complete_frames(
+    tokens: list[int], codes: list[int], parsed: int, dropped: int
+) -> None:
+    result = CODES.parse(np.array(tokens, np.int64))
+    assert (result[0].tolist(), *result[1:]) == (codes, parsed, dropped)
     step_by_step, start = [], 0
     for end in range(len(tokens) + 1):
-        part, count, _ = CODES.parse(np.array(tokens[start:end], np.int64))
-        step_by_step += part.tolist()
+        frame_codes, count, _ = CODES.parse(np.array(tokens[start:end], np.int64))
+        step_by_step += frame_codes.tolist()
         start += count
     assert step_by_step == codes
 
 
-def test_tokens_of_frames() -> None:
+def test_codes_are_converted_to_tokens() -> None:
     assert CODES.token_ids([1, 1, 3, 0, 0, 0]) == [101, 105, 111, 100, 104, 108]
     with pytest.raises(InputError, match="from 0 to 3, were from 0 to 4"):
         CODES.token_ids([0, 4, 0])
 
 
 @pytest.mark.parametrize("name", ["orpheus", "neutts"])
-def test_detection(name: str, tmp_path: Path) -> None:
+def test_the_format_is_detected(name: str, tmp_path: Path) -> None:
     folder = write_tiny_speech(tmp_path / "m", name)
     assert format_name(folder) == name
     assert PipelineConfig.from_flat({"model_path": str(folder)}).model.pipeline_task is (
@@ -125,7 +131,7 @@ def test_detection(name: str, tmp_path: Path) -> None:
         PipelineTask.AUDIO_GENERATION
     )
     with pytest.raises(CheckpointError, match="has no token"):
-        SpeechTokenizer(folder)  # the public formats have larger codebooks
+        SpeechTokenizer(folder)  # the published formats have larger codebooks than the tiny model
     text = write_tiny_llm(tmp_path / "text")
     assert format_name(text) is None
     with pytest.raises(CheckpointError, match=r"Give --speech-format \(neutts, orpheus\)"):
@@ -134,10 +140,12 @@ def test_detection(name: str, tmp_path: Path) -> None:
         format_name(folder, "other")
 
 
-def test_numbers_as_words(tokenizers: dict[str, SpeechTokenizer], tmp_path: Path) -> None:
-    one = SpeechTokenizer(write_tiny_speech(tmp_path / "m", numbers="en", max_characters=30, phonemes=False))
-    assert "TEXT_PROMPT_START|>ten cats<" in prompt(one, input="10 cats").replace("Ġ", " ")
-    assert one.split("It has 21 cats. It has 33 dogs.") == [
+def test_numbers_are_written_as_words(tokenizers: dict[str, SpeechTokenizer], tmp_path: Path) -> None:
+    tokenizer = SpeechTokenizer(
+        write_tiny_speech(tmp_path / "m", numbers="en", max_characters=30, phonemes=False)
+    )
+    assert "TEXT_PROMPT_START|>ten cats<" in build_prompt(tokenizer, input="10 cats").replace("Ġ", " ")
+    assert tokenizer.split("It has 21 cats. It has 33 dogs.") == [
         "It has twenty one cats.",
         "It has thirty three dogs.",
     ]
@@ -153,7 +161,9 @@ def test_numbers_as_words(tokenizers: dict[str, SpeechTokenizer], tmp_path: Path
         ({"numbers": "tlh"}, "numbers must be one of en: 'tlh'"),
     ],
 )
-def test_a_malformed_description(content: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_an_invalid_speech_config_is_refused(
+    content: dict[str, object], message: str, tmp_path: Path
+) -> None:
     folder = write_tiny_speech(tmp_path / "m")
     (folder / "speech_config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
@@ -176,7 +186,7 @@ def test_long_texts_are_split(text: str, limit: int, parts: list[str]) -> None:
     assert split_text(text, limit) == parts
 
 
-def test_texts_are_split_at_each_sentence_if_the_model_asks_for_it(tmp_path: Path) -> None:
+def test_texts_are_split_at_each_sentence_if_configured(tmp_path: Path) -> None:
     text = "One. Two, or two! A third sentence?"
     expected = ["One.", "Two, or two!", "A third", "sentence?"]
     assert split_text(text, 12, at_each_sentence=True) == expected
@@ -184,7 +194,7 @@ def test_texts_are_split_at_each_sentence_if_the_model_asks_for_it(tmp_path: Pat
     assert SpeechTokenizer(folder).split(text) == ["One.", "Two, or two!", "A third sentence?"]
 
 
-def test_phonemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_espeak_converts_words_to_phonemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UnsupportedFeatureError, match="espeak-ng is not installed"):
         phonemes_of("hi", "en-us")
@@ -196,8 +206,8 @@ def test_phonemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert phonemes_of("...", "en-us") == "..."
 
 
-def test_a_model_that_reads_phonemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_a_phoneme_model_contain_phonemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.text.speech_tokenizer.phonemes_of", lambda text, language: f"/{text}/")
-    one = SpeechTokenizer(write_tiny_speech(tmp_path / "m", phonemes=True))
-    shown = prompt(one, input="Hi", audio_prompt_tokens=[3], audio_prompt_transcription="Ho")
-    assert "<|TEXT_PROMPT_START|>/Ho/ /Hi/<|TEXT_PROMPT_END|>" in shown
+    tokenizer = SpeechTokenizer(write_tiny_speech(tmp_path / "m", phonemes=True))
+    text = build_prompt(tokenizer, input="Hi", audio_prompt_tokens=[3], audio_prompt_transcription="Ho")
+    assert "<|TEXT_PROMPT_START|>/Ho/ /Hi/<|TEXT_PROMPT_END|>" in text

@@ -47,12 +47,12 @@ from penstock.text.spoken_numbers import spoken_numbers
         ("Ten is 10.", "Ten is ten."),
     ],
 )
-def test_numbers_in_a_text(text: str, words: str) -> None:
+def test_numbers_in_a_text_become_words(text: str, words: str) -> None:
     assert spoken_numbers(text) == words
     assert spoken_numbers(words) == words
 
 
-def test_whole_numbers() -> None:
+def test_cardinals_ordinals_and_years() -> None:
     assert cardinal(0) == "zero"
     assert cardinal(115) == "one hundred and fifteen"
     assert cardinal(1_000_001) == "one million and one"

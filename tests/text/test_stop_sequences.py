@@ -1,4 +1,4 @@
-"""Stop strings end the output of ``next_token``, for every split into ordinary tokens."""
+"""Stop strings as token sequences end the output of ``next_token``."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from penstock.pipelines.core import SamplingParams, TokenGeneratorRequest
 from penstock.testing import FakePipeline, FakeTokenizer
 from penstock.text.stop_sequences import stop_sequences
 
-NAMES = ("tinyllama", "qwen3", "gpt2")
+TOKENIZER_NAMES = ("tinyllama", "qwen3", "gpt2")
 
 
 @pytest.fixture(scope="module")
-def opened(shared_data: Path) -> Callable[[str], TextTokenizer]:
+def open_tokenizer(shared_data: Path) -> Callable[[str], TextTokenizer]:
     tokenizers: dict[str, TextTokenizer] = {}
 
-    def open_one(name: str) -> TextTokenizer:
+    def open_cached(name: str) -> TextTokenizer:
         if name not in tokenizers:
             tokenizers[name] = TextTokenizer(shared_data / "tokenizers" / name)
         return tokenizers[name]
 
-    return open_one
+    return open_cached
 
 
-def runs_of(tokenizer: TextTokenizer, stop: str) -> list[list[int]]:
+def find_sequences(tokenizer: TextTokenizer, stop: str) -> list[list[int]]:
     request = TokenGeneratorRequest("1", 0, "m", prompt="x", stop=stop)
     return tokenizer.build_context(request).eos_sequences
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TOKENIZER_NAMES)
 @pytest.mark.parametrize(
     ("stop", "text"),
     [
@@ -52,40 +52,48 @@ def runs_of(tokenizer: TextTokenizer, stop: str) -> list[list[int]]:
         ("###", "Hello\n### Question"),
     ],
 )
-def test_a_usual_spelling_is_found(
-    name: str, stop: str, text: str, opened: Callable[[str], TextTokenizer]
+def test_a_sequence_ends_the_text_at_the_stop_string(
+    name: str, stop: str, text: str, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
-    tokenizer = opened(name)
+    tokenizer = open_tokenizer(name)
     ids = tokenizer.encode_text(text, add_special_tokens=False, limited=False).tolist()
-    runs = runs_of(tokenizer, stop)
-    ends = [end for end in range(1, len(ids) + 1) if any(ids[:end][-len(run) :] == run for run in runs)]
-    pieces = [tokenizer.token_bytes(token_id) for token_id in ids]
-    expected = next(end for end in range(1, len(ids) + 1) if stop.encode() in b"".join(pieces[:end]))
+    sequences = find_sequences(tokenizer, stop)
+    ends = [
+        end
+        for end in range(1, len(ids) + 1)
+        if any(ids[:end][-len(sequence) :] == sequence for sequence in sequences)
+    ]
+    token_bytes = [tokenizer.token_bytes(token_id) for token_id in ids]
+    expected = next(end for end in range(1, len(ids) + 1) if stop.encode() in b"".join(token_bytes[:end]))
     assert ends[:1] == [expected]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TOKENIZER_NAMES)
 @settings(deadline=None, max_examples=40)
 @given(stop=st.text("aE\n .é中", min_size=1, max_size=6))
-def test_every_run_spells_the_string(name: str, stop: str, opened: Callable[[str], TextTokenizer]) -> None:
-    tokenizer = opened(name)
-    first, *others = runs_of(tokenizer, stop)
+def test_each_sequence_contains_the_stop_string(
+    name: str, stop: str, open_tokenizer: Callable[[str], TextTokenizer]
+) -> None:
+    tokenizer = open_tokenizer(name)
+    first, *others = find_sequences(tokenizer, stop)
     assert first
-    for run in others:
-        assert stop.encode() in b"".join(map(tokenizer.token_bytes, run))
+    for sequence in others:
+        assert stop.encode() in b"".join(map(tokenizer.token_bytes, sequence))
 
 
-def test_a_tokenizer_that_rewrites_text(opened: Callable[[str], TextTokenizer]) -> None:
-    tokenizer = opened("bert-base-uncased")
+def test_a_tokenizer_that_changes_case_has_one_sequence(
+    open_tokenizer: Callable[[str], TextTokenizer],
+) -> None:
+    tokenizer = open_tokenizer("bert-base-uncased")
     assert tokenizer.backend.token_to_id("end") is not None
-    assert runs_of(tokenizer, "END") == [[tokenizer.backend.token_to_id("end")]]
+    assert find_sequences(tokenizer, "END") == [[tokenizer.backend.token_to_id("end")]]
 
 
 def test_a_string_without_tokens_has_no_sequences() -> None:
     assert stop_sequences("x", lambda texts: [[] for _ in texts], lambda token_id: b"") == []
 
 
-async def test_next_token_stops_in_a_fake_pipeline() -> None:
+async def test_next_token_of_a_fake_pipeline_stops_at_the_string() -> None:
     tokenizer, pipeline = FakeTokenizer(), FakePipeline.saying("one END two")
     context = await tokenizer.new_context(TokenGeneratorRequest("1", 0, "fake", prompt="x", stop="END"))
     tokens = pipeline.execute({"1": context}, num_steps=20)["1"].tokens
@@ -96,16 +104,16 @@ async def test_next_token_stops_in_a_fake_pipeline() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 5])
-async def test_next_token_stops(num_steps: int) -> None:
+async def test_next_token_of_a_model_stops_at_the_string(num_steps: int) -> None:
     config = PipelineConfig.from_flat({"model_path": "demo"})
     tokenizer = load_tokenizer(config)
     pipeline = load_pipeline(config, tokenizer)
     params = SamplingParams(max_new_tokens=40, stop=["."])
     plain = SamplingParams(max_new_tokens=40)
     texts = []
-    for one in (params, plain):
+    for sampling_params in (params, plain):
         context = await tokenizer.new_context(
-            TokenGeneratorRequest("1", 0, "demo", prompt="Once upon a time", sampling_params=one)
+            TokenGeneratorRequest("1", 0, "demo", prompt="Once upon a time", sampling_params=sampling_params)
         )
         text = ""
         while not context.is_done:

@@ -1,4 +1,4 @@
-"""`TextTokenizer`: the tokens of transformers, and the effect of each field of a request."""
+"""`TextTokenizer`: its tokens equal those of transformers, and each field of a request has its effect."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from penstock.text.tokenizer_files import TokenizerFiles
 
 TOKENIZERS = ["tokenizers/bert-base-uncased", "tokenizers/gpt2", "tokenizers/qwen3", "tokenizers/tinyllama"]
 TOKENIZERS += ["models/stories260K", "models/llama2xs"]
-PIECES = [
+TEXT_PARTS = [
     "a",
     "the ",
     " ",
@@ -55,16 +55,16 @@ PIECES = [
     "[MASK]",
     "[SEP]",
 ]
-PIECES += ["<s>", "</s>", "<|im_end|>", "<|endoftext|>", "<tool_call>"]
-TEXTS = st.lists(st.sampled_from(PIECES), max_size=25).map("".join)
-FAKE = FakeTokenizer(max_length=40)
+TEXT_PARTS += ["<s>", "</s>", "<|im_end|>", "<|endoftext|>", "<tool_call>"]
+TEXTS = st.lists(st.sampled_from(TEXT_PARTS), max_size=25).map("".join)
+TOKENIZER = FakeTokenizer(max_length=40)
 HELLO = list(b"hello")
 USER = {"role": "user", "content": "hi"}
 
 
-class TestTokensOfTransformers:
+class TestEqualToTransformers:
     @pytest.mark.parametrize("name", TOKENIZERS)
-    def test_text_prompt(self, name: str, shared_data: Path) -> None:
+    def test_tokens_of_a_text(self, name: str, shared_data: Path) -> None:
         tokenizer, expected = real_tokenizer(shared_data / name), transformers_tokenizer(shared_data / name)
 
         @given(text=TEXTS, add_special_tokens=st.booleans())
@@ -78,7 +78,7 @@ class TestTokensOfTransformers:
         check()
 
     @pytest.mark.parametrize("name", ["tokenizers/qwen3", "tokenizers/tinyllama"])
-    def test_chat_prompt(self, name: str, shared_data: Path) -> None:
+    def test_tokens_of_a_chat(self, name: str, shared_data: Path) -> None:
         tokenizer, expected = real_tokenizer(shared_data / name), transformers_tokenizer(shared_data / name)
         messages: Any = [
             {"role": "system", "content": "Brief."},
@@ -92,22 +92,24 @@ class TestTokensOfTransformers:
         assert context.prompt_tokens.tolist() == expected(text, add_special_tokens=False)["input_ids"]
 
     @pytest.mark.parametrize("name", TOKENIZERS)
-    def test_of_special_tokens(self, name: str, shared_data: Path) -> None:
+    def test_special_tokens_and_vocabulary_size(self, name: str, shared_data: Path) -> None:
         tokenizer, expected = real_tokenizer(shared_data / name), transformers_tokenizer(shared_data / name)
         assert tokenizer.special_tokens == expected.special_tokens_map
         assert tokenizer.vocab_size == len(expected)
         assert tokenizer.eos_token_ids == ({expected.eos_token_id} - {None})
 
     def test_long_text_is_not_truncated(self, shared_data: Path) -> None:
-        tokenizer = real_tokenizer(shared_data / "tokenizers/tinyllama")  # its file says truncation at 512
+        tokenizer = real_tokenizer(
+            shared_data / "tokenizers/tinyllama"
+        )  # tokenizer.json has truncation at 512
         assert len(tokenizer.encode_text("hello " * 1000)) > 1000
 
 
 class TestText:
     def test_implements_the_pipeline_tokenizer_protocol(self) -> None:
-        assert isinstance(FAKE, PipelineTokenizer)
-        assert FAKE.expects_content_wrapping is False
-        assert FAKE.encode_text("hello").dtype == np.int64
+        assert isinstance(TOKENIZER, PipelineTokenizer)
+        assert TOKENIZER.expects_content_wrapping is False
+        assert TOKENIZER.encode_text("hello").dtype == np.int64
 
     @pytest.mark.parametrize(
         ("text", "expected"),
@@ -118,38 +120,38 @@ class TestText:
         ],
     )
     def test_lone_surrogates_are_replaced(self, text: str, expected: str) -> None:
-        assert FAKE.decode_ids(FAKE.encode_text(text)) == expected
-        assert FAKE.build_context(request(text)).prompt_tokens.tolist() == list(expected.encode())
+        assert TOKENIZER.decode_ids(TOKENIZER.encode_text(text)) == expected
+        assert TOKENIZER.build_context(request(text)).prompt_tokens.tolist() == list(expected.encode())
 
     @pytest.mark.parametrize("ids", [np.array(HELLO, dtype=np.int32), tuple(HELLO), HELLO])
     def test_any_sequence_of_ids_is_decoded(self, ids: Sequence[int]) -> None:
-        assert FAKE.decode_ids(ids) == "hello"
+        assert TOKENIZER.decode_ids(ids) == "hello"
 
-    @pytest.mark.parametrize("wrong", [-1, 2**40, "a", 1.5])
-    def test_an_invalid_token_id_is_named(self, wrong: Any) -> None:
-        with pytest.raises(InputError, match=rf"^{wrong!r} is not a token id"):
-            FAKE.decode_ids([1, wrong])
+    @pytest.mark.parametrize("invalid", [-1, 2**40, "a", 1.5])
+    def test_an_invalid_token_id_is_named(self, invalid: Any) -> None:
+        with pytest.raises(InputError, match=rf"^{invalid!r} is not a token id"):
+            TOKENIZER.decode_ids([1, invalid])
 
-    def test_special_tokens_are_skipped_unless_asked_for(self) -> None:
-        ids = [*HELLO, FAKE.EOS]
-        assert (FAKE.decode_ids(ids), FAKE.decode_ids(ids, False)) == ("hello", "hello<|end|>")
-        assert not FAKE.is_visible(FAKE.EOS)
-        assert FAKE.is_visible(FAKE.EOS, skip_special_tokens=False)
-        assert not FAKE.is_visible(999, skip_special_tokens=False)
+    def test_special_tokens_are_skipped_unless_requested(self) -> None:
+        ids = [*HELLO, TOKENIZER.EOS]
+        assert (TOKENIZER.decode_ids(ids), TOKENIZER.decode_ids(ids, False)) == ("hello", "hello<|end|>")
+        assert not TOKENIZER.is_visible(TOKENIZER.EOS)
+        assert TOKENIZER.is_visible(TOKENIZER.EOS, skip_special_tokens=False)
+        assert not TOKENIZER.is_visible(999, skip_special_tokens=False)
 
-    async def test_async_methods_are_the_same_in_a_thread(self) -> None:
-        context = await FAKE.new_context(request("hello"))
-        assert context == FAKE.build_context(request("hello"))
-        assert (await FAKE.encode("hello", True)).tolist() == HELLO
-        assert await FAKE.decode(context, HELLO) == "hello"
-        assert await FAKE.decode(context, np.array(HELLO)) == "hello"
-        assert await FAKE.decode(context, ord("x")) == "x"
-        assert await FAKE.decode(context, np.int64(ord("x"))) == "x"  # type: ignore[arg-type]
-        assert await FAKE.decode(context, [FAKE.EOS], skip_special_tokens=False) == "<|end|>"
+    async def test_async_methods_equal_the_synchronous_ones(self) -> None:
+        context = await TOKENIZER.new_context(request("hello"))
+        assert context == TOKENIZER.build_context(request("hello"))
+        assert (await TOKENIZER.encode("hello", True)).tolist() == HELLO
+        assert await TOKENIZER.decode(context, HELLO) == "hello"
+        assert await TOKENIZER.decode(context, np.array(HELLO)) == "hello"
+        assert await TOKENIZER.decode(context, ord("x")) == "x"
+        assert await TOKENIZER.decode(context, np.int64(ord("x"))) == "x"  # type: ignore[arg-type]
+        assert await TOKENIZER.decode(context, [TOKENIZER.EOS], skip_special_tokens=False) == "<|end|>"
         with pytest.raises(TypeError):
-            await FAKE.decode(context, HELLO, unknown=True)
+            await TOKENIZER.decode(context, HELLO, unknown=True)
 
-    def test_many_threads_get_what_one_gets(self, shared_data: Path) -> None:
+    def test_concurrent_encoding_equals_sequential_encoding(self, shared_data: Path) -> None:
         tokenizer = TextTokenizer(shared_data / "models/stories260K", max_length=10_000)
         texts = [f"Once upon {i} times é🎉 " * (i % 7) for i in range(200)]
         expected = [tokenizer.encode_text(text).tolist() for text in texts]
@@ -158,46 +160,48 @@ class TestText:
             decoded = list(threads.map(tokenizer.decode_ids, expected))
         assert decoded == [tokenizer.decode_ids(ids) for ids in expected]
 
-    async def test_many_requests_at_once_get_what_one_gets(self) -> None:
+    async def test_concurrent_requests_equal_sequential_requests(self) -> None:
         requests = [request("x" * (i % 30 + 1), id=str(i)) for i in range(100)]
-        contexts = await asyncio.gather(*map(FAKE.new_context, requests))
-        assert contexts == [FAKE.build_context(one) for one in requests]
+        contexts = await asyncio.gather(*map(TOKENIZER.new_context, requests))
+        assert contexts == [TOKENIZER.build_context(item) for item in requests]
 
 
-class TestEnds:
-    def test_all_sources_are_united(self, shared_data: Path, tmp_path: Path) -> None:
-        folder = copy_of_stories(shared_data, tmp_path)
+class TestEndOfSequence:
+    def test_eos_ids_of_all_sources_are_combined(self, shared_data: Path, tmp_path: Path) -> None:
+        folder = copy_stories_tokenizer(shared_data, tmp_path)
         (folder / "config.json").write_text(json.dumps({"eos_token_id": 7, "vocab_size": 512}))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 8]}))
         tokenizer = TextTokenizer(folder, eos_token_ids=[9, 7, 5000])
-        assert tokenizer.eos_token_ids == {2, 7, 8, 9}  # 5000 is beyond the vocabulary
+        assert tokenizer.eos_token_ids == {2, 7, 8, 9}  # 5000 is outside the vocabulary
         assert tokenizer.eos == 2
         assert TextTokenizer(folder).build_context(request("x")).eos_token_ids == {2, 7, 8}
 
-    def test_none_at_all(self, shared_data: Path) -> None:
+    def test_a_checkpoint_without_eos_tokens(self, shared_data: Path) -> None:
         tokenizer = real_tokenizer(shared_data / "tokenizers/bert-base-uncased")
         assert tokenizer.eos_token_ids == set()
         with pytest.raises(CheckpointError, match="bert-base-uncased: has no end-of-sequence token"):
             _ = tokenizer.eos
 
-    def test_stop_ids_of_a_request_do_not_leak(self) -> None:
-        context = FAKE.build_context(request("x", stop_token_ids=[5, 6]))
-        assert context.eos_token_ids == {FAKE.EOS, 5, 6}
+    def test_stop_ids_of_a_request_do_not_change_the_tokenizer(self) -> None:
+        context = TOKENIZER.build_context(request("x", stop_token_ids=[5, 6]))
+        assert context.eos_token_ids == {TOKENIZER.EOS, 5, 6}
         context.eos_token_ids.add(7)
-        FAKE.eos_token_ids.add(8)
-        assert FAKE.eos_token_ids == FAKE.build_context(request("x")).eos_token_ids == {FAKE.EOS}
+        TOKENIZER.eos_token_ids.add(8)
+        assert (
+            TOKENIZER.eos_token_ids == TOKENIZER.build_context(request("x")).eos_token_ids == {TOKENIZER.EOS}
+        )
 
-    def test_ignore_eos_leaves_only_what_the_request_gives(self) -> None:
-        context = FAKE.build_context(request("x", ignore_eos=True))
+    def test_ignore_eos_keeps_only_stop_ids_of_the_request(self) -> None:
+        context = TOKENIZER.build_context(request("x", ignore_eos=True))
         assert (context.eos_token_ids, context.ignore_eos) == (set(), True)
-        assert FAKE.build_context(request("x", ignore_eos=True, stop_token_ids=[5])).eos_token_ids == {5}
+        assert TOKENIZER.build_context(request("x", ignore_eos=True, stop_token_ids=[5])).eos_token_ids == {5}
 
-    def test_a_stop_id_beyond_the_vocabulary(self) -> None:
+    def test_a_stop_id_outside_the_vocabulary_is_refused(self) -> None:
         with pytest.raises(InputError, match="stop_token_ids has 257: ids are integers from 0 to 256"):
-            FAKE.build_context(request("x", stop_token_ids=[257]))
+            TOKENIZER.build_context(request("x", stop_token_ids=[257]))
 
     @pytest.mark.parametrize(
-        ("stop", "of_params", "united"),
+        ("stop", "param_stop", "expected"),
         [
             ("a", ["b"], ["a", "b"]),
             (["a", "b"], ["b", "c"], ["a", "b", "c"]),
@@ -205,79 +209,83 @@ class TestEnds:
             ("", [""], None),
         ],
     )
-    def test_stop_strings_of_both_places(self, stop: Any, of_params: Any, united: list[str] | None) -> None:
-        context = FAKE.build_context(request("x", stop=stop, sampling_params=SamplingParams(stop=of_params)))
-        assert context.sampling_params.stop == united
-        assert len(context.eos_sequences) == len(united or [])
+    def test_stop_strings_of_request_and_sampling_params_are_combined(
+        self, stop: Any, param_stop: Any, expected: list[str] | None
+    ) -> None:
+        context = TOKENIZER.build_context(
+            request("x", stop=stop, sampling_params=SamplingParams(stop=param_stop))
+        )
+        assert context.sampling_params.stop == expected
+        assert len(context.eos_sequences) == len(expected or [])
 
-    async def test_stop_strings_as_tokens_unless_the_text_is_matched(self) -> None:
-        asked = request("x", stop=["END", ""], sampling_params=SamplingParams(stop=["é"]))
-        context = await FAKE.new_context(asked)
+    async def test_stop_strings_become_sequences_unless_the_text_is_matched(self) -> None:
+        stop_request = request("x", stop=["END", ""], sampling_params=SamplingParams(stop=["é"]))
+        context = await TOKENIZER.new_context(stop_request)
         assert context.eos_sequences == [list(b"END"), list("é".encode())]
         assert context.sampling_params.stop == ["END", "é"]
         context.eos_sequences[0].clear()
-        assert FAKE.build_context(asked).eos_sequences[0] == list(b"END")
-        assert FAKE.build_context(asked, stops_as_tokens=False).eos_sequences == []
-        assert (await FAKE.new_context(asked, stops_as_tokens=False)).eos_sequences == []
+        assert TOKENIZER.build_context(stop_request).eos_sequences[0] == list(b"END")
+        assert TOKENIZER.build_context(stop_request, stops_as_tokens=False).eos_sequences == []
+        assert (await TOKENIZER.new_context(stop_request, stops_as_tokens=False)).eos_sequences == []
 
     def test_a_stop_value_that_is_not_a_string_is_refused(self) -> None:
         with pytest.raises(InputError, match=r"stop must be a string or a list of strings, was \[3\]"):
-            FAKE.build_context(request("x", stop=[3]))
+            TOKENIZER.build_context(request("x", stop=[3]))
 
 
 class TestLengths:
     @pytest.mark.parametrize(
         ("max_new_tokens", "max_length"), [(None, 40), (1, 6), (35, 40), (100, 40), (0, 5)]
     )
-    def test_prompt_and_output_together(self, max_new_tokens: int | None, max_length: int) -> None:
-        context = FAKE.build_context(request("hello", max_new_tokens=max_new_tokens))
+    def test_max_length_includes_prompt_and_output(self, max_new_tokens: int | None, max_length: int) -> None:
+        context = TOKENIZER.build_context(request("hello", max_new_tokens=max_new_tokens))
         assert (context.max_length, context.current_length) == (max_length, 5)
 
     @pytest.mark.parametrize(
         "too_long", [{"prompt": "x" * 40}, {"prompt": [1] * 40}, {"messages": [USER] * 4}]
     )
-    def test_a_prompt_without_room_for_a_token(self, too_long: dict[str, Any]) -> None:
+    def test_a_prompt_that_leaves_no_token_is_refused(self, too_long: dict[str, Any]) -> None:
         with pytest.raises(
             PromptTooLongError, match=r"has 4\d tokens, but the maximum length is 40"
         ) as caught:
-            FAKE.build_context(request(**too_long))
+            TOKENIZER.build_context(request(**too_long))
         assert (caught.value.num_tokens >= 40, caught.value.max_length) == (True, 40)
 
-    def test_a_prompt_may_fill_everything_if_nothing_is_to_follow(self) -> None:
-        assert FAKE.build_context(request("x" * 40, max_new_tokens=0)).max_length == 40
+    def test_a_prompt_of_maximum_length_is_accepted_without_output(self) -> None:
+        assert TOKENIZER.build_context(request("x" * 40, max_new_tokens=0)).max_length == 40
         with pytest.raises(PromptTooLongError):
-            FAKE.build_context(request("x" * 41, max_new_tokens=0))
+            TOKENIZER.build_context(request("x" * 41, max_new_tokens=0))
 
-    def test_encode_refuses_what_is_longer(self) -> None:
-        assert len(FAKE.encode_text("x" * 40)) == 40
+    def test_encode_refuses_text_above_the_maximum_length(self) -> None:
+        assert len(TOKENIZER.encode_text("x" * 40)) == 40
         with pytest.raises(PromptTooLongError, match="has 41 tokens, but the maximum length is 40"):
-            FAKE.encode_text("x" * 41)
+            TOKENIZER.encode_text("x" * 41)
 
     @pytest.mark.parametrize("form", ["prompt", "messages", "encode"])
-    def test_a_prompt_that_must_exceed_the_limit_is_not_encoded_as_a_whole(
+    def test_a_prompt_that_exceeds_the_limit_is_not_fully_encoded(
         self, form: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tokenizer, text = FakeTokenizer(max_length=40), "x" * 100_000
-        encoded: list[int] = []
+        lengths: list[int] = []
         encode = tokenizer.backend.encode_batch_fast
 
-        def counting(texts: list[str], **options: Any) -> Any:
-            encoded.append(len(texts[0]))
+        def count_encoded(texts: list[str], **options: Any) -> Any:
+            lengths.append(len(texts[0]))
             return encode(texts, **options)
 
-        counted = SimpleNamespace(tokenizer=SimpleNamespace(encode_batch_fast=counting))
-        monkeypatch.setattr(tokenizer, "_copies", counted)
-        refused: dict[str, Callable[[], object]] = {
+        counting_tokenizer = SimpleNamespace(tokenizer=SimpleNamespace(encode_batch_fast=count_encoded))
+        monkeypatch.setattr(tokenizer, "_copies", counting_tokenizer)
+        calls: dict[str, Callable[[], object]] = {
             "prompt": lambda: tokenizer.build_context(request(text)),
             "messages": lambda: tokenizer.build_context(request(messages=[{**USER, "content": text}])),
             "encode": lambda: tokenizer.encode_text(text),
         }
         with pytest.raises(PromptTooLongError, match="more than 320 tokens, but the maximum length is 40"):
-            refused[form]()
-        assert encoded == [320]
+            calls[form]()
+        assert lengths == [320]
 
     def test_a_long_text_of_few_tokens_is_encoded(self, tmp_path: Path) -> None:
-        """Growing prefixes are encoded until the text is certain to be short enough."""
+        """Prefixes of increasing length are encoded until the length of the whole text is known."""
         backend = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
         backend.pre_tokenizer = WhitespaceSplit()
         files = TokenizerFiles(
@@ -297,21 +305,21 @@ class TestLengths:
             tokenizer.encode_text((" " * 999 + "a") * 5000)
 
     @pytest.mark.parametrize("name", TOKENIZERS)
-    def test_only_what_is_too_long_is_refused(self, name: str, shared_data: Path) -> None:
+    def test_only_texts_above_the_limit_are_refused(self, name: str, shared_data: Path) -> None:
         limit = 64
         tokenizer = TextTokenizer(shared_data / name, max_length=limit)
-        for piece in (*PIECES, " " * 80, "=" * 70, "a b", "ab" * 40):
+        for part in (*TEXT_PARTS, " " * 80, "=" * 70, "a b", "ab" * 40):
             for count in (limit // 4, limit, 10 * limit):
-                is_too_long = len(tokenizer.encode_text(piece * count, limited=False)) > limit
+                is_too_long = len(tokenizer.encode_text(part * count, limited=False)) > limit
                 with pytest.raises(PromptTooLongError) if is_too_long else nullcontext():
-                    tokenizer.encode_text(piece * count)
+                    tokenizer.encode_text(part * count)
 
     def test_the_tokens_of_any_text_can_be_counted(self) -> None:
         tokenizer = FakeTokenizer(max_length=40)
         assert len(tokenizer.prompt_of(request("x" * 100_000))[1]) == 100_000
         assert len(tokenizer.encode_text("x" * 100_000, limited=False)) == 100_000
 
-    def test_without_any_limit_the_request_must_have_one(self) -> None:
+    def test_without_a_maximum_length_the_request_must_have_a_limit(self) -> None:
         tokenizer = FakeTokenizer(max_length=None)
         assert tokenizer.build_context(request("x" * 5000, max_new_tokens=3)).max_length == 5003
         with pytest.raises(InputError, match="max_new_tokens is needed"):
@@ -319,7 +327,7 @@ class TestLengths:
 
     def test_min_new_tokens_beyond_the_limit_is_refused(self) -> None:
         with pytest.raises(InputError, match="min_new_tokens is 36, but only 35 tokens can follow"):
-            FAKE.build_context(request("hello", min_new_tokens=36))
+            TOKENIZER.build_context(request("hello", min_new_tokens=36))
 
     def test_the_configured_limit_overrides_the_checkpoint(self, shared_data: Path) -> None:
         assert TextTokenizer(shared_data / "models/stories260K", max_length=10).max_length == 10
@@ -327,8 +335,10 @@ class TestLengths:
 
 
 class TestPrompts:
-    def test_text_gets_special_tokens_and_a_chat_does_not(self, shared_data: Path, tmp_path: Path) -> None:
-        folder = copy_of_stories(shared_data, tmp_path)
+    def test_special_tokens_are_added_to_a_text_but_not_to_a_chat(
+        self, shared_data: Path, tmp_path: Path
+    ) -> None:
+        folder = copy_stories_tokenizer(shared_data, tmp_path)
         (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
         tokenizer = TextTokenizer(folder)
         expected = tokenizer.encode_text("Once").tolist()
@@ -339,72 +349,74 @@ class TestPrompts:
         assert chat.prompt == "<s>Once"
 
     @pytest.mark.parametrize("ids", [HELLO, tuple(HELLO), np.array(HELLO), np.array(HELLO, dtype=np.uint16)])
-    def test_ids_are_taken_as_they_are(self, ids: Any) -> None:
-        context = FAKE.build_context(request(ids))
+    def test_token_ids_are_used_unchanged(self, ids: Any) -> None:
+        context = TOKENIZER.build_context(request(ids))
         assert context.prompt == context.prompt_tokens.tolist() == HELLO
 
-    @pytest.mark.parametrize("wrong", [-1, 257, 2**70, 1.0, True, "a", None])
-    def test_an_invalid_token_id_is_named_with_its_position(self, wrong: Any) -> None:
+    @pytest.mark.parametrize("invalid", [-1, 257, 2**70, 1.0, True, "a", None])
+    def test_an_invalid_token_id_is_named_with_its_position(self, invalid: Any) -> None:
         with pytest.raises(
-            InputError, match=rf"token 1 of the prompt is {wrong!r}: ids are integers from 0 to 256"
+            InputError, match=rf"token 1 of the prompt is {invalid!r}: ids are integers from 0 to 256"
         ):
-            FAKE.build_context(request([1, wrong, -7]))
+            TOKENIZER.build_context(request([1, invalid, -7]))
 
-    @pytest.mark.parametrize("wrong", [3, b"x", {"a": 1}, np.array([[1, 2]]), np.array([0.5])])
-    def test_values_that_are_not_prompts_are_refused(self, wrong: Any) -> None:
+    @pytest.mark.parametrize("invalid", [3, b"x", {"a": 1}, np.array([[1, 2]]), np.array([0.5])])
+    def test_values_that_are_not_prompts_are_refused(self, invalid: Any) -> None:
         with pytest.raises(InputError, match=r"a prompt is text or|of the prompt is"):
-            FAKE.build_context(request(wrong))
+            TOKENIZER.build_context(request(invalid))
 
     @pytest.mark.parametrize("empty", ["", [], np.array([], dtype=np.int64)])
-    def test_an_empty_prompt(self, empty: Any) -> None:
+    def test_an_empty_prompt_is_refused(self, empty: Any) -> None:
         with pytest.raises(InputError, match="the prompt is empty"):
-            FAKE.build_context(request(empty))
+            TOKENIZER.build_context(request(empty))
 
     @pytest.mark.parametrize(
-        "both", [{}, {"prompt": "x", "messages": [USER]}, {"prompt": "", "messages": []}]
+        "fields", [{}, {"prompt": "x", "messages": [USER]}, {"prompt": "", "messages": []}]
     )
-    def test_exactly_one_of_prompt_and_messages_is_required(self, both: dict[str, Any]) -> None:
+    def test_exactly_one_of_prompt_and_messages_is_required(self, fields: dict[str, Any]) -> None:
         with pytest.raises(InputError, match="either a prompt or messages"):
-            FAKE.build_context(request(**both))
+            TOKENIZER.build_context(request(**fields))
 
     @pytest.mark.parametrize(
         "field", [{"tools": [{"type": "function"}]}, {"chat_template_options": {"a": 1}}]
     )
     def test_template_options_need_messages(self, field: dict[str, Any]) -> None:
         with pytest.raises(InputError, match="tools and chat_template_options need messages"):
-            FAKE.build_context(request("x", **field))
+            TOKENIZER.build_context(request("x", **field))
 
-    def test_tools_and_options_reach_the_template(self) -> None:
+    def test_tools_and_options_are_variables_of_the_template(self) -> None:
         template = "{{ tools[0].type }} {{ style }} {{ add_generation_prompt }}"
         context = FakeTokenizer(template=template).build_context(
             request(messages=[USER], tools=[{"type": "function"}], chat_template_options={"style": "s"})
         )
         assert context.prompt == "function s True"
 
-    def test_messages_without_a_template(self) -> None:
+    def test_messages_without_a_template_are_refused(self) -> None:
         with pytest.raises(InputError, match="no chat template: pass a prompt, or a template"):
             FakeTokenizer(template=None).build_context(request(messages=[USER]))
 
-    def test_a_template_that_refuses(self) -> None:
+    def test_an_error_of_the_template_is_reported(self) -> None:
         with pytest.raises(InputError, match="these messages: only one turn"):
             FakeTokenizer(template="{{ raise_exception('only one turn') }}").render_chat([USER])
 
-    def test_a_given_template_replaces_the_checkpoints(self, shared_data: Path, tmp_path: Path) -> None:
-        (tmp_path / "given.jinja").write_text("given {{ eos_token }}")
+    def test_a_custom_template_replaces_that_of_the_checkpoint(
+        self, shared_data: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "custom.jinja").write_text("custom {{ eos_token }}")
         tokenizer = TextTokenizer(
-            shared_data / "tokenizers/tinyllama", chat_template=str(tmp_path / "given.jinja")
+            shared_data / "tokenizers/tinyllama", chat_template=str(tmp_path / "custom.jinja")
         )
-        assert tokenizer.render_chat([USER]) == "given </s>"
+        assert tokenizer.render_chat([USER]) == "custom </s>"
 
-    def test_images_are_named(self) -> None:
+    def test_images_are_refused(self) -> None:
         with pytest.raises(UnsupportedFeatureError, match="images is not supported"):
-            FAKE.build_context(request(messages=[USER], images=[b"png"]))
+            TOKENIZER.build_context(request(messages=[USER], images=[b"png"]))
         parts = [{"type": "image_url", "image_url": {"url": "x"}}]
         with pytest.raises(UnsupportedFeatureError, match="content of type image_url"):
-            FAKE.build_context(request(messages=[{"role": "user", "content": parts}]))
+            TOKENIZER.build_context(request(messages=[{"role": "user", "content": parts}]))
 
-    def test_text_the_model_has_no_embedding_for(self, shared_data: Path, tmp_path: Path) -> None:
-        folder = copy_of_stories(shared_data, tmp_path)
+    def test_tokens_without_an_embedding_are_refused(self, shared_data: Path, tmp_path: Path) -> None:
+        folder = copy_stories_tokenizer(shared_data, tmp_path)
         (folder / "config.json").write_text(json.dumps({"vocab_size": 300}))
         with pytest.raises(
             InputError, match=r"token \d of the prompt is \d+: ids are integers from 0 to 299"
@@ -413,8 +425,8 @@ class TestPrompts:
 
 
 class TestOtherFields:
-    def test_they_are_set_on_the_context(self) -> None:
-        context = FAKE.build_context(
+    def test_fields_are_set_on_the_context(self) -> None:
+        context = TOKENIZER.build_context(
             request(
                 "x", id="r1", model_name="m", logprobs=3, echo=True, adapter="a", cache_salt="s", priority=4
             )
@@ -424,33 +436,33 @@ class TestOtherFields:
         assert (context.adapter, context.cache_salt) == ("a", "s")
         assert not context.is_assigned_to_cache
 
-    def test_their_absence_too(self) -> None:
-        context = FAKE.build_context(request("x"))
+    def test_absent_fields_have_defaults(self) -> None:
+        context = TOKENIZER.build_context(request("x"))
         assert (context.log_probabilities, context.log_probabilities_echo) == (None, False)
         assert (context.json_schema, context.grammar, context.adapter, context.cache_salt) == (None,) * 4
 
-    @pytest.mark.parametrize("wrong", [-1, True, "3"])
-    def test_logprobs_are_counted(self, wrong: Any) -> None:
+    @pytest.mark.parametrize("invalid", [-1, True, "3"])
+    def test_invalid_logprobs_are_refused(self, invalid: Any) -> None:
         with pytest.raises(InputError, match="logprobs must be an integer of at least 0"):
-            FAKE.build_context(request("x", logprobs=wrong))
+            TOKENIZER.build_context(request("x", logprobs=invalid))
 
     @pytest.mark.parametrize("envelope", [None, {}, {"name": "answer", "strict": True}])
-    def test_a_json_schema(self, envelope: dict[str, Any] | None) -> None:
+    def test_a_json_schema_becomes_a_grammar(self, envelope: dict[str, Any] | None) -> None:
         schema = {"type": "object", "properties": {"é": {"type": "string"}}}
         given = schema if envelope is None else {**envelope, "schema": schema}
-        context = FAKE.build_context(
+        context = TOKENIZER.build_context(
             request("x", response_format={"type": "json_schema", "json_schema": given})
         )
         assert context.json_schema is not None
         assert json.loads(context.json_schema) == schema
         assert context.grammar == Grammar("json_schema", context.json_schema)
 
-    def test_other_formats(self) -> None:
-        context = FAKE.build_context(request("x", response_format={"type": "json_object"}))
+    def test_other_response_formats(self) -> None:
+        context = TOKENIZER.build_context(request("x", response_format={"type": "json_object"}))
         assert (context.grammar, context.json_schema) == (Grammar("json_object"), None)
-        assert FAKE.build_context(request("x", response_format={"type": "text"})).grammar is None
+        assert TOKENIZER.build_context(request("x", response_format={"type": "text"})).grammar is None
         regex = Grammar("regex", "[a-z]+")
-        assert FAKE.build_context(request("x", grammar=regex)).grammar == regex
+        assert TOKENIZER.build_context(request("x", grammar=regex)).grammar == regex
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -471,22 +483,22 @@ class TestOtherFields:
             ({"priority": "high"}, "priority must be an integer"),
         ],
     )
-    def test_formats_that_cannot_be(self, fields: dict[str, Any], message: str) -> None:
+    def test_invalid_formats_and_fields_are_refused(self, fields: dict[str, Any], message: str) -> None:
         with pytest.raises(InputError, match=message):
-            FAKE.build_context(request("x", **fields))
+            TOKENIZER.build_context(request("x", **fields))
 
 
 def request(
     prompt: Any = None, *, id: str = "1", model_name: str = "fake", **fields: Any
 ) -> TokenGeneratorRequest:
-    """A request; fields of sampling parameters may be given directly."""
-    of_params = SamplingParams.__dataclass_fields__.keys() & fields.keys() - {"stop"}
-    if of_params:
-        fields["sampling_params"] = SamplingParams(**{name: fields.pop(name) for name in of_params})
+    """Return a request. Names of sampling parameters are accepted as fields."""
+    param_names = SamplingParams.__dataclass_fields__.keys() & fields.keys() - {"stop"}
+    if param_names:
+        fields["sampling_params"] = SamplingParams(**{name: fields.pop(name) for name in param_names})
     return TokenGeneratorRequest(id, 0, model_name, prompt=prompt, **fields)
 
 
-def copy_of_stories(shared_data: Path, folder: Path) -> Path:
+def copy_stories_tokenizer(shared_data: Path, folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((shared_data / "models" / "stories260K" / name).read_bytes())
     return folder
@@ -503,17 +515,17 @@ def transformers_tokenizer(folder: Path) -> Any:
 
 
 def test_a_context_is_a_text_context() -> None:
-    assert type(FAKE.build_context(request("x"))) is TextContext
+    assert type(TOKENIZER.build_context(request("x"))) is TextContext
 
 
-def test_a_long_prompt_leaves_the_interpreter_to_others() -> None:
+def test_encoding_a_long_prompt_releases_the_interpreter() -> None:
     """The event loop of a server continues while a thread encodes a prompt."""
     tokenizer = FakeTokenizer(max_length=None)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(tokenizer.encode_text, "a").result()
-        encoding, num_looks = pool.submit(tokenizer.encode_text, "ab c" * 200_000), 0
+        encoding, num_iterations = pool.submit(tokenizer.encode_text, "ab c" * 200_000), 0
         while not encoding.done():
             time.sleep(0.001)
-            num_looks += 1
+            num_iterations += 1
     assert len(encoding.result()) == 800_000
-    assert num_looks > 3  # 1 if the thread kept the interpreter
+    assert num_iterations > 3  # would be 1 if encoding held the interpreter lock

@@ -96,10 +96,10 @@ def test_an_error_keeps_its_class_message_and_attributes(error: PenstockError) -
     encoded = messages.report_encoder()(StartFailed(ErrorRecord.of(error)))
     decoded = messages.report_decoder()(encoded)
     assert isinstance(decoded, StartFailed)
-    decoded = decoded.error.error()
-    assert type(decoded) is type(error)
-    assert str(decoded) == str(error)
-    assert vars(decoded) == vars(error)
+    decoded_error = decoded.error.error()
+    assert type(decoded_error) is type(error)
+    assert str(decoded_error) == str(error)
+    assert vars(decoded_error) == vars(error)
 
 
 def test_internal_details_are_not_in_messages() -> None:

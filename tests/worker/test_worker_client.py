@@ -166,9 +166,8 @@ async def test_counts_of_running_requests() -> None:
         for name in "abc":
             client.submit(request(name, f"{name}1234", max_length=26))
         with pytest.raises(UnsupportedFeatureError):
-            await client.load_adapter(
-                "a", "/a"
-            )  # the worker answers after it has received all three requests
+            # The worker refuses this call after it has received all three requests.
+            await client.load_adapter("a", "/a")
         ready.set()
         gate.let(1)
         await until(lambda: client.stats.num_steps == 1)

@@ -1,4 +1,4 @@
-"""Translation for llguidance: the translated grammar matches the same texts as the original one."""
+"""Translation of EBNF and structural tags to Lark for llguidance: the translation matches the same texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.grammar.lark import lark_text, read_ebnf, read_structural_tag, wri
 from penstock.grammar.schema import schema_ebnf
 
 llguidance_bytes = pytest.importorskip("support.llguidance_bytes")
-END, CALL, MARK = 256, 257, 258
+END, CALL, OTHER_TOKEN = 256, 257, 258
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def tokenizer() -> Any:
     return ("<call>", "<mark>")
 
 
-def matcher_of(special: Any, lark: str) -> Any:
+def make_matcher(special: Any, lark: str) -> Any:
     return llguidance_bytes.matcher_of(lark, special)
 
 
@@ -31,58 +31,62 @@ def accepts(matcher: Any, tokens: list[int]) -> bool:
     return bool(llguidance_bytes.accepts(matcher, tokens))
 
 
-def walked(matcher: Any, choose: random.Random) -> str:
-    """Return a text that the matcher accepts, complete or not."""
+def random_prefix(matcher: Any, rng: random.Random) -> str:
+    """Return a random text of up to 8 characters that is a prefix of a match."""
     matcher, text = matcher.deep_copy(), bytearray()
     while len(text) < 8:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits[:256]).tolist()
-        if not allowed or (matcher.is_accepting() and choose.random() < 0.3):
+        if not allowed or (matcher.is_accepting() and rng.random() < 0.3):
             break
-        text.append(choose.choice(allowed))
+        text.append(rng.choice(allowed))
         matcher.try_consume_tokens([text[-1]])
     return text.decode()
 
 
-def expression(choose: random.Random, depth: int) -> str:
-    kind = choose.random()
+def random_expression(rng: random.Random, depth: int) -> str:
+    kind = rng.random()
     if depth == 0 or kind < 0.3:
-        return choose.choice(['"a"', '"b"', '"ab"', '"aba"', "[ab]", "[abc]", "[bc]", '"c"', '"ca"', '""'])
-    inner = [expression(choose, depth - 1) for _ in range(choose.randint(2, 3))]
+        return rng.choice(['"a"', '"b"', '"ab"', '"aba"', "[ab]", "[abc]", "[bc]", '"c"', '"ca"', '""'])
+    parts = [random_expression(rng, depth - 1) for _ in range(rng.randint(2, 3))]
     if kind < 0.5:
-        return " ".join(inner)
+        return " ".join(parts)
     if kind < 0.68:
-        return f"({' | '.join(inner)})"
+        return f"({' | '.join(parts)})"
     if kind < 0.84:
-        return f"({inner[0]}){choose.choice(['*', '?', '+', '{0,2}', '{1,3}', '{2}', '{1,}'])}"
-    return choose.choice(["root", "x", "y", "z"])
+        return f"({parts[0]}){rng.choice(['*', '?', '+', '{0,2}', '{1,3}', '{2}', '{1,}'])}"
+    return rng.choice(["root", "x", "y", "z"])
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_grammar_matches_its_definition(seed: int, tokenizer: Any) -> None:
-    choose = random.Random(seed)
+def test_a_random_grammar_matches_the_same_texts_as_its_ebnf(seed: int, tokenizer: Any) -> None:
+    rng = random.Random(seed)
     num_checked = 0
     while num_checked < 8:
         rules = {
-            name: expression(choose, depth) for name, depth in [("root", 3), ("x", 2), ("y", 2), ("z", 1)]
+            name: random_expression(rng, depth) for name, depth in [("root", 3), ("x", 2), ("y", 2), ("z", 1)]
         }
         ebnf = "".join(f"{name} ::= {body}\n" for name, body in rules.items())
         try:
-            matcher = matcher_of(tokenizer, lark_text(read_ebnf(ebnf)))
+            matcher = make_matcher(tokenizer, lark_text(read_ebnf(ebnf)))
         except InputError:  # no finite text matches
             continue
-        texts = {"".join(choose.choices("abc", k=choose.randint(0, 7))) for _ in range(30)}
-        texts |= {walked(matcher, choose) for _ in range(20)}
+        texts = {"".join(rng.choices("abc", k=rng.randint(0, 7))) for _ in range(30)}
+        texts |= {random_prefix(matcher, rng) for _ in range(20)}
         for text in sorted(texts):
             assert accepts(matcher, list(text.encode())) == matches(read_ebnf(ebnf), text), (ebnf, text)
         num_checked += 1
 
 
 @pytest.mark.parametrize(
-    ("ebnf", "inside", "outside"),
+    ("ebnf", "accepted", "rejected"),
     [
         ('root ::= [a-z]* "x"', ["x", "abcx", "xx"], ["abc", ""]),
-        ('root ::= r "x" | "(" root ")"\nr ::= [a-z]*', ["abcx", "((xx))"], ["(x"]),  # not the longest match
+        (
+            'root ::= r "x" | "(" root ")"\nr ::= [a-z]*',
+            ["abcx", "((xx))"],
+            ["(x"],
+        ),  # the matcher must not take the longest match of r
         ('root ::= "a" "bc" | "ab" "d" | "(" root ")"', ["abc", "(abd)"], ["ab"]),
         ('root ::= e\ne ::= e "+" t | t\nt ::= [0-9]+ | "(" e ")"', ["1+(2+34)", "12"], ["1+", "()"]),
         (r'root ::= "\x41\u00e9\U0001F600\n\"" [^a\]\-] # end', ['Aé😀\n"b'], ['Aé😀\n"a', 'Aé😀\n"]']),
@@ -91,14 +95,16 @@ def test_any_grammar_matches_its_definition(seed: int, tokenizer: Any) -> None:
         ('root ::=\n  "a" # comment\n  | "b"\nrest ::= "c"', ["a", "b"], ["c"]),
     ],
 )
-def test_ebnf(ebnf: str, inside: list[str], outside: list[str], tokenizer: Any) -> None:
-    matcher = matcher_of(tokenizer, lark_text(read_ebnf(ebnf)))
-    assert [text for text in inside if not accepts(matcher, list(text.encode()))] == []
-    assert [text for text in outside if accepts(matcher, list(text.encode()))] == []
+def test_ebnf_accepts_and_rejects_texts(
+    ebnf: str, accepted: list[str], rejected: list[str], tokenizer: Any
+) -> None:
+    matcher = make_matcher(tokenizer, lark_text(read_ebnf(ebnf)))
+    assert [text for text in accepted if not accepts(matcher, list(text.encode()))] == []
+    assert [text for text in rejected if accepts(matcher, list(text.encode()))] == []
 
 
 @pytest.mark.parametrize(
-    ("ebnf", "words"),
+    ("ebnf", "message"),
     [
         ("", "no rule root"),
         ("root ::= nothing", "'nothing' is not defined at line 1, column 10"),
@@ -114,8 +120,8 @@ def test_ebnf(ebnf: str, inside: list[str], outside: list[str], tokenizer: Any) 
         ('root ::= root "a"', "allows no output"),
     ],
 )
-def test_invalid_grammars_are_refused(ebnf: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_invalid_grammars_are_refused(ebnf: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         lark_text(read_ebnf(ebnf))
 
 
@@ -133,92 +139,114 @@ def test_a_long_chain_of_rules_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         lark_text(read_ebnf(chain + 'r80 ::= "c"'))
 
 
-def test_json_has_few_lexemes_and_its_strings_are_whole_ones() -> None:
+def test_a_json_grammar_has_few_lexemes_and_one_for_whole_strings() -> None:
     lark = lark_text(read_ebnf(schema_ebnf({"type": "object"})))
     lexemes = [line for line in lark.splitlines() if line.startswith("L")]
     assert 5 <= len(lexemes) <= 10
-    # Without a lexeme of one character that a string repeats: a mask would walk over every token.
+    # No lexeme is a single character that a string repeats: then each mask would visit every token.
     assert not any(line.endswith(": /[\\x{20}-\\x{21}\\x{23}-\\x{5b}]/") for line in lexemes)
 
 
-def test_a_counting_chain_becomes_a_repetition() -> None:
+def test_a_string_length_becomes_a_bounded_repetition() -> None:
     lark = lark_text(read_ebnf(schema_ebnf({"type": "string", "minLength": 2, "maxLength": 200})))
     assert "{2,200}" in lark
     assert len(lark.splitlines()) < 12
 
 
-def constant(text: str) -> dict[str, Any]:
+def make_constant(text: str) -> dict[str, Any]:
     return {"type": "const_string", "value": text}
 
 
-def tag(begin: Any, content: Any, end: Any) -> dict[str, Any]:
+def make_tag(begin: Any, content: Any, end: Any) -> dict[str, Any]:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 ANY = {"type": "any_text"}
 TOKEN = {"type": "token", "token": CALL}
-TRIGGERED = {
+TRIGGERED_TAGS = {
     "type": "triggered_tags",
     "triggers": ["<f"],
-    "tags": [tag("<f=a>", constant("x"), "</f>"), tag("<f=b>", constant("y"), "</f>")],
+    "tags": [make_tag("<f=a>", make_constant("x"), "</f>"), make_tag("<f=b>", make_constant("y"), "</f>")],
 }
-TOKEN_TRIGGERED = {
+TOKEN_TRIGGERED_TAGS = {
     "type": "token_triggered_tags",
     "trigger_tokens": [CALL],
-    "tags": [tag(TOKEN, constant("x"), "")],
+    "tags": [make_tag(TOKEN, make_constant("x"), "")],
 }
-SEPARATED = {"type": "tags_with_separator", "tags": [tag("<a>", constant("x"), "</a>")], "separator": ","}
+SEPARATED_TAGS = {
+    "type": "tags_with_separator",
+    "tags": [make_tag("<a>", make_constant("x"), "</a>")],
+    "separator": ",",
+}
 
 
 @pytest.mark.parametrize(
-    ("part", "inside", "outside"),
+    ("tag_format", "accepted", "rejected"),
     [
-        (TRIGGERED, ["", "hi", "hi<f=a>x</f>", "<<f=a>x</f>or<f=b>y</f>z"], ["hi<f", "<f=a>y</f>", "<f=c>"]),
-        (TRIGGERED | {"at_least_one": True}, ["<f=a>x</f>", "<f=a>x</f>more"], ["", "hi", "hi<f=a>x</f>"]),
-        (TRIGGERED | {"stop_after_first": True}, ["", "hi<f=a>x</f>"], ["<f=a>x</f>more"]),
-        (TRIGGERED | {"excludes": ["zz"]}, ["az", "z<f=a>x</f>"], ["azz", "zz<f=a>x</f>"]),
-        (tag("[", TRIGGERED, "]"), ["[]", "[hi]", "[hi<f=a>x</f>]"], ["[hi]]", "[hi<f]"]),
-        (tag("<", ANY, ">>"), ["<>>", "<a>b>>"], ["<a", "<a>>b>>"]),
-        (tag("<", ANY | {"excludes": ["no", "o>"]}, ">>"), ["<n>>"], ["<no>>", "<mo>>"]),
-        (tag("[", ANY, ["]", "}"]), ["[a]", "[a}"], ["[a]}"]),
-        ({"type": "sequence", "elements": [ANY, constant("END")]}, ["END", "abEND"], ["abENDx"]),
-        (SEPARATED, ["", "<a>x</a>", "<a>x</a>,<a>x</a>"], ["<a>x</a>,"]),
-        (SEPARATED | {"at_least_one": True}, ["<a>x</a>"], [""]),
-        (SEPARATED | {"stop_after_first": True}, ["", "<a>x</a>"], ["<a>x</a>,<a>x</a>"]),
-        ({"type": "repeat", "min": 1, "max": -1, "content": constant("ab")}, ["ab", "abab"], ["", "a"]),
-        ({"type": "optional", "content": constant("ab")}, ["", "ab"], ["a"]),
-        ({"type": "dispatch", "rules": [["<t>", constant("x")]]}, ["", "a<t>xb<t>x"], ["a<t>y"]),
-        ({"type": "dispatch", "rules": [["<t>", constant("x")]], "loop": False}, ["a<t>x"], ["a<t>xb"]),
+        (
+            TRIGGERED_TAGS,
+            ["", "hi", "hi<f=a>x</f>", "<<f=a>x</f>or<f=b>y</f>z"],
+            ["hi<f", "<f=a>y</f>", "<f=c>"],
+        ),
+        (
+            TRIGGERED_TAGS | {"at_least_one": True},
+            ["<f=a>x</f>", "<f=a>x</f>more"],
+            ["", "hi", "hi<f=a>x</f>"],
+        ),
+        (TRIGGERED_TAGS | {"stop_after_first": True}, ["", "hi<f=a>x</f>"], ["<f=a>x</f>more"]),
+        (TRIGGERED_TAGS | {"excludes": ["zz"]}, ["az", "z<f=a>x</f>"], ["azz", "zz<f=a>x</f>"]),
+        (make_tag("[", TRIGGERED_TAGS, "]"), ["[]", "[hi]", "[hi<f=a>x</f>]"], ["[hi]]", "[hi<f]"]),
+        (make_tag("<", ANY, ">>"), ["<>>", "<a>b>>"], ["<a", "<a>>b>>"]),
+        (make_tag("<", ANY | {"excludes": ["no", "o>"]}, ">>"), ["<n>>"], ["<no>>", "<mo>>"]),
+        (make_tag("[", ANY, ["]", "}"]), ["[a]", "[a}"], ["[a]}"]),
+        ({"type": "sequence", "elements": [ANY, make_constant("END")]}, ["END", "abEND"], ["abENDx"]),
+        (SEPARATED_TAGS, ["", "<a>x</a>", "<a>x</a>,<a>x</a>"], ["<a>x</a>,"]),
+        (SEPARATED_TAGS | {"at_least_one": True}, ["<a>x</a>"], [""]),
+        (SEPARATED_TAGS | {"stop_after_first": True}, ["", "<a>x</a>"], ["<a>x</a>,<a>x</a>"]),
+        ({"type": "repeat", "min": 1, "max": -1, "content": make_constant("ab")}, ["ab", "abab"], ["", "a"]),
+        ({"type": "optional", "content": make_constant("ab")}, ["", "ab"], ["a"]),
+        ({"type": "dispatch", "rules": [["<t>", make_constant("x")]]}, ["", "a<t>xb<t>x"], ["a<t>y"]),
+        ({"type": "dispatch", "rules": [["<t>", make_constant("x")]], "loop": False}, ["a<t>x"], ["a<t>xb"]),
         ({"type": "grammar", "grammar": 'root ::= "a" root | "b"'}, ["aab"], ["aa"]),
-        (TOKEN_TRIGGERED, [[], [104, CALL, 120], [104, MARK, 105], [CALL, 120, 97]], [[CALL], [CALL, 97]]),
-        (tag(TOKEN, ANY, TOKEN), [[CALL, 97, CALL]], [[CALL, 97], [CALL, MARK, CALL], "<call>a<call>"]),
-        ({"type": "any_tokens", "exclude_tokens": [MARK]}, [[], [CALL, 97]], [[MARK]]),
-        ({"type": "exclude_token", "exclude_tokens": [MARK]}, [[CALL], [97]], [[MARK], []]),
+        (
+            TOKEN_TRIGGERED_TAGS,
+            [[], [104, CALL, 120], [104, OTHER_TOKEN, 105], [CALL, 120, 97]],
+            [[CALL], [CALL, 97]],
+        ),
+        (
+            make_tag(TOKEN, ANY, TOKEN),
+            [[CALL, 97, CALL]],
+            [[CALL, 97], [CALL, OTHER_TOKEN, CALL], "<call>a<call>"],
+        ),
+        ({"type": "any_tokens", "exclude_tokens": [OTHER_TOKEN]}, [[], [CALL, 97]], [[OTHER_TOKEN]]),
+        ({"type": "exclude_token", "exclude_tokens": [OTHER_TOKEN]}, [[CALL], [97]], [[OTHER_TOKEN], []]),
     ],
 )
-def test_structural_tags(part: Any, inside: list[Any], outside: list[Any], tokenizer: Any) -> None:
-    tag_text = json.dumps({"type": "structural_tag", "format": part})
-    matcher = matcher_of(tokenizer, lark_text(read_structural_tag(tag_text)))
+def test_structural_tags_accept_and_reject_outputs(
+    tag_format: Any, accepted: list[Any], rejected: list[Any], tokenizer: Any
+) -> None:
+    tag_text = json.dumps({"type": "structural_tag", "format": tag_format})
+    matcher = make_matcher(tokenizer, lark_text(read_structural_tag(tag_text)))
 
-    def is_in(text: Any) -> bool:
+    def is_accepted(text: Any) -> bool:
         return accepts(matcher, list(text.encode()) if isinstance(text, str) else text)
 
-    assert [text for text in inside if not is_in(text)] == []
-    assert [text for text in outside if is_in(text)] == []
+    assert [text for text in accepted if not is_accepted(text)] == []
+    assert [text for text in rejected if is_accepted(text)] == []
 
 
 @pytest.mark.parametrize(
-    ("part", "words"),
+    ("tag_format", "message"),
     [
         ({"type": "nothing"}, "no format 'nothing'"),
         ({"type": "sequence", "elements": []}, "needs elements"),
         (ANY | {"max_tokens": 3}, "max_tokens"),
-        (tag("<", ANY, ["", ">"]), "not empty"),
-        (TRIGGERED | {"triggers": ["<g"]}, "begin with one trigger"),
+        (make_tag("<", ANY, ["", ">"]), "not empty"),
+        (TRIGGERED_TAGS | {"triggers": ["<g"]}, "begin with one trigger"),
         ({"type": "token", "token": "<x>"}, "ids or texts"),
         ("text", "object with a type"),
     ],
 )
-def test_invalid_structural_tags_are_refused(part: Any, words: str) -> None:
-    with pytest.raises(PenstockError, match=words):
-        read_structural_tag(json.dumps({"type": "structural_tag", "format": part}))
+def test_invalid_structural_tags_are_refused(tag_format: Any, message: str) -> None:
+    with pytest.raises(PenstockError, match=message):
+        read_structural_tag(json.dumps({"type": "structural_tag", "format": tag_format}))

@@ -1,4 +1,4 @@
-"""Formats of strings: the texts that grammars allow, and the values of enum and const with a format."""
+"""String formats: texts that a grammar accepts, and filtering of enum and const values by format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from penstock.errors import InputError
 from penstock.grammar.schema import schema_ebnf
 from penstock.grammar.schema.formats import SUPPORTED, UNSUPPORTED, has_format
 
-# Format -> members that a grammar writes, members that are only accepted from enum and const, others.
+# Format -> (valid strings that the grammar accepts, valid strings that only enum and const accept, invalid
+# strings).
 CASES: dict[str, tuple[list[str], list[str], list[str]]] = {
     name: (row["written"], row["listed"], row["others"])
     for name, row in json.loads((Path(__file__).parent / "format_cases.json").read_text()).items()
@@ -28,11 +29,11 @@ CASES: dict[str, tuple[list[str], list[str], list[str]]] = {
 
 
 @cache
-def grammar_of(name: str, **keywords: int) -> Any:
+def compile_format(name: str, **keywords: int) -> Any:
     return compiled(schema_ebnf({"type": "string", "format": name, **keywords}, compact=True))
 
 
-def _json(value: Any) -> str:
+def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -41,39 +42,41 @@ def test_every_format_of_the_standard_has_cases() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_members_and_others(name: str) -> None:
-    written, listed, others = CASES[name]
-    for value in written + listed:
+def test_valid_strings_are_accepted_and_invalid_ones_rejected(name: str) -> None:
+    generated, enum_only, invalid = CASES[name]
+    for value in generated + enum_only:
         assert has_format(name, value), value
-    for value in others:
+    for value in invalid:
         assert not has_format(name, value), value
     if name in SUPPORTED:
-        for value in written:
-            assert accepts(grammar_of(name), _json(value)), value
-        for value in others:
-            assert not accepts(grammar_of(name), _json(value)), value
+        for value in generated:
+            assert accepts(compile_format(name), to_json(value)), value
+        for value in invalid:
+            assert not accepts(compile_format(name), to_json(value)), value
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_enum_and_const_are_tested_by_value(name: str) -> None:
-    written, listed, others = CASES[name]
-    grammar = compiled(schema_ebnf({"format": name, "enum": [*others, *written, *listed, 7]}, compact=True))
-    for value in [*written, *listed, 7]:  # a format says nothing about numbers
-        assert accepts(grammar, _json(value)), value
-    for value in set(others) - {*written, *listed}:
-        assert not accepts(grammar, _json(value)), value
-    for value in written + listed:
+def test_enum_and_const_keep_only_values_with_the_format(name: str) -> None:
+    generated, enum_only, invalid = CASES[name]
+    grammar = compiled(
+        schema_ebnf({"format": name, "enum": [*invalid, *generated, *enum_only, 7]}, compact=True)
+    )
+    for value in [*generated, *enum_only, 7]:  # a format applies to strings only
+        assert accepts(grammar, to_json(value)), value
+    for value in set(invalid) - {*generated, *enum_only}:
+        assert not accepts(grammar, to_json(value)), value
+    for value in generated + enum_only:
         assert schema_ebnf({"format": name, "const": value})
-    for value in others:
+    for value in invalid:
         with pytest.raises(InputError, match="no value satisfies"):
             schema_ebnf({"format": name, "const": value})
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-@given(seed=st.integers(0, 10_000), patience=st.integers(0, 40))
+@given(seed=st.integers(0, 10_000), end_after=st.integers(0, 40))
 @settings(max_examples=40, deadline=None)
-def test_generated_strings_have_the_format(name: str, seed: int, patience: int) -> None:
-    value = json.loads(walk(grammar_of(name), seed, patience))
+def test_generated_strings_have_the_format(name: str, seed: int, end_after: int) -> None:
+    value = json.loads(walk(compile_format(name), seed, end_after))
     assert has_format(name, value), value
     checker = Draft202012Validator.FORMAT_CHECKER
     if name not in (
@@ -81,7 +84,7 @@ def test_generated_strings_have_the_format(name: str, seed: int, patience: int) 
         "iri-reference",
         "uri-template",
         "relative-json-pointer",
-    ):  # for the other formats the checker is stricter than the standard
+    ):  # for the formats in this list, the checker is stricter than the standard
         assert checker.conforms(value, name), value
 
 
@@ -92,7 +95,7 @@ _IPV6 = st.text("0:1.f2", max_size=12) | st.ip_addresses(v=6).flatmap(
 
 @given(_IPV6)
 @settings(deadline=None)
-def test_ipv6_is_what_python_reads(text: str) -> None:
+def test_ipv6_accepts_the_addresses_that_python_accepts(text: str) -> None:
     try:
         ipaddress.IPv6Address(text)
     except ValueError:
@@ -100,21 +103,21 @@ def test_ipv6_is_what_python_reads(text: str) -> None:
     else:
         is_valid = True
     assert has_format("ipv6", text) == is_valid
-    assert accepts(grammar_of("ipv6"), f'"{text}"') == is_valid
+    assert accepts(compile_format("ipv6"), f'"{text}"') == is_valid
 
 
 def test_grammars_of_formats_are_small() -> None:
     sizes = {name: len(schema_ebnf({"type": "string", "format": name})) for name in SUPPORTED}
     assert max(sizes.values()) < 12_000, sizes
     long = ("uri", "iri-reference", "email", "hostname")
-    bounded = [{"format": name, "maxLength": 2083} for name in long]  # the grammar grows with it
-    assert max(len(schema_ebnf({"type": "string", **one})) for one in bounded) < 65_000
+    bounded = [{"format": name, "maxLength": 2083} for name in long]  # the grammar grows with maxLength
+    assert max(len(schema_ebnf({"type": "string", **keywords})) for keywords in bounded) < 65_000
 
 
 # -- Formats with other keywords --------------------------------------------------------------------------
 
 _LONG_URL = "https://example.com/" + "a" * 1000 + "/%E4%BD%A0" * 30 + "?q=1#x"
-COMBINED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+COMBINED_CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"format": "ipv6", "maxLength": 5}, ["::1", "::", "1::", "a::b"], ["fe80::1", "12::34", "1.2.3"]),
     ({"format": "ipv6", "minLength": 6}, ["1111:2222:3333:4444:5555:6666:7777:8888"], ["::1"]),
     ({"format": "uri", "maxLength": 2083, "minLength": 1}, [_LONG_URL, "mailto:a@b.c"], ["x:" + "a" * 2082]),
@@ -132,16 +135,18 @@ COMBINED: list[tuple[dict[str, Any], list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("keywords", "inside", "outside"), COMBINED, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize(
+    ("keywords", "accepted", "rejected"), COMBINED_CASES, ids=lambda value: str(value)[:50]
+)
 def test_formats_with_length_and_pattern(
-    keywords: dict[str, Any], inside: list[str], outside: list[str]
+    keywords: dict[str, Any], accepted: list[str], rejected: list[str]
 ) -> None:
     schema = {"type": "string", **keywords}
     grammar = compiled(schema_ebnf(schema, compact=True))
-    for value in inside:
-        assert accepts(grammar, _json(value)), value
-    for value in outside:
-        assert not accepts(grammar, _json(value)), value
+    for value in accepted:
+        assert accepts(grammar, to_json(value)), value
+    for value in rejected:
+        assert not accepts(grammar, to_json(value)), value
     checker = Draft202012Validator.FORMAT_CHECKER
     for seed in range(8):
         value = json.loads(walk(grammar, seed, 10 * (seed % 7)))
@@ -156,7 +161,9 @@ def test_formats_with_length_and_pattern(
     seed=st.integers(0, 99),
 )
 @settings(max_examples=examples(12), deadline=None)
-def test_lengths_are_kept(name: str, min_count: int, max_count: int | None, seed: int) -> None:
+def test_generated_strings_have_the_format_and_the_length(
+    name: str, min_count: int, max_count: int | None, seed: int
+) -> None:
     schema = {"type": "string", "format": name, "minLength": min_count}
     if max_count is not None:
         schema["maxLength"] = max_count
@@ -170,18 +177,20 @@ def test_lengths_are_kept(name: str, min_count: int, max_count: int | None, seed
 
 
 @pytest.mark.parametrize("name", [name for name in SUPPORTED if not name.startswith("i")])
-def test_a_member_is_accepted_next_to_longer_maxima(name: str) -> None:
-    written, _, _ = CASES[name]
-    # Addresses in brackets need room in a counted grammar.
-    values = sorted((value for value in written if "[" not in value and len(value) <= 40), key=len)
+def test_a_valid_string_is_accepted_if_the_maximum_length_is_larger(name: str) -> None:
+    generated, _, _ = CASES[name]
+    # Addresses in brackets are only accepted far below the maximum length.
+    values = sorted((value for value in generated if "[" not in value and len(value) <= 40), key=len)
     for value in values:
-        assert accepts(grammar_of(name, maxLength=100), _json(value)), value
-    for value in values[-1:]:  # each maximum is a separate grammar, which takes long to compile
+        assert accepts(compile_format(name, maxLength=100), to_json(value)), value
+    for value in values[
+        -1:
+    ]:  # only the longest value: each maximum length is a separate grammar, which compiles slowly
         max_count = 2 * len(value) + 2
-        assert accepts(grammar_of(name, maxLength=max_count), _json(value)), (value, max_count)
+        assert accepts(compile_format(name, maxLength=max_count), to_json(value)), (value, max_count)
 
 
-# -- Expressions that are combined ------------------------------------------------------------------------
+# -- Combined regular expressions ------------------------------------------------------------------------
 
 _PATTERNS = st.sampled_from(
     [
@@ -206,7 +215,7 @@ _PATTERNS = st.sampled_from(
     texts=st.lists(st.text("abc", max_size=8), min_size=8, max_size=8),
 )
 @settings(max_examples=60, deadline=None)
-def test_patterns_together_accept_what_each_accepts(
+def test_combined_patterns_accept_texts_that_match_each_of_them(
     first: str, second: str, min_count: int, max_count: int | None, texts: list[str]
 ) -> None:
     schema: dict[str, Any] = {"type": "string", "pattern": first, "allOf": [{"pattern": second}]}
@@ -218,6 +227,6 @@ def test_patterns_together_accept_what_each_accepts(
     except InputError:
         grammar = None
     for text in texts:
-        is_valid = all(re.search(one, text) for one in (first, second))
+        is_valid = all(re.search(pattern, text) for pattern in (first, second))
         is_valid = is_valid and min_count <= len(text) and (max_count is None or len(text) <= max_count)
         assert (grammar is not None and accepts(grammar, f'"{text}"')) == is_valid, text

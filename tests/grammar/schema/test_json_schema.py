@@ -1,4 +1,4 @@
-"""Grammars of JSON schemas against jsonschema: every accepted text satisfies the schema."""
+"""Grammars of JSON schemas: every accepted text is valid according to `jsonschema`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.grammar.schema import schema_ebnf
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 
 
-def grammar_of(schema: Any, *, compact: bool = False) -> Any:
+def compile_schema(schema: Any, *, compact: bool = False) -> Any:
     return compiled(schema_ebnf(schema, compact=compact))
 
 
-# Schema, texts of the grammar, texts that are not of it.
+# (schema, texts that the grammar accepts, texts that it rejects)
 CASES: list[tuple[Any, list[str], list[str]]] = [
     (
         {},
@@ -158,26 +158,30 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "inside", "outside"), CASES, ids=lambda value: str(value)[:40])
-def test_accepts_what_satisfies_the_schema(schema: Any, inside: list[str], outside: list[str]) -> None:
-    grammar = grammar_of(schema)
-    for text in inside:
+@pytest.mark.parametrize(("schema", "accepted", "rejected"), CASES, ids=lambda value: str(value)[:40])
+def test_the_grammar_accepts_valid_texts_and_rejects_others(
+    schema: Any, accepted: list[str], rejected: list[str]
+) -> None:
+    grammar = compile_schema(schema)
+    for text in accepted:
         jsonschema.validate(json.loads(text), schema)
         assert accepts(grammar, text), text
-    for text in outside:
+    for text in rejected:
         assert not accepts(grammar, text), text
 
 
-@pytest.mark.parametrize(("schema", "inside", "outside"), CASES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("schema", "accepted", "rejected"), CASES, ids=lambda value: str(value)[:40])
 @pytest.mark.parametrize("compact", [False, True])
-def test_writes_nothing_else(schema: Any, inside: list[str], outside: list[str], compact: bool) -> None:
-    grammar = grammar_of(schema, compact=compact)
+def test_generated_texts_are_valid(
+    schema: Any, accepted: list[str], rejected: list[str], compact: bool
+) -> None:
+    grammar = compile_schema(schema, compact=compact)
     for seed in range(5):
         jsonschema.validate(json.loads(walk(grammar, seed)), schema)
 
 
-def test_compact_has_no_white_space() -> None:
-    grammar = grammar_of({"properties": {"a": {"type": "array"}}, "type": "object"}, compact=True)
+def test_a_compact_grammar_has_no_white_space() -> None:
+    grammar = compile_schema({"properties": {"a": {"type": "array"}}, "type": "object"}, compact=True)
     assert accepts(grammar, '{"a":[1,{"b":2}]}')
     assert not accepts(grammar, '{"a": [1]}')
 
@@ -234,7 +238,7 @@ def test_compact_has_no_white_space() -> None:
         ),
     ],
 )
-def test_refuses_by_name_what_it_cannot_honour(schema: Any, keyword: str, where: str) -> None:
+def test_unsupported_keywords_are_refused_by_name_and_location(schema: Any, keyword: str, where: str) -> None:
     with pytest.raises(UnsupportedSchemaError) as caught:
         schema_ebnf(schema)
     assert (caught.value.keyword, caught.value.where) == (keyword, where)
@@ -273,8 +277,8 @@ def test_invalid_and_unsatisfiable_schemas_are_refused(schema: Any) -> None:
         schema_ebnf(schema)
 
 
-def test_long_lists_are_not_compared_each_with_each() -> None:
-    values = [str(number) for number in range(15_000)]  # which would take minutes
+def test_two_long_enums_are_intersected_fast() -> None:
+    values = [str(number) for number in range(15_000)]  # comparing all pairs would take minutes
     ebnf = schema_ebnf({"allOf": [{"enum": values}, {"enum": values[::-1]}], "maxLength": 1})
     assert ebnf.count("|") == 9
 
@@ -289,12 +293,14 @@ _VALUES = st.recursive(
 )
 
 
-def _some(**keywords: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+def _optional_keywords(**keywords: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=keywords)
 
 
-def _typed(name: str | list[str], **keywords: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    return _some(**keywords).map(lambda given: {"type": name, **given})
+def _schemas_of_type(
+    name: str | list[str], **keywords: st.SearchStrategy[Any]
+) -> st.SearchStrategy[dict[str, Any]]:
+    return _optional_keywords(**keywords).map(lambda given: {"type": name, **given})
 
 
 _BOUND = st.integers(-120, 120) | st.sampled_from([0.5, -1.25, 99.75, -0.001])
@@ -303,15 +309,15 @@ _COUNT = st.integers(0, 3)
 _PATTERN = st.sampled_from(["^a", "[a-z]$", "^[a-z]{1,3}$", "é|\\d+", "^(?:x|yz)*$", "[^a-z]", "^\\S\\s?$"])
 _LEAVES = st.one_of(
     st.booleans(),
-    _typed("null"),
-    _typed("boolean"),
-    _typed("integer", **_NUMERIC),
-    _typed("number", **_NUMERIC),
-    _typed("integer", multipleOf=st.integers(1, 30)),
-    _typed("string", minLength=_COUNT, maxLength=_COUNT),
-    _typed("string", pattern=_PATTERN),
-    _typed("string", format=st.sampled_from(["date", "uuid", "email", "ipv4", "time", "password"])),
-    _typed(["string", "null", "integer"], maxLength=_COUNT, minimum=_BOUND),
+    _schemas_of_type("null"),
+    _schemas_of_type("boolean"),
+    _schemas_of_type("integer", **_NUMERIC),
+    _schemas_of_type("number", **_NUMERIC),
+    _schemas_of_type("integer", multipleOf=st.integers(1, 30)),
+    _schemas_of_type("string", minLength=_COUNT, maxLength=_COUNT),
+    _schemas_of_type("string", pattern=_PATTERN),
+    _schemas_of_type("string", format=st.sampled_from(["date", "uuid", "email", "ipv4", "time", "password"])),
+    _schemas_of_type(["string", "null", "integer"], maxLength=_COUNT, minimum=_BOUND),
     st.lists(_VALUES, min_size=1, max_size=3).map(lambda values: {"enum": values}),
     _VALUES.map(lambda value: {"const": value}),
     st.just({"$ref": "#/$defs/d"}),
@@ -319,27 +325,31 @@ _LEAVES = st.one_of(
 
 
 def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    some = st.lists(inner, min_size=1, max_size=3)
+    branches_strategy = st.lists(inner, min_size=1, max_size=3)
     return st.one_of(
-        _typed("array", items=inner, prefixItems=some, minItems=_COUNT, maxItems=_COUNT),
-        _typed(
+        _schemas_of_type(
+            "array", items=inner, prefixItems=branches_strategy, minItems=_COUNT, maxItems=_COUNT
+        ),
+        _schemas_of_type(
             "object",
             properties=st.dictionaries(_NAMES, inner, max_size=3),
             required=st.lists(_NAMES, max_size=2, unique=True),
             additionalProperties=inner,
             maxProperties=_COUNT,
         ),
-        _some(
+        _optional_keywords(
             properties=st.dictionaries(_NAMES, inner, max_size=3),
             minProperties=st.integers(0, 2),
             dependentRequired=st.dictionaries(_NAMES, st.lists(_NAMES, max_size=1), max_size=1),
             items=inner,
             minimum=_BOUND,
         ),
-        _typed("object", patternProperties=inner.map(lambda one: {"^x": one}), required=st.just(["a"])),
-        some.map(lambda branches: {"anyOf": branches}),
-        some.map(lambda branches: {"oneOf": branches}),
-        st.tuples(some, _some(type=st.sampled_from(["object", "string"]))).map(
+        _schemas_of_type(
+            "object", patternProperties=inner.map(lambda schema: {"^x": schema}), required=st.just(["a"])
+        ),
+        branches_strategy.map(lambda branches: {"anyOf": branches}),
+        branches_strategy.map(lambda branches: {"oneOf": branches}),
+        st.tuples(branches_strategy, _optional_keywords(type=st.sampled_from(["object", "string"]))).map(
             lambda pair: {"allOf": pair[0], **pair[1]}
         ),
     )
@@ -352,19 +362,19 @@ SCHEMAS = st.tuples(st.recursive(_LEAVES, _containers, max_leaves=6), _LEAVES).m
 
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 @settings(max_examples=examples(150), deadline=None)
-def test_every_output_of_a_random_schema_validates(schema: Any, seed: int) -> None:
+def test_generated_texts_of_random_schemas_are_valid(schema: Any, seed: int) -> None:
     try:
         ebnf = schema_ebnf(schema, compact=bool(seed % 2))
     except InputError:
         return
     grammar = compiled(ebnf)
-    for more in range(3):
-        jsonschema.validate(json.loads(walk(grammar, seed + more)), schema)
+    for offset in range(3):
+        jsonschema.validate(json.loads(walk(grammar, seed + offset)), schema)
 
 
 @given(schema=SCHEMAS, value=_VALUES)
 @settings(max_examples=examples(150), deadline=None)
-def test_accepts_no_value_that_does_not_validate(schema: Any, value: Any) -> None:
+def test_accepted_values_of_random_schemas_are_valid(schema: Any, value: Any) -> None:
     try:
         ebnf = schema_ebnf(schema)
     except InputError:

@@ -1,4 +1,4 @@
-"""Values of enum and const: tested against all other keywords, as jsonschema tests them."""
+"""Values of enum and const are kept if they are valid for all other keywords, as in `jsonschema`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import schema_ebnf
 from penstock.grammar.schema.keywords import identity
 
-# Schema with a list of values, those of them that are valid.
+# (schema with enum or const, its valid values)
 CASES: list[tuple[dict[str, Any], list[Any]]] = [
     ({"format": "uri", "enum": ["mailto:a@b.c", "http://x.y", "no"]}, ["mailto:a@b.c", "http://x.y"]),
     ({"format": "ipv6", "const": "::1"}, ["::1"]),
@@ -40,10 +40,10 @@ CASES: list[tuple[dict[str, Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("schema", "valid"), CASES, ids=lambda value: str(value)[:50])
-def test_exactly_the_valid_values_are_written(schema: dict[str, Any], valid: list[Any]) -> None:
+def test_exactly_the_valid_values_are_accepted(schema: dict[str, Any], valid: list[Any]) -> None:
     grammar = compiled(schema_ebnf(schema, compact=True))
-    listed = [schema["const"]] if "const" in schema else schema.get("enum", [1, 2, "::1", "1.2.3.4", "x"])
-    for value in listed:
+    values = [schema["const"]] if "const" in schema else schema.get("enum", [1, 2, "::1", "1.2.3.4", "x"])
+    for value in values:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         if "\ud800" not in text:
             assert accepts(grammar, text) == (value in valid), value
@@ -58,14 +58,14 @@ def test_exactly_the_valid_values_are_written(schema: dict[str, Any], valid: lis
         ({"enum": [1], "allOf": [{"$ref": "#"}]}, "$ref"),
     ],
 )
-def test_values_that_cannot_be_tested_are_refused(schema: dict[str, Any], keyword: str) -> None:
+def test_keywords_that_cannot_be_evaluated_are_refused(schema: dict[str, Any], keyword: str) -> None:
     with pytest.raises(UnsupportedSchemaError) as caught:
         schema_ebnf(schema)
     assert caught.value.keyword == keyword
 
 
-def test_a_value_that_dialects_of_patterns_see_differently_is_left_out() -> None:
-    # ECMA 262 finds \W in it, Python does not.
+def test_a_value_that_regex_dialects_match_differently_is_excluded() -> None:
+    # é matches \W in ECMA 262, but not in Python.
     assert "\u00e9" not in schema_ebnf({"enum": ["é", "e"], "not": {"pattern": "\\W"}})
     with pytest.raises(InputError):
         schema_ebnf({"const": "é", "not": {"pattern": "\\W"}})
@@ -125,13 +125,15 @@ _KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
 
 
 @given(
-    values=st.lists(_VALUES, min_size=1, max_size=5, unique_by=identity),  # 1 and 1.0 are one value
+    values=st.lists(
+        _VALUES, min_size=1, max_size=5, unique_by=identity
+    ),  # 1 and 1.0 are equal values in JSON schema
     keywords=st.sets(st.sampled_from(sorted(_KEYWORDS)), max_size=4).flatmap(
         lambda names: st.fixed_dictionaries({name: _KEYWORDS[name] for name in names})
     ),
 )
 @settings(max_examples=300, deadline=None)
-def test_the_values_written_are_those_that_jsonschema_accepts(
+def test_accepted_values_are_those_that_jsonschema_accepts(
     values: list[Any], keywords: dict[str, Any]
 ) -> None:
     schema = {**keywords, "enum": values}

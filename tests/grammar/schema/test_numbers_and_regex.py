@@ -1,4 +1,4 @@
-"""Numbers between bounds, and regular expressions, each against an oracle."""
+"""Grammars of bounded numbers against comparisons, and of regular expressions against `re`."""
 
 from __future__ import annotations
 
@@ -21,41 +21,43 @@ DECIMAL = st.decimals(-20, 20, places=2)
 
 @given(BOUND, BOUND, st.lists(st.integers(-1300, 1300), min_size=5, max_size=20))
 @settings(max_examples=examples(60), deadline=None)
-def test_integers_between(low: int | None, high: int | None, values: list[int]) -> None:
-    body = integers_between(low, high)
-    ends = [end + step for end in (low, high) if end is not None for step in (-1, 0, 1)]
-    inside = [
+def test_integers_between_accepts_exactly_the_integers_in_range(
+    low: int | None, high: int | None, values: list[int]
+) -> None:
+    rule = integers_between(low, high)
+    near_bounds = [end + step for end in (low, high) if end is not None for step in (-1, 0, 1)]
+    in_range = [
         value
-        for value in {*values, *ends}
+        for value in {*values, *near_bounds}
         if (low is None or value >= low) and (high is None or value <= high)
     ]
-    if body is None:
-        assert not inside
+    if rule is None:
+        assert not in_range
         return
-    grammar = compiled(f"root ::= {body}")
-    for value in {*values, *ends}:
-        assert accepts(grammar, str(value)) == (value in inside), value
+    grammar = compiled(f"root ::= {rule}")
+    for value in {*values, *near_bounds}:
+        assert accepts(grammar, str(value)) == (value in in_range), value
 
 
 @given(st.none() | DECIMAL, st.none() | DECIMAL, st.booleans(), st.booleans(), st.lists(DECIMAL, max_size=20))
 @settings(max_examples=examples(100), deadline=None)
-def test_numbers_between(
-    low: Decimal | None, high: Decimal | None, no_low: bool, no_high: bool, values: list[Decimal]
+def test_numbers_between_accepts_exactly_the_decimals_in_range(
+    low: Decimal | None, high: Decimal | None, excludes_low: bool, excludes_high: bool, values: list[Decimal]
 ) -> None:
-    bounds = Bounds(low, high, low is not None and no_low, high is not None and no_high)
-    body = numbers_between(bounds)
-    ends = [
+    bounds = Bounds(low, high, low is not None and excludes_low, high is not None and excludes_high)
+    rule = numbers_between(bounds)
+    near_bounds = [
         end + step
         for end in (low, high)
         if end is not None
         for step in map(Decimal, ("-0.01", "0", "0.001", "1"))
     ]
-    for value in {*values, *ends}:
+    for value in {*values, *near_bounds}:
         if value == 0:
-            continue  # its sign is a spelling
+            continue  # -0 and 0 are two spellings of it
         text = format(value.normalize(), "f")
         expected = bounds.contains(value)
-        assert (body is not None and accepts(compiled(f"root ::= {body}"), text)) == expected, text
+        assert (rule is not None and accepts(compiled(f"root ::= {rule}"), text)) == expected, text
 
 
 PATTERNS = [
@@ -73,7 +75,7 @@ PATTERNS = [
 
 @given(st.sampled_from(PATTERNS), st.text("abcdAB-]_19", max_size=6))
 @settings(max_examples=examples(200), deadline=None)
-def test_regex_matches_as_python_does(pattern: str, text: str) -> None:
+def test_regex_grammar_matches_the_same_texts_as_re(pattern: str, text: str) -> None:
     for search in (False, True):
         tree = regex.parse_regex(pattern, search=search)
         expected = (re.search if search else re.fullmatch)(pattern, text) is not None

@@ -1,4 +1,4 @@
-"""Parts of a schema that no value satisfies: an optional part is left out of the grammar."""
+"""Unsatisfiable subschemas: an optional one is left out of the grammar, a required one is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.byte_grammar import accepts, compiled, walk
 from penstock.errors import InputError
 from penstock.grammar.schema import schema_ebnf
 
-NOTHING: list[Any] = [
+UNSATISFIABLE: list[Any] = [
     False,
     {"enum": []},
     {"type": "string", "pattern": "^abc$", "maxLength": 2},
@@ -38,18 +38,20 @@ NOTHING: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("nothing", NOTHING, ids=str)
-def test_the_part_alone_is_refused(nothing: Any) -> None:
+@pytest.mark.parametrize("unsatisfiable", UNSATISFIABLE, ids=str)
+def test_an_unsatisfiable_schema_is_refused(unsatisfiable: Any) -> None:
     with pytest.raises(InputError, match="no value satisfies"):
-        schema_ebnf(nothing)
+        schema_ebnf(unsatisfiable)
 
 
-@pytest.mark.parametrize("nothing", NOTHING, ids=str)
+@pytest.mark.parametrize("unsatisfiable", UNSATISFIABLE, ids=str)
 @pytest.mark.parametrize(
-    ("name", "inside"),
+    ("position", "accepted"),
     [("property", "{}"), ("branch", "7"), ("items", "[]"), ("prefix", "[true]"), ("others", '{"a":1}')],
 )
-def test_the_rest_is_written(nothing: Any, name: str, inside: str) -> None:
+def test_an_optional_unsatisfiable_subschema_is_left_out(
+    unsatisfiable: Any, position: str, accepted: str
+) -> None:
     schema: Any = {
         "property": {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}},
         "branch": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "integer"}]},
@@ -60,17 +62,17 @@ def test_the_rest_is_written(nothing: Any, name: str, inside: str) -> None:
             "properties": {"a": {"type": "integer"}},
             "additionalProperties": {"$ref": "#/$defs/n"},
         },
-    }[name]
-    schema["$defs"] = {"n": nothing}
+    }[position]
+    schema["$defs"] = {"n": unsatisfiable}
     grammar = compiled(schema_ebnf(schema, compact=True))
-    assert accepts(grammar, inside)
+    assert accepts(grammar, accepted)
     for seed in range(4):
         Draft202012Validator(schema).validate(json.loads(walk(grammar, seed)))
 
 
-def test_a_required_part_refuses_the_whole() -> None:
+def test_a_required_unsatisfiable_property_is_refused() -> None:
     with pytest.raises(InputError, match="no value satisfies"):
-        schema_ebnf({"type": "object", "properties": {"a": NOTHING[2]}, "required": ["a"]})
+        schema_ebnf({"type": "object", "properties": {"a": UNSATISFIABLE[2]}, "required": ["a"]})
 
 
 def test_min_properties_counts_only_satisfiable_properties() -> None:

@@ -1,4 +1,4 @@
-"""Arrays with uniqueItems over few values."""
+"""Grammars of arrays with uniqueItems and a finite set of item values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import schema_ebnf
 
 
-def unique(items: Any, **keywords: Any) -> dict[str, Any]:
+def unique_array(items: Any, **keywords: Any) -> dict[str, Any]:
     return {"type": "array", "items": items, "uniqueItems": True, **keywords}
 
 
@@ -45,32 +45,32 @@ _CANDIDATES = ["a", "b", "c", True, False, None, 0, 1, 2, 3, 6, [1], {"a": 1}]
     seed=st.integers(0, 99),
 )
 @settings(max_examples=80, deadline=None)
-def test_arrays_are_those_that_jsonschema_accepts(
+def test_accepted_arrays_are_those_that_jsonschema_accepts(
     items: Any, prefix: list[Any], min_count: int, max_count: int | None, seed: int
 ) -> None:
-    schema = unique(items, minItems=min_count)
+    schema = unique_array(items, minItems=min_count)
     if prefix:
         schema["prefixItems"] = prefix
     if max_count is not None:
         schema["maxItems"] = max_count
     checker = Draft202012Validator(schema)
-    arrays = [list(one) for size in range(4) for one in itertools.product(_CANDIDATES, repeat=size)]
-    valid = [one for one in arrays if checker.is_valid(one)]
+    arrays = [list(array) for size in range(4) for array in itertools.product(_CANDIDATES, repeat=size)]
+    valid = [array for array in arrays if checker.is_valid(array)]
     try:
         grammar = compiled(schema_ebnf(schema, compact=True))
     except InputError:
         assert not valid
         return
     assert checker.is_valid(json.loads(walk(grammar, seed)))
-    for one in valid[:: max(len(valid) // 50, 1)]:
-        assert accepts(grammar, json.dumps(one, separators=(",", ":"))), one
-    for one in arrays[seed::97]:
-        if one not in valid:
-            assert not accepts(grammar, json.dumps(one, separators=(",", ":"))), one
+    for array in valid[:: max(len(valid) // 50, 1)]:
+        assert accepts(grammar, json.dumps(array, separators=(",", ":"))), array
+    for array in arrays[seed::97]:
+        if array not in valid:
+            assert not accepts(grammar, json.dumps(array, separators=(",", ":"))), array
 
 
-def test_eight_values_come_in_any_order() -> None:
-    ebnf = schema_ebnf(unique({"enum": list("abcdefgh")}), compact=True)
+def test_up_to_eight_values_are_accepted_in_any_order() -> None:
+    ebnf = schema_ebnf(unique_array({"enum": list("abcdefgh")}), compact=True)
     grammar = compiled(ebnf)
     for values in ("abcdefgh", "hgfedcba", "cab", "h"):
         assert accepts(grammar, json.dumps(list(values), separators=(",", ":")))
@@ -79,9 +79,9 @@ def test_eight_values_come_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("bounds", [{}, {"minItems": 2}, {"maxItems": 3}, {"minItems": 1, "maxItems": 25}])
-def test_many_unique_values_are_generated_in_the_order_of_the_schema(bounds: dict[str, int]) -> None:
+def test_many_values_are_accepted_in_the_order_of_the_schema_only(bounds: dict[str, int]) -> None:
     values = [f"v{number}" for number in range(30)]
-    schema = unique({"enum": values}, **bounds)
+    schema = unique_array({"enum": values}, **bounds)
     ebnf = schema_ebnf(schema, compact=True)
     grammar = compiled(ebnf)
     assert accepts(grammar, '["v2","v7","v29"]')
@@ -93,32 +93,32 @@ def test_many_unique_values_are_generated_in_the_order_of_the_schema(bounds: dic
     assert len(ebnf) < 60_000
 
 
-def test_few_of_many_values_come_in_any_order() -> None:
-    grammar = compiled(schema_ebnf(unique({"enum": list(range(20))}, maxItems=2)))
+def test_short_arrays_of_many_values_are_accepted_in_any_order() -> None:
+    grammar = compiled(schema_ebnf(unique_array({"enum": list(range(20))}, maxItems=2)))
     assert accepts(grammar, "[19, 3]")
     assert not accepts(grammar, "[3, 3]")
 
 
-def test_one_item_need_not_be_listed() -> None:
-    grammar = compiled(schema_ebnf(unique({"type": "string"}, maxItems=1)))
+def test_arrays_of_at_most_one_item_need_no_finite_set() -> None:
+    grammar = compiled(schema_ebnf(unique_array({"type": "string"}, maxItems=1)))
     assert accepts(grammar, '["any"]')
 
 
 @pytest.mark.parametrize(
     "schema",
     [
-        unique({"type": "string"}),
-        unique({"type": "number", "minimum": 0, "maximum": 1}),
-        unique({"type": "integer", "minimum": 0}),
-        unique({"enum": list(range(40))}, prefixItems=[{"enum": list(range(40))}]),
+        unique_array({"type": "string"}),
+        unique_array({"type": "number", "minimum": 0, "maximum": 1}),
+        unique_array({"type": "integer", "minimum": 0}),
+        unique_array({"enum": list(range(40))}, prefixItems=[{"enum": list(range(40))}]),
     ],
 )
-def test_values_that_are_not_few_are_refused(schema: Any) -> None:
+def test_infinite_or_large_sets_of_values_are_refused(schema: Any) -> None:
     with pytest.raises(UnsupportedSchemaError) as caught:
         schema_ebnf(schema)
     assert caught.value.keyword == "uniqueItems"
 
 
-def test_too_few_values_are_refused() -> None:
+def test_min_items_above_the_number_of_values_is_refused() -> None:
     with pytest.raises(InputError, match="no value satisfies"):
-        schema_ebnf(unique({"type": "boolean"}, minItems=3))
+        schema_ebnf(unique_array({"type": "boolean"}, minItems=3))
