@@ -408,8 +408,8 @@ def test_a_chat_that_exceeds_the_limit_is_not_fully_encoded(
         raise AssertionError("the whole chat was encoded")
 
     monkeypatch.setattr(SpecialTokens, "encode", encode)
-    messages = TokenGeneratorRequest(
+    request = TokenGeneratorRequest(
         "1", 0, "m", messages=[{"role": "user", "content": "<|end|>" + "x" * 9000}]
     )
     with pytest.raises(PromptTooLongError, match=r"more than 3\d\d tokens, but the maximum length is 40"):
-        FakeTokenizer(max_length=40).build_context(messages)
+        FakeTokenizer(max_length=40).build_context(request)

@@ -99,9 +99,8 @@ class TestEqualToTransformers:
         assert tokenizer.eos_token_ids == ({expected.eos_token_id} - {None})
 
     def test_long_text_is_not_truncated(self, shared_data: Path) -> None:
-        tokenizer = real_tokenizer(
-            shared_data / "tokenizers/tinyllama"
-        )  # tokenizer.json has truncation at 512
+        # The tokenizer.json of this tokenizer truncates at 512 tokens.
+        tokenizer = real_tokenizer(shared_data / "tokenizers/tinyllama")
         assert len(tokenizer.encode_text("hello " * 1000)) > 1000
 
 

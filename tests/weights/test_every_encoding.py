@@ -1,4 +1,4 @@
-"""Each encoding with adapters and compiled steps, in a model whose linear layers are stored in it."""
+"""Each encoding in a model whose linear layers are stored in it: adapters and compiled steps."""
 
 from __future__ import annotations
 
@@ -24,53 +24,53 @@ from penstock.weights.formats import FORMATS
 
 TOKENS = random_tokens(20, 120, seed=5)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-QUANTIZED = [name for name, kind in ENCODINGS.items() if not kind.is_float]
+QUANTIZED = [name for name, encoding in ENCODINGS.items() if not encoding.is_float]
 
 
 @pytest.fixture(scope="module")
-def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (llama,) = (one for one in DECODERS if one.name == "llama")
+def float_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (llama,) = (decoder for decoder in DECODERS if decoder.name == "llama")
     assert llama.tiny_config
     return write_checkpoint(tmp_path_factory.mktemp("floats"), llama.tiny_config() | SIZES)
 
 
 @pytest.fixture(params=QUANTIZED)
-def checkpoint(request: pytest.FixtureRequest, floats: Path, tmp_path: Path) -> Iterator[Path]:
-    """A checkpoint of an encoding, and ``plain`` with the same numbers in floats."""
-    kind = encoding_named(request.param)
+def checkpoint(request: pytest.FixtureRequest, float_checkpoint: Path, tmp_path: Path) -> Iterator[Path]:
+    """Yield a checkpoint of an encoding. The folder ``plain`` next to it has the same weights as floats."""
+    encoding = encoding_named(request.param)
     (tmp_path / "plain").mkdir()
-    numbers = {
-        name: kind.unpack(kind.pack(one)).contiguous() if name.endswith("_proj.weight") else one
-        for name, one in load_file(floats / "model.safetensors").items()
+    tensors = {
+        name: encoding.unpack(encoding.pack(tensor)).contiguous() if name.endswith("_proj.weight") else tensor
+        for name, tensor in load_file(float_checkpoint / "model.safetensors").items()
     }
-    save_file(numbers, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
-    shutil.copyfile(floats / "config.json", tmp_path / "plain" / "config.json")
+    save_file(tensors, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    shutil.copyfile(float_checkpoint / "config.json", tmp_path / "plain" / "config.json")
     with FORMATS.extended(StoredFormat()):
-        yield write_stored(floats, tmp_path / "model", kind.name)
+        yield write_stored(float_checkpoint, tmp_path / "model", encoding.name)
 
 
-def test_adapters(checkpoint: Path, tmp_path: Path) -> None:
+def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: Path) -> None:
     plain = checkpoint.parent / "plain"
     adapter = write_adapter(plain, tmp_path / "adapter")
     expected = peft_logits(plain, adapter, TOKENS)
     pipeline = open_pipeline(checkpoint, quantization_encoding=None, lora=(f"tone={adapter}",))
     model: Any = pipeline.model
     encoding = json.loads((checkpoint / "config.json").read_text())["quantization_config"]["encoding"]
-    layers = [one for one in parts_of(model.network) if isinstance(one, PackedLinear)]
-    assert {one.encoding for one in layers if one.slices[0].name.endswith("_proj")} == {encoding}
+    layers = [layer for layer in parts_of(model.network) if isinstance(layer, PackedLinear)]
+    assert {layer.encoding for layer in layers if layer.slices[0].name.endswith("_proj")} == {encoding}
 
-    def error(adapter: str | None) -> float:
+    def relative_error(adapter: str | None) -> float:
         context = context_of(TOKENS, adapter=adapter)
         logits = step_logits(pipeline, [context])[0].float()
         pipeline.release(context)
         return float((logits - expected).norm() / expected.norm())
 
-    assert error("tone") < 0.09  # activations are rounded to 8 bits
-    assert error(None) > 0.2
+    assert relative_error("tone") < 0.09  # activations are rounded to 8 bits
+    assert relative_error(None) > 0.2
 
 
 @pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
-def test_compiled_steps_give_the_same_bits(checkpoint: Path) -> None:
+def test_compiled_steps_give_equal_logits(checkpoint: Path) -> None:
     logits: dict[bool, list[Tensor]] = {}
     status: dict[bool, str] = {}
     for compiled in (False, True):
@@ -84,4 +84,4 @@ def test_compiled_steps_give_the_same_bits(checkpoint: Path) -> None:
         status[compiled] = pipeline.session.graph_status
     assert status[True].startswith("compiled"), status
     assert not status[False].startswith("compiled")
-    assert all(torch.equal(one, other) for one, other in zip(*logits.values(), strict=True))
+    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*logits.values(), strict=True))

@@ -1,4 +1,4 @@
-"""Blocks of numbers, against the reference of the format's own package."""
+"""Dequantization of GGUF blocks equals that of the gguf package."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from penstock.weights.gguf_names import PACKAGE_BLOCKS, READABLE_BLOCKS
 
 
 @pytest.mark.parametrize("name", [*READABLE_BLOCKS, *PACKAGE_BLOCKS])
-def test_any_bytes_are_the_reference_s_numbers(name: str) -> None:
+def test_random_blocks_equal_the_reference(name: str) -> None:
     blocks = np.random.default_rng(0).integers(0, 256, (400, BLOCK_SIZES[name]), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(blocks, GGMLQuantizationType[name])
     numbers = dequantize(torch.from_numpy(blocks), name)
     assert numbers.dtype is torch.float32
-    np.testing.assert_array_equal(numbers.numpy(), expected)  # NaN equals NaN
+    np.testing.assert_array_equal(numbers.numpy(), expected)  # assert_array_equal treats NaN as equal to NaN
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_quantised_numbers_are_restored(name: str) -> None:
+def test_quantised_numbers_are_restored_approximately(name: str) -> None:
     numbers = np.random.default_rng(1).normal(size=(8, 64)).astype(np.float32)
     blocks = gguf.quants.quantize(numbers, GGMLQuantizationType[name])
-    found = dequantize(torch.from_numpy(blocks).view(-1, BLOCK_SIZES[name]), name).view(8, 64).numpy()
-    worst = {"4": 0.25, "5": 0.13, "8": 0.02}[name[1]]
-    assert 0 < np.abs(found - numbers).max() < worst * np.abs(numbers).max()
+    restored = dequantize(torch.from_numpy(blocks).view(-1, BLOCK_SIZES[name]), name).view(8, 64).numpy()
+    max_error = {"4": 0.25, "5": 0.13, "8": 0.02}[name[1]]
+    assert 0 < np.abs(restored - numbers).max() < max_error * np.abs(numbers).max()
 
 
-def test_readable_block_types_are_known_without_torch() -> None:
+def test_readable_block_types_are_those_with_a_reader() -> None:
     assert set(READABLE_BLOCKS) == set(READERS)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gguf_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(
         MissingDependencyError, match=r"reading IQ2_XXS blocks needs gguf: pip install .*\[gguf\]"
@@ -48,8 +48,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         dequantize(torch.zeros(1, BLOCK_SIZES["IQ2_XXS"]).byte(), "IQ2_XXS")
 
 
-def test_many_blocks_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_dequantization_gives_equal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (23, 34), dtype=np.uint8))
-    whole = dequantize(blocks, "Q8_0")
+    expected = dequantize(blocks, "Q8_0")
     monkeypatch.setattr(gguf_blocks, "_CHUNK_BLOCKS", 5)
-    assert torch.equal(dequantize(blocks, "Q8_0").nan_to_num(), whole.nan_to_num())
+    assert torch.equal(dequantize(blocks, "Q8_0").nan_to_num(), expected.nan_to_num())

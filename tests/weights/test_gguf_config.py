@@ -1,4 +1,4 @@
-"""Metadata of GGUF files as config.json: rotary embeddings and unsupported settings."""
+"""Conversion of GGUF metadata to the settings of config.json, and errors of unsupported metadata."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ SIZES = {
 }
 
 
-def write(
+def write_gguf_file(
     folder: Path,
     architecture: str = "llama",
     *,
     tensors: dict[str, np.ndarray] | None = None,
-    without: tuple[str, ...] = (),
+    omitted: tuple[str, ...] = (),
     **more: Any,
 ) -> Path:
-    """A file without most of its tensors; ``more`` are keys of the family with ``__`` for dots."""
+    """Write a file with few tensors. ``more`` has keys of the architecture, with ``__`` instead of dots."""
     writer = GGUFWriter(folder / "m.gguf", architecture)
     keys = SIZES | {name.replace("__", "."): value for name, value in more.items()}
-    values = {f"{architecture}.{key}": value for key, value in keys.items() if key not in without}
+    values = {f"{architecture}.{key}": value for key, value in keys.items() if key not in omitted}
     add_metadata(writer, values)
     table = {"token_embd.weight": np.zeros((10, 64), np.float32)}
     for name, tensor in (table | (tensors or {})).items():
@@ -48,19 +48,19 @@ def write(
     return folder / "m.gguf"
 
 
-def blueprint_of(file: Path) -> Any:
+def load_blueprint(file: Path) -> Any:
     config = HuggingFaceConfig.from_checkpoint(file)
     model = PIPELINE_REGISTRY.retrieve_architecture(config, file).load_pipeline_model()
     return model.blueprint(config)  # type: ignore[attr-defined]
 
 
-def frequencies(config: Any, head_dim: int = 16) -> torch.Tensor:
+def rotary_tables(config: Any, head_dim: int = 16) -> torch.Tensor:
     rotary = Rotary(RotaryConfig.from_huggingface(config, head_dim), 64, torch.device("cpu"))
     return torch.stack([rotary.cos, rotary.sin])
 
 
 def test_defaults_of_missing_keys(tmp_path: Path) -> None:
-    assert gguf_config(write(tmp_path)) == {
+    assert gguf_config(write_gguf_file(tmp_path)) == {
         "model_type": "llama",
         "vocab_size": 10,
         "hidden_size": 64,
@@ -87,7 +87,7 @@ def test_settings_derived_from_tensors(tmp_path: Path) -> None:
         "blk.0.ffn_up.bias": np.zeros(96, np.float32),
         "blk.0.ffn_up.weight": np.zeros((96, 64), np.float16),
     }
-    config = gguf_config(write(tmp_path, tensors=tensors))
+    config = gguf_config(write_gguf_file(tmp_path, tensors=tensors))
     assert (config["tie_word_embeddings"], config["attention_bias"], config["mlp_bias"]) == (
         False,
         True,
@@ -97,15 +97,15 @@ def test_settings_derived_from_tensors(tmp_path: Path) -> None:
 
 
 class TestFamilies:
-    """Architecture names that several families share."""
+    """Architecture names of GGUF that stand for several Hugging Face model types."""
 
     def test_a_llama_with_a_window_is_a_mistral(self, tmp_path: Path) -> None:
-        blueprint = blueprint_of(write(tmp_path, attention__sliding_window=128))
+        blueprint = load_blueprint(write_gguf_file(tmp_path, attention__sliding_window=128))
         assert gguf_config(tmp_path / "m.gguf")["model_type"] == "mistral"
         assert blueprint.windows == (128, 128)
 
     def test_a_llama_with_experts_is_a_mixtral(self, tmp_path: Path) -> None:
-        config = gguf_config(write(tmp_path, expert_count=8, expert_used_count=3))
+        config = gguf_config(write_gguf_file(tmp_path, expert_count=8, expert_used_count=3))
         values = [config[key] for key in ("model_type", "num_local_experts", "num_experts_per_tok")]
         assert values == ["mixtral", 8, 3]
         assert config["sliding_window"] is None
@@ -113,30 +113,32 @@ class TestFamilies:
     @pytest.mark.parametrize(
         ("family", "layers", "size"), [("gemma2", 46, 48), ("gemma3", 62, 48), ("gemma2", 26, 16)]
     )
-    def test_the_largest_gemmas_scale_by_another_size(
+    def test_query_scale_of_the_largest_gemmas(
         self, tmp_path: Path, family: str, layers: int, size: int
     ) -> None:
-        file = write(tmp_path, family, block_count=layers, embedding_length=192, attention__key_length=16)
+        file = write_gguf_file(
+            tmp_path, family, block_count=layers, embedding_length=192, attention__key_length=16
+        )
         assert gguf_config(file)["query_pre_attn_scalar"] == size
 
     @pytest.mark.parametrize(
         ("pattern", "full"),
         [(None, (5,)), (2, (1, 3, 5)), ([True, False, True, True, True, True], (1,))],
     )
-    def test_which_layers_of_a_gemma_slide(
+    def test_layers_with_full_attention_in_gemma_3(
         self, tmp_path: Path, pattern: int | list[bool] | None, full: tuple[int, ...]
     ) -> None:
         more = {} if pattern is None else {"attention__sliding_window_pattern": pattern}
-        blueprint = blueprint_of(
-            write(tmp_path, "gemma3", block_count=6, attention__sliding_window=32, **more)
+        blueprint = load_blueprint(
+            write_gguf_file(tmp_path, "gemma3", block_count=6, attention__sliding_window=32, **more)
         )
         assert [i for i, window in enumerate(blueprint.windows) if window is None] == list(full)
         assert [i for i, rope in enumerate(blueprint.rotary_of_layer) if rope == 0] == list(full)
         assert [rotary.base for rotary in blueprint.rotaries] == [1_000_000.0, 10_000.0]
 
-    def test_a_gemma_with_both_bases_and_a_stretched_rope(self, tmp_path: Path) -> None:
+    def test_a_gemma_with_two_rope_bases_and_linear_scaling(self, tmp_path: Path) -> None:
         more = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0, "rope__freq_base": 5e5}
-        blueprint = blueprint_of(write(tmp_path, "gemma3", rope__freq_base_swa=77.0, **more))
+        blueprint = load_blueprint(write_gguf_file(tmp_path, "gemma3", rope__freq_base_swa=77.0, **more))
         assert [(rotary.kind, rotary.base) for rotary in blueprint.rotaries] == [
             ("linear", 5e5),
             ("default", 77.0),
@@ -146,39 +148,41 @@ class TestFamilies:
 class TestRope:
     """Scaling of the rotary embedding."""
 
-    def test_llama_3_s_factors(self, tmp_path: Path) -> None:
-        """The file holds one factor per pair of dimensions, derived from four numbers in config.json."""
+    def test_llama_3_frequency_factors(self, tmp_path: Path) -> None:
+        """The file has one factor per pair of dimensions. config.json has four numbers that define them."""
         llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         llama3["original_max_position_embeddings"] = 64
         values = {"rope_theta": 10000.0, "max_position_embeddings": 512}
-        plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
-        waves = 64 * plain / (2 * torch.pi)
-        blend = ((waves - 1) / 3).clamp(0, 1)
+        frequencies = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
+        wavelength_ratios = 64 * frequencies / (2 * torch.pi)
+        blend = ((wavelength_ratios - 1) / 3).clamp(0, 1)
         factors = 1 / ((1 - blend) / 8 + blend)
-        assert 1 < len(factors.unique()) < 8, "all three kinds of waves"
-        file = write(tmp_path, tensors={"rope_freqs.weight": factors.numpy()}, rope__freq_base=10000.0)
-        found = frequencies(HuggingFaceConfig.from_checkpoint(file))
-        expected = frequencies(HuggingFaceConfig(values | {"rope_scaling": llama3}))
-        torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
-        assert blueprint_of(file).max_length == 512
+        assert 1 < len(factors.unique()) < 8, "factors for low, medium and high frequencies"
+        file = write_gguf_file(
+            tmp_path, tensors={"rope_freqs.weight": factors.numpy()}, rope__freq_base=10000.0
+        )
+        actual = rotary_tables(HuggingFaceConfig.from_checkpoint(file))
+        expected = rotary_tables(HuggingFaceConfig(values | {"rope_scaling": llama3}))
+        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=0)
+        assert load_blueprint(file).max_length == 512
 
     @pytest.mark.parametrize("attn_factor", [None, 1.19])
-    def test_phi_s_two_lists(self, tmp_path: Path, attn_factor: float | None) -> None:
+    def test_longrope_factors_of_phi_3(self, tmp_path: Path, attn_factor: float | None) -> None:
         tensors = {
             f"rope_factors_{which}.weight": np.linspace(1, end, 8, dtype=np.float32)
             for which, end in (("short", 2), ("long", 30))
         }
         more = {} if attn_factor is None else {"rope__scaling__attn_factor": attn_factor}
         more["rope__scaling__original_context_length"] = 128  # type: ignore[assignment]
-        (rotary,) = blueprint_of(write(tmp_path, "phi3", tensors=tensors, **more)).rotaries
+        (rotary,) = load_blueprint(write_gguf_file(tmp_path, "phi3", tensors=tensors, **more)).rotaries
         assert (rotary.kind, rotary.max_positions, rotary.max_length) == ("longrope", 128, 512)
         assert rotary.parameters["long_factor"][-1] == 30.0
         assert rotary.parameters.get("attention_factor") == attn_factor
 
-    def test_yarn(self, tmp_path: Path) -> None:
+    def test_yarn_scaling(self, tmp_path: Path) -> None:
         scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
         more = {f"rope__scaling__{name}": value for name, value in scaling.items()}
-        file = write(tmp_path, "qwen2", **more, rope__scaling__yarn_beta_fast=16.0)
+        file = write_gguf_file(tmp_path, "qwen2", **more, rope__scaling__yarn_beta_fast=16.0)
         expected = {
             "rope_type": "yarn",
             "factor": 4.0,
@@ -186,32 +190,34 @@ class TestRope:
             "beta_fast": 16.0,
         }
         assert gguf_config(file)["rope_scaling"] == expected
-        (rotary,) = blueprint_of(file).rotaries
+        (rotary,) = load_blueprint(file).rotaries
         assert (rotary.kind, rotary.max_positions, rotary.max_length) == ("yarn", 128, 512)
 
-    def test_yarn_with_a_factor_of_attention(self, tmp_path: Path) -> None:
+    def test_yarn_with_an_attention_factor(self, tmp_path: Path) -> None:
         scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128, "attn_factor": 2.0}
-        file = write(tmp_path, **{f"rope__scaling__{name}": value for name, value in scaling.items()})
+        file = write_gguf_file(
+            tmp_path, **{f"rope__scaling__{name}": value for name, value in scaling.items()}
+        )
         assert gguf_config(file)["rope_scaling"]["attention_factor"] == pytest.approx(2.2772588)
 
     @pytest.mark.parametrize(
         "keys",
         [{"rope__scale_linear": 4.0}, {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}],
     )
-    def test_linear(self, tmp_path: Path, keys: dict[str, Any]) -> None:
-        config = gguf_config(write(tmp_path, **keys))
+    def test_linear_scaling(self, tmp_path: Path, keys: dict[str, Any]) -> None:
+        config = gguf_config(write_gguf_file(tmp_path, **keys))
         assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
-    def test_a_part_of_the_dims(self, tmp_path: Path) -> None:
-        (rotary,) = blueprint_of(write(tmp_path, "phi3", rope__dimension_count=12)).rotaries
+    def test_partial_rotary_dimensions(self, tmp_path: Path) -> None:
+        (rotary,) = load_blueprint(write_gguf_file(tmp_path, "phi3", rope__dimension_count=12)).rotaries
         assert rotary.dim == 12
 
 
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"without": ("block_count",)}, "has no llama.block_count"),
-        ({"without": ("attention.head_count",)}, "has no llama.attention.head_count"),
+        ({"omitted": ("block_count",)}, "has no llama.block_count"),
+        ({"omitted": ("attention.head_count",)}, "has no llama.attention.head_count"),
         ({"embedding_length": "x"}, "llama.embedding_length must be a whole number of at least 1, was 'x'"),
         ({"context_length": 0}, "llama.context_length must be a whole number of at least 1, was 0"),
         ({"attention__layer_norm_rms_epsilon": -1.0}, "must be a number above 0, was -1.0"),
@@ -224,31 +230,31 @@ class TestRope:
         ({"tensor_data_layout": "sideways"}, "tensor_data_layout is unknown, was 'sideways'"),
     ],
 )
-def test_refusals(tmp_path: Path, keys: dict[str, Any], problem: str) -> None:
+def test_unsupported_metadata_is_refused(tmp_path: Path, keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(CheckpointError, match=problem) as error:
-        HuggingFaceConfig.from_checkpoint(write(tmp_path, **keys))
+        HuggingFaceConfig.from_checkpoint(write_gguf_file(tmp_path, **keys))
     assert str(error.value).startswith(str(tmp_path / "m.gguf"))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "olmo2", "granite", "gemma2"])
-def test_a_part_of_the_dims_in_families_that_rotate_all(tmp_path: Path, family: str) -> None:
+def test_partial_rotary_dimensions_are_refused_if_the_family_has_none(tmp_path: Path, family: str) -> None:
     with pytest.raises(CheckpointError, match=r"rope\.dimension_count must be the length of keys, 16, was 8"):
-        gguf_config(write(tmp_path, family, rope__dimension_count=8))
+        gguf_config(write_gguf_file(tmp_path, family, rope__dimension_count=8))
 
 
 def test_an_olmo_2_with_a_window_is_an_olmo_3(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
     more: dict[str, Any] = {f"rope__scaling__{name}": value for name, value in scaling.items()}
     more["attention__sliding_window_pattern"] = [True, False]
-    file = write(tmp_path, "olmo2", attention__sliding_window=64, rope__freq_base=7e4, **more)
+    file = write_gguf_file(tmp_path, "olmo2", attention__sliding_window=64, rope__freq_base=7e4, **more)
     assert gguf_config(file)["model_type"] == "olmo3"
-    blueprint = blueprint_of(file)
+    blueprint = load_blueprint(file)
     assert blueprint.windows == (64, None)
     rotaries = [blueprint.rotaries[rotary] for rotary in blueprint.rotary_of_layer]
     assert [(rotary.kind, rotary.base) for rotary in rotaries] == [("default", 7e4), ("yarn", 7e4)]
 
 
-def test_no_table_of_tokens(tmp_path: Path) -> None:
+def test_a_missing_embedding_table_is_refused(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "qwen2")
     add_metadata(writer, {f"qwen2.{key}": value for key, value in SIZES.items()})
     finish(writer)
@@ -258,14 +264,14 @@ def test_no_table_of_tokens(tmp_path: Path) -> None:
 
 def test_ignored_keys_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        gguf_config(write(tmp_path, vocab_size=10))
+        gguf_config(write_gguf_file(tmp_path, vocab_size=10))
         assert not caplog.records
-        gguf_config(write(tmp_path, new__knob=3, other=True))
-    ignored = "these metadata keys are ignored: llama.new.knob, llama.other"
+        gguf_config(write_gguf_file(tmp_path, new__setting=3, other=True))
+    ignored = "these metadata keys are ignored: llama.new.setting, llama.other"
     assert caplog.messages == [f"{tmp_path / 'm.gguf'}: {ignored}"]
 
 
-def test_sampling_as_the_file_recommends(tmp_path: Path) -> None:
+def test_recommended_sampling_parameters_are_defaults(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     add_metadata(writer, {"general.sampling.temp": 0.6, "general.sampling.top_k": 20})
     add_metadata(writer, {"general.sampling.penalty_repeat": 1.05, "general.sampling.xtc_threshold": 0.1})

@@ -1,4 +1,4 @@
-"""GGUF models have the same tensors and logits as the checkpoints from which they are made."""
+"""GGUF models have the same tensors and logits as the checkpoints that they are converted from."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from penstock.weights import Weights
 
 pytestmark = pytest.mark.models
 
-# Values that the format implies; it has no keys for them.
-IMPLIED: dict[str, dict[str, Any]] = {
+# Settings that GGUF has no keys for, with the values that its readers assume.
+ASSUMED_SETTINGS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4},
     "qwen2": {"use_sliding_window": False},
     "qwen3_moe": {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True},
@@ -73,51 +73,54 @@ TOKENS = [
 ]
 
 
-def checkpoint_of(family: str, folder: Path, **changes: Any) -> Path:
-    (architecture,) = (one for one in DECODERS if one.name == family)
+def write_family_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
+    (architecture,) = (decoder for decoder in DECODERS if decoder.name == family)
     assert architecture.tiny_config
-    config = architecture.tiny_config() | IMPLIED.get(family, {}) | changes
+    config = architecture.tiny_config() | ASSUMED_SETTINGS.get(family, {}) | changes
     return write_checkpoint(folder / family, config)
 
 
-def logits_of(checkpoint: Path, **config: Any) -> torch.Tensor:
+def compute_logits(checkpoint: Path, **config: Any) -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, **config)
     return step_logits(pipeline, [context_of(TOKENS, log_probabilities_echo=True)])[0]
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_every_family(family: str, tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(family, tmp_path)
+def test_tensors_and_logits_equal_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+    checkpoint = write_family_checkpoint(family, tmp_path)
     file = write_gguf(checkpoint, tmp_path / "m.gguf")
-    there, here = Weights.open(checkpoint), Weights.open(file)
+    original, converted_weights = Weights.open(checkpoint), Weights.open(file)
     tied = {"lm_head.weight"} if HuggingFaceConfig.from_checkpoint(file).tie_word_embeddings else set()
-    metadata = {name for name in there.names if ".act_fn." in name}
-    assert set(here.names) == set(there.names) - tied - metadata
-    for name in here.names:
-        shape = there.shape(name)
-        torch.testing.assert_close(here.tensor(name, shape), there.tensor(name, shape), atol=3e-7, rtol=0)
-    here.finish()
-    torch.testing.assert_close(logits_of(file), logits_of(checkpoint), atol=1e-4, rtol=0)
+    metadata = {name for name in original.names if ".act_fn." in name}
+    assert set(converted_weights.names) == set(original.names) - tied - metadata
+    for name in converted_weights.names:
+        shape = original.shape(name)
+        torch.testing.assert_close(
+            converted_weights.tensor(name, shape), original.tensor(name, shape), atol=3e-7, rtol=0
+        )
+    converted_weights.finish()
+    torch.testing.assert_close(compute_logits(file), compute_logits(checkpoint), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
-def test_16_bit_floats(family: str, kind: str, tmp_path: Path) -> None:
-    """The numbers equal those of a checkpoint that was rounded to the type."""
-    checkpoint = checkpoint_of(family, tmp_path)
+def test_logits_of_16_bit_floats(family: str, kind: str, tmp_path: Path) -> None:
+    """Logits equal those of a checkpoint whose matrices are rounded to the type."""
+    checkpoint = write_family_checkpoint(family, tmp_path)
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
     tensors = load_file(checkpoint / "model.safetensors")
     rounded = {name: t.to(dtype).float() if t.dim() > 1 else t for name, t in tensors.items()}
     save_file(rounded, checkpoint / "model.safetensors")
     file = write_gguf(checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind])
-    expected = logits_of(checkpoint, quantization_encoding="float32")
-    assert torch.equal(logits_of(file, quantization_encoding="float32"), expected)
-    found = PipelineConfig.from_flat({"model_path": str(file)}).model
-    half = "bfloat16" if str(found.devices[0]) == "cpu" else {"F16": "float16", "BF16": "bfloat16"}[kind]
-    assert found.encoding == ("float32" if dtype == torch.float32 else half)
+    expected = compute_logits(checkpoint, quantization_encoding="float32")
+    assert torch.equal(compute_logits(file, quantization_encoding="float32"), expected)
+    config = PipelineConfig.from_flat({"model_path": str(file)}).model
+    is_cpu = str(config.devices[0]) == "cpu"
+    half_encoding = "bfloat16" if is_cpu else {"F16": "float16", "BF16": "bfloat16"}[kind]
+    assert config.encoding == ("float32" if dtype == torch.float32 else half_encoding)
 
 
-KEPT = {
+BLOCK_ENCODINGS = {
     "Q4_0": "int4",
     "Q4_1": "q4_1",
     "Q5_0": "int5",
@@ -128,20 +131,20 @@ KEPT = {
     "Q6_K": "q6_k",
     "MXFP4": "mxfp4",
 }
-"""Type of blocks -> the encoding that keeps them."""
+"""Block type -> encoding that stores the blocks unchanged."""
 
 
-@pytest.mark.parametrize("kind", [*KEPT, "IQ2_S", "TQ1_0"])
-def test_blocks(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Random blocks, compared with a checkpoint of the numbers that the gguf package reads from them."""
+@pytest.mark.parametrize("kind", [*BLOCK_ENCODINGS, "IQ2_S", "TQ1_0"])
+def test_quantized_blocks(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Tensors of random blocks equal the numbers that the gguf package dequantizes."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
-    checkpoint = checkpoint_of("llama", tmp_path, **sizes)
+    checkpoint = write_family_checkpoint("llama", tmp_path, **sizes)
     config = json.loads((checkpoint / "config.json").read_text())
     tensors = load_file(checkpoint / "model.safetensors")
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     add_config(writer, config)
     block_type = GGMLQuantizationType[kind]
-    read: dict[str, torch.Tensor] = {}
+    dequantized: dict[str, torch.Tensor] = {}
     random = np.random.default_rng(0)
     for (name, tensor), original in zip(converted(tensors, config).items(), tensors, strict=True):
         if tensor.dim() == 1:
@@ -149,36 +152,35 @@ def test_blocks(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
             continue
         blocks = random_blocks(tuple(tensor.shape), kind, random)
         writer.add_tensor(name, blocks, raw_dtype=block_type)
-        read[original] = torch.from_numpy(gguf.quants.dequantize(blocks, block_type))
+        dequantized[original] = torch.from_numpy(gguf.quants.dequantize(blocks, block_type))
     finish(writer)
     weights = Weights.open(tmp_path / "m.gguf")
-    for name, numbers in read.items():
+    for name, numbers in dequantized.items():
         found = weights.tensor(name, tuple(numbers.shape))
         if ".q_proj." in name or ".k_proj." in name:
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             numbers = numbers.view(heads, -1, 2, numbers.shape[1]).transpose(1, 2).reshape(numbers.shape)
         assert torch.equal(found, numbers), name
     model = PipelineConfig.from_flat({"model_path": str(tmp_path / "m.gguf")})
-    assert model.model.encoding == KEPT.get(kind, "bfloat16")
-    exact = logits_of(tmp_path / "m.gguf", quantization_encoding="float32")
-    if kind in KEPT:
-        for name, numbers in read.items():
+    assert model.model.encoding == BLOCK_ENCODINGS.get(kind, "bfloat16")
+    exact = compute_logits(tmp_path / "m.gguf", quantization_encoding="float32")
+    if kind in BLOCK_ENCODINGS:
+        for name, numbers in dequantized.items():
             stored, rows = weights.read_linear(name, (numbers.shape[0], numbers.shape[1]))
-            assert stored == KEPT[kind]
+            assert stored == BLOCK_ENCODINGS[kind]
             assert torch.equal(ENCODINGS[stored].unpack(rows), weights.tensor(name, tuple(numbers.shape)))
-        close = logits_of(tmp_path / "m.gguf", quantization_encoding=None)
-        assert float((close - exact).norm() / exact.norm()) < 0.1
+        quantized_logits = compute_logits(tmp_path / "m.gguf", quantization_encoding=None)
+        assert float((quantized_logits - exact).norm() / exact.norm()) < 0.1
     else:
-        logits_of(tmp_path / "m.gguf", quantization_encoding=None)
-    assert ("quantized weights are widened to" in caplog.text) == (kind not in KEPT)
+        compute_logits(tmp_path / "m.gguf", quantization_encoding=None)
+    assert ("quantized weights are widened to" in caplog.text) == (kind not in BLOCK_ENCODINGS)
     assert torch.isfinite(exact).all()
 
 
 def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
-    """The layers hold the file's integers and scales, each at its position, fused or not. Layers of floats
-    stay floats."""
+    """Separate and fused layers hold the integers and scales of the file. Float layers remain floats."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}
-    checkpoint = checkpoint_of("llama", tmp_path, **sizes)
+    checkpoint = write_family_checkpoint("llama", tmp_path, **sizes)
     config = json.loads((checkpoint / "config.json").read_text())
     tensors = load_file(checkpoint / "model.safetensors")
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -195,33 +197,35 @@ def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:
     network: Any = pipeline.model.network  # type: ignore[attr-defined]
     weights = Weights.open(tmp_path / "m.gguf")
     block, name = network.blocks[0], "model.layers.0"
-    parts = [
+    layers = [
         (block.attention.qkv, ["self_attn.q_proj", "self_attn.k_proj"]),
         (block.attention.output, ["self_attn.o_proj"]),
         (block.mlp.gate_up, ["mlp.gate_proj", "mlp.up_proj"]),
         (block.mlp.down, ["mlp.down_proj"]),
     ]
-    for linear, names in parts:
+    for linear, names in layers:
         assert linear.packed.encoding == "int4"
-        whole, start = unpack_linear(linear.packed).cpu(), 0
-        for part in names:
-            shape = weights.shape(f"{name}.{part}.weight")
-            expected = weights.tensor(f"{name}.{part}.weight", shape)
-            assert torch.equal(whole[start : start + shape[0]], expected), part
+        unpacked, start = unpack_linear(linear.packed).cpu(), 0
+        for slice_name in names:
+            shape = weights.shape(f"{name}.{slice_name}.weight")
+            expected = weights.tensor(f"{name}.{slice_name}.weight", shape)
+            assert torch.equal(unpacked[start : start + shape[0]], expected), slice_name
             start += shape[0]
-    held, foretold = (
+    held_size, estimated = (
         held_bytes(pipeline),
         pipeline.model.estimate_weights_size(pipeline.model.pipeline_config),
     )
-    assert 0.995 * held <= foretold <= 1.1 * held
+    assert 0.995 * held_size <= estimated <= 1.1 * held_size
     value = f"{name}.self_attn.v_proj.weight"
     values = weights.tensor(value, weights.shape(value))
-    assert block.attention.values.packed.encoding == "bfloat16", "floats are a separate layer"
+    assert block.attention.values.packed.encoding == "bfloat16", (
+        "the float layer is not fused with quantized layers"
+    )
     assert torch.equal(unpack_linear(block.attention.values.packed).cpu(), values.bfloat16())
 
 
-def test_plain_floats_are_views_of_the_file(tmp_path: Path) -> None:
-    file = write_gguf(checkpoint_of("llama", tmp_path), tmp_path / "m.gguf")
+def test_float_tensors_are_views_of_the_mapped_file(tmp_path: Path) -> None:
+    file = write_gguf(write_family_checkpoint("llama", tmp_path), tmp_path / "m.gguf")
     weights = Weights.open(file)
     views = [weights.tensor(f"model.layers.{i}.mlp.up_proj.weight", (88, 48)) for i in range(2)]
     assert views[0].untyped_storage().data_ptr() == views[1].untyped_storage().data_ptr()
@@ -231,7 +235,7 @@ def test_plain_floats_are_views_of_the_file(tmp_path: Path) -> None:
 
 
 def test_a_model_in_two_parts(tmp_path: Path) -> None:
-    checkpoint = checkpoint_of("qwen2", tmp_path)
+    checkpoint = write_family_checkpoint("qwen2", tmp_path)
     config = json.loads((checkpoint / "config.json").read_text())
     tensors = converted(load_file(checkpoint / "model.safetensors"), config)
     for number in (1, 2):
@@ -241,11 +245,11 @@ def test_a_model_in_two_parts(tmp_path: Path) -> None:
         for name in list(tensors)[number - 1 :: 2]:
             writer.add_tensor(name, tensors[name].numpy())
         finish(writer)
-    found = logits_of(tmp_path / "m-00001-of-00002.gguf")
-    torch.testing.assert_close(found, logits_of(checkpoint), atol=1e-4, rtol=0)
+    logits = compute_logits(tmp_path / "m-00001-of-00002.gguf")
+    torch.testing.assert_close(logits, compute_logits(checkpoint), atol=1e-4, rtol=0)
 
 
-def test_from_the_file_to_text(tmp_path: Path) -> None:
+def test_text_of_a_gguf_file_equals_that_of_the_checkpoint(tmp_path: Path) -> None:
     """Configuration, tokenizer, template, EOS tokens and weights come from one file."""
     checkpoint = write_tiny_llm(tmp_path / "m")
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
@@ -255,13 +259,15 @@ def test_from_the_file_to_text(tmp_path: Path) -> None:
     file = write_gguf(checkpoint, tmp_path / "m.gguf", more=more)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     messages = [{"role": "user", "content": "Hé!"}]
-    with LLM(str(checkpoint)) as there, LLM(str(file)) as here:
-        assert here.generate("Once", params)[0].text == there.generate("Once", params)[0].text
-        assert here.chat(messages, params)[0].token_ids == there.chat(messages, params)[0].token_ids
+    with LLM(str(checkpoint)) as original_llm, LLM(str(file)) as gguf_llm:
+        assert gguf_llm.generate("Once", params)[0].text == original_llm.generate("Once", params)[0].text
+        assert (
+            gguf_llm.chat(messages, params)[0].token_ids == original_llm.chat(messages, params)[0].token_ids
+        )
 
 
-def test_faults_name_the_tensor_as_the_file_does(tmp_path: Path) -> None:
-    checkpoint = checkpoint_of("llama", tmp_path)
+def test_errors_contain_tensor_names_of_the_file(tmp_path: Path) -> None:
+    checkpoint = write_family_checkpoint("llama", tmp_path)
     config = json.loads((checkpoint / "config.json").read_text())
     tensors = converted(load_file(checkpoint / "model.safetensors"), config)
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -282,7 +288,7 @@ def test_faults_name_the_tensor_as_the_file_does(tmp_path: Path) -> None:
         assert part in str(error.value)
 
 
-def test_types_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_block_types_are_refused(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_head_count(1)
     kind = GGMLQuantizationType.Q8_K
@@ -295,7 +301,7 @@ def test_types_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
         Weights.open(tmp_path / "m.gguf")
 
 
-def test_an_unknown_family(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "lama")
     finish(writer)
     with pytest.raises(UnknownArchitectureError, match=r"'lama' is not known .*did you mean llama\?"):

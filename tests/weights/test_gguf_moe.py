@@ -1,4 +1,4 @@
-"""GGUF files of families with experts give the logits of the checkpoints that they were made from."""
+"""GGUF files of MoE models give the logits of the checkpoints that they are converted from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock.errors import WeightsError
 from penstock.weights.gguf_config import gguf_config
 
-NAMES = {
+GGUF_ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "olmoe": "olmoe",
     "granitemoe": "granitemoe",
@@ -31,7 +31,7 @@ NAMES = {
     "phimoe": "phimoe",
     "llama4_text": "llama4",
 }
-CHANGES: dict[str, dict[str, Any]] = {
+CONFIG_CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"mlp_only_layers": []},
     "phimoe": {"router_jitter_noise": 0.01},
     "llama4_text": {
@@ -41,7 +41,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
     },
 }
-PARTS = {
+BLOCK_TENSORS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -61,22 +61,29 @@ PARTS = {
     "moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "e_score_correction_bias": "exp_probs_b.bias",
 }
-WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-MATRICES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+MODEL_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+EXPERT_MATRICES = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
 
 
-def paired(rows: Tensor, heads: int) -> Tensor:
-    """Interleave the halves of each head's rows, as files of Granite do."""
+def interleave_halves(rows: Tensor, heads: int) -> Tensor:
+    """Interleave the two halves of the rows of each head, as in GGUF files of Granite."""
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint under their names in a file; vectors stay vectors."""
+def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint under their GGUF names. Vectors remain vectors."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem, _, kind = name.rpartition(".")
-        if stem in WHOLE:
-            result[f"{WHOLE[stem]}.{kind}"] = tensor
+        if stem in MODEL_TENSORS:
+            result[f"{MODEL_TENSORS[stem]}.{kind}"] = tensor
             continue
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
         assert match is not None
@@ -84,44 +91,44 @@ def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[
         expert = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", part)
         shared = re.fullmatch(r"shared_experts?\.(\w+)\.(\w+)", part)
         if expert is not None:
-            key = f"{block}.ffn_{MATRICES[expert[2]]}_exps.weight"
-            count = sum(f".{match[1]}." in one and one.endswith(f".{expert[2]}.weight") for one in tensors)
+            key = f"{block}.ffn_{EXPERT_MATRICES[expert[2]]}_exps.weight"
+            count = sum(f".{match[1]}." in key and key.endswith(f".{expert[2]}.weight") for key in tensors)
             result.setdefault(key, torch.zeros(config["num_local_experts"], *tensor.shape))[
                 int(expert[1])
             ] = tensor
             assert count >= config["num_local_experts"]
         elif part in ("input_linear.weight", "experts.gate_up_proj"):
-            both = tensor if part.startswith("input") else tensor.transpose(1, 2)
-            gate, up = both.chunk(2, dim=1)
+            gate_and_up = tensor if part.startswith("input") else tensor.transpose(1, 2)
+            gate, up = gate_and_up.chunk(2, dim=1)
             result |= {f"{block}.ffn_gate_exps.weight": gate, f"{block}.ffn_up_exps.weight": up}
         elif part in ("output_linear.weight", "experts.down_proj"):
             down = tensor if part.startswith("output") else tensor.transpose(1, 2)
             result[f"{block}.ffn_down_exps.weight"] = down
         elif shared is not None:
-            result[f"{block}.ffn_{MATRICES[shared[1]]}_shexp.{shared[2]}"] = tensor
-        elif part in PARTS:
-            result[f"{block}.{PARTS[part]}"] = tensor.flatten()
+            result[f"{block}.ffn_{EXPERT_MATRICES[shared[1]]}_shexp.{shared[2]}"] = tensor
+        elif part in BLOCK_TENSORS:
+            result[f"{block}.{BLOCK_TENSORS[part]}"] = tensor.flatten()
         else:
             stem, _, kind = part.rpartition(".")
-            which = PARTS[stem]
-            if config["model_type"] == "granitemoe" and which in ("attn_q", "attn_k"):
-                tensor = paired(
-                    tensor, config[f"num_{'attention' if which == 'attn_q' else 'key_value'}_heads"]
+            gguf_name = BLOCK_TENSORS[stem]
+            if config["model_type"] == "granitemoe" and gguf_name in ("attn_q", "attn_k"):
+                tensor = interleave_halves(
+                    tensor, config[f"num_{'attention' if gguf_name == 'attn_q' else 'key_value'}_heads"]
                 )
-            if config["model_type"] == "glm4_moe" and which == "ffn_norm":
-                which = "post_attention_norm"
-            tensor = tensor.flatten() if which == "ffn_gate_inp_shexp" else tensor
-            result[f"{block}.{which}.{kind}"] = tensor
+            if config["model_type"] == "glm4_moe" and gguf_name == "ffn_norm":
+                gguf_name = "post_attention_norm"
+            tensor = tensor.flatten() if gguf_name == "ffn_gate_inp_shexp" else tensor
+            result[f"{block}.{gguf_name}.{kind}"] = tensor
     return result
 
 
-def write(checkpoint: Path, file: Path, **more: Any) -> Path:
-    """Write the model of a checkpoint to a GGUF file with further keys."""
+def convert_to_gguf(checkpoint: Path, file: Path, **more: Any) -> Path:
+    """Convert a checkpoint to a GGUF file. ``more`` has additional metadata keys."""
     config = json.loads((checkpoint / "config.json").read_text())
     family = config["model_type"]
     experts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     config["num_local_experts"] = next(config[key] for key in experts if key in config)
-    writer = GGUFWriter(file, NAMES[family])
+    writer = GGUFWriter(file, GGUF_ARCHITECTURES[family])
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config["rope_parameters"]
@@ -138,8 +145,8 @@ def write(checkpoint: Path, file: Path, **more: Any) -> Path:
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_expert_count(config["num_local_experts"])
     writer.add_expert_used_count(config.get("moe_k") or config["num_experts_per_tok"])
-    inner = config["intermediate_size"] if family in ("minimax_m2", "llama4_text") else None
-    writer.add_expert_feed_forward_length(inner or config.get("moe_intermediate_size") or 1)
+    expert_size = config["intermediate_size"] if family in ("minimax_m2", "llama4_text") else None
+    writer.add_expert_feed_forward_length(expert_size or config.get("moe_intermediate_size") or 1)
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if family == "granitemoe":
@@ -165,23 +172,23 @@ def write(checkpoint: Path, file: Path, **more: Any) -> Path:
         writer.add_uint32("llama4.attention.temperature_length", config["floor_scale"])
         writer.add_float32("llama4.attention.temperature_scale", config["attn_scale"])
     for key, value in more.items():
-        writer.add_uint32(f"{NAMES[family]}.{key}", value)
-    for name, tensor in converted(load_file(checkpoint / "model.safetensors"), config).items():
+        writer.add_uint32(f"{GGUF_ARCHITECTURES[family]}.{key}", value)
+    for name, tensor in convert_tensors(load_file(checkpoint / "model.safetensors"), config).items():
         writer.add_tensor(name, tensor.float().contiguous().numpy())
     finish(writer)
     return file
 
 
-def checkpoint_of(family: str, folder: Path) -> Path:
-    (tiny,) = (one.tiny_config for one in DECODERS if one.name == family)
+def write_family_checkpoint(family: str, folder: Path) -> Path:
+    (tiny,) = (decoder.tiny_config for decoder in DECODERS if decoder.name == family)
     assert tiny is not None
-    return write_checkpoint(folder, tiny() | CHANGES.get(family, {}))
+    return write_checkpoint(folder, tiny() | CONFIG_CHANGES.get(family, {}))
 
 
-@pytest.mark.parametrize("family", NAMES)
-def test_every_family(family: str, tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(family, tmp_path)
-    file = write(checkpoint, tmp_path / "m.gguf")
+@pytest.mark.parametrize("family", GGUF_ARCHITECTURES)
+def test_logits_equal_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+    checkpoint = write_family_checkpoint(family, tmp_path)
+    file = convert_to_gguf(checkpoint, tmp_path / "m.gguf")
     tokens = random_tokens(40, 130, seed=2)
     logits = [step_logits(open_pipeline(path), [context_of(tokens)])[0] for path in (checkpoint, file)]
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
@@ -198,7 +205,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
         ("ernie4_5_moe", "expert_gating_func", 2),
     ],
 )
-def test_refused_keys(family: str, key: str, value: int, tmp_path: Path) -> None:
-    file = write(checkpoint_of(family, tmp_path), tmp_path / "m.gguf", **{key: value})
+def test_unsupported_keys_are_refused(family: str, key: str, value: int, tmp_path: Path) -> None:
+    file = convert_to_gguf(write_family_checkpoint(family, tmp_path), tmp_path / "m.gguf", **{key: value})
     with pytest.raises(WeightsError, match=key):
         gguf_config(file)

@@ -1,4 +1,4 @@
-"""llama.cpp gives the same tokens, logits and text for GGUF files. Needs llama-cpp-python."""
+"""Tokens, logits and text of GGUF files equal those of llama.cpp. Needs llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ from support.running import context_of, open_pipeline, step_logits
 from penstock import LLM, SamplingParams
 from penstock.text.tokenizer_files import read_tokenizer_files
 from penstock.weights import Weights
-from tests.weights.test_gguf_models import TOKENS, checkpoint_of
-from tests.weights.test_gguf_tokenizer import TEXTS, write
+from tests.weights.test_gguf_models import TOKENS, write_family_checkpoint
+from tests.weights.test_gguf_tokenizer import TEXTS, write_gguf_file
 
 pytestmark = pytest.mark.peers
 
-BYTES = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((f"<0x{byte:02X}>", 0.0) for byte in range(127))]
-# Further values that llama.cpp assumes and files do not contain, and sizes that it supports.
-IMPLIED: dict[str, dict[str, Any]] = {
+BYTE_PIECES = [
+    ("<unk>", 0.0),
+    ("<s>", 0.0),
+    ("</s>", 0.0),
+    *((f"<0x{byte:02X}>", 0.0) for byte in range(127)),
+]
+# Settings that llama.cpp assumes because GGUF has no keys for them, and sizes that it supports.
+ASSUMED_SETTINGS: dict[str, dict[str, Any]] = {
     "apertus": {"hidden_size": 64, "num_attention_heads": 4},
     "gemma2": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
     "gemma3_text": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
@@ -41,14 +46,14 @@ IMPLIED: dict[str, dict[str, Any]] = {
 }
 
 
-def peer(file: Path, **options: Any) -> Any:
+def open_with_llama_cpp(file: Path, **options: Any) -> Any:
     llama_cpp = pytest.importorskip("llama_cpp")
     more = {"n_ctx": 256, "n_threads": 1, "verbose": False, "type_k": 0, "type_v": 0}
     return llama_cpp.Llama(model_path=str(file), **more | options)
 
 
-def peer_logits(file: Path, tokens: list[int]) -> torch.Tensor:  # [T, V]
-    llama = peer(file, logits_all=True)
+def logits_of_llama_cpp(file: Path, tokens: list[int]) -> torch.Tensor:  # [T, V]
+    llama = open_with_llama_cpp(file, logits_all=True)
     llama.eval(tokens)
     return torch.from_numpy(np.array(llama.scores[: len(tokens)]))
 
@@ -59,11 +64,11 @@ def our_logits(file: Path, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_every_family(family: str, tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(family, tmp_path, **IMPLIED.get(family, {}))
-    file = write_gguf(checkpoint, tmp_path / "m.gguf", more=sentencepiece_metadata(BYTES))
-    expected = peer_logits(file, TOKENS)
-    # It reads GELU from a table of 16-bit floats.
+def test_logits_are_close_to_those_of_llama_cpp(family: str, tmp_path: Path) -> None:
+    checkpoint = write_family_checkpoint(family, tmp_path, **ASSUMED_SETTINGS.get(family, {}))
+    file = write_gguf(checkpoint, tmp_path / "m.gguf", more=sentencepiece_metadata(BYTE_PIECES))
+    expected = logits_of_llama_cpp(file, TOKENS)
+    # llama.cpp computes GELU with a table of float16.
     tolerance = 0.05 if family.startswith("g") and family != "granite" else 1e-4
     torch.testing.assert_close(our_logits(file, TOKENS), expected, atol=tolerance, rtol=0)
 
@@ -71,11 +76,11 @@ def test_every_family(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind", ["Q4_0", "Q5_0", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS"]
 )
-def test_files_that_it_quantised_and_reads_back(kind: str, tmp_path: Path) -> None:
+def test_files_quantised_by_llama_cpp_are_dequantized_equally(kind: str, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
-    checkpoint = checkpoint_of("llama", tmp_path, **sizes)
-    file = write_gguf(checkpoint, tmp_path / "m.gguf", more=sentencepiece_metadata(BYTES))
+    checkpoint = write_family_checkpoint("llama", tmp_path, **sizes)
+    file = write_gguf(checkpoint, tmp_path / "m.gguf", more=sentencepiece_metadata(BYTE_PIECES))
     packed, unpacked = tmp_path / "packed.gguf", tmp_path / "unpacked.gguf"
     for source, target, ftype in ((file, packed, f"MOSTLY_{kind}"), (packed, unpacked, "ALL_F32")):
         params = llama_cpp.llama_model_quantize_default_params()
@@ -85,16 +90,16 @@ def test_files_that_it_quantised_and_reads_back(kind: str, tmp_path: Path) -> No
             str(source).encode(), str(target).encode(), ctypes.byref(params)
         )
         assert status == 0
-    ours, theirs, before = Weights.open(packed), Weights.open(unpacked), Weights.open(file)
-    assert ours.names == theirs.names == before.names
+    ours, unquantized, original = Weights.open(packed), Weights.open(unpacked), Weights.open(file)
+    assert ours.names == unquantized.names == original.names
     for name in ours.names:
         numbers, shape = ours.tensor(name, ours.shape(name)), ours.shape(name)
-        assert torch.equal(numbers, theirs.tensor(name, shape)), name
-        assert len(shape) == 1 or not torch.equal(numbers, before.tensor(name, shape)), name
+        assert torch.equal(numbers, unquantized.tensor(name, shape)), name
+        assert len(shape) == 1 or not torch.equal(numbers, original.tensor(name, shape)), name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "llama2xs", "stories260K"])
-def test_tokens(name: str, tmp_path: Path, shared_data: Path) -> None:
+def test_tokens_equal_those_of_llama_cpp(name: str, tmp_path: Path, shared_data: Path) -> None:
     if name in ("gpt2", "qwen3"):
         original = read_tokenizer_files(shared_data / "tokenizers" / name).tokenizer
         metadata = tokenizer_metadata(
@@ -102,18 +107,18 @@ def test_tokens(name: str, tmp_path: Path, shared_data: Path) -> None:
         )
     else:
         metadata = sentencepiece_metadata(pieces_of(shared_data / "models" / name / "tokenizer.model"))
-    file = write(tmp_path, metadata)
-    ours, llama = read_tokenizer_files(file).tokenizer, peer(file, vocab_only=True)
+    file = write_gguf_file(tmp_path, metadata)
+    ours, llama = read_tokenizer_files(file).tokenizer, open_with_llama_cpp(file, vocab_only=True)
     for text in TEXTS:
         if (
             "\u030a" in text and name == "qwen3"
-        ):  # which llama.cpp does not compose, against the model's own files
+        ):  # llama.cpp does not compose U+030A, unlike the tokenizer of the model
             continue
         assert ours.encode(text).ids == llama.tokenize(text.encode(), add_bos=True, special=True), text
 
 
 @pytest.mark.parametrize("name", ["llama2xs", "stories260K"])
-def test_text(name: str, tmp_path: Path, shared_data: Path) -> None:
+def test_text_equals_that_of_llama_cpp(name: str, tmp_path: Path, shared_data: Path) -> None:
     checkpoint = shared_data / "models" / name
     metadata = sentencepiece_metadata(pieces_of(checkpoint / "tokenizer.model"))
     for kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
@@ -121,8 +126,13 @@ def test_text(name: str, tmp_path: Path, shared_data: Path) -> None:
         with LLM(str(file), quantization_encoding="float32") as llm:
             ours = llm.generate("Once upon a time", SamplingParams(max_new_tokens=100))[0].text
         options = {"max_tokens": 100, "temperature": 0.0, "repeat_penalty": 1.0}
-        assert ours == peer(file).create_completion("Once upon a time", **options)["choices"][0]["text"]
+        assert (
+            ours
+            == open_with_llama_cpp(file).create_completion("Once upon a time", **options)["choices"][0][
+                "text"
+            ]
+        )
 
 
-def test_the_families_are_those_of_the_registry() -> None:
+def test_all_families_are_in_the_registry() -> None:
     assert set(ARCHITECTURES) <= {architecture.name for architecture in DECODERS}

@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from GGUF files equal the originals."""
+"""Tokenizers from GGUF metadata equal the original tokenizers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEXTS = [
 ]
 
 
-def write(folder: Path, metadata: dict[str, Any]) -> Path:
+def write_gguf_file(folder: Path, metadata: dict[str, Any]) -> Path:
     """Write a GGUF file with a minimal model and the tokenizer of ``metadata``."""
     writer = GGUFWriter(folder / "m.gguf", "llama")
     sizes = {"context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32}
@@ -52,48 +52,54 @@ def write(folder: Path, metadata: dict[str, Any]) -> Path:
     return folder / "m.gguf"
 
 
-def check_equal(own: Tokenizer, original: Tokenizer) -> None:
+def check_equal(ours: Tokenizer, original: Tokenizer) -> None:
     for text in TEXTS:
         ids = original.encode(text).ids
-        assert own.encode(text).ids == ids, text
+        assert ours.encode(text).ids == ids, text
         for skip in (True, False):
-            assert own.decode(ids, skip_special_tokens=skip) == original.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == original.decode(
+                ids, skip_special_tokens=skip
+            )
 
 
-def embedded() -> dict[str, Any]:
-    """Return the embedded model's tokenizer with GPT-2's pre-tokenizer."""
+def embedded_tokenizer_json() -> dict[str, Any]:
+    """Return tokenizer.json of the embedded model with the pre-tokenizer of GPT-2."""
     tokenizer: dict[str, Any] = json.loads((resolve_checkpoint("demo") / "tokenizer.json").read_text())
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return tokenizer | {"pre_tokenizer": split}
 
 
-def test_byte_level(tmp_path: Path) -> None:
-    tokenizer = embedded()
-    own = read_gguf_tokenizer(write(tmp_path, tokenizer_metadata(tokenizer, "gpt-2")))
-    check_equal(own.tokenizer, Tokenizer.from_str(json.dumps(tokenizer)))
+def test_a_byte_level_tokenizer_equals_the_original(tmp_path: Path) -> None:
+    tokenizer = embedded_tokenizer_json()
+    ours = read_gguf_tokenizer(write_gguf_file(tmp_path, tokenizer_metadata(tokenizer, "gpt-2")))
+    check_equal(ours.tokenizer, Tokenizer.from_str(json.dumps(tokenizer)))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_real_byte_level_tokenizers(tmp_path: Path, shared_data: Path, name: str) -> None:
+def test_published_byte_level_tokenizers_equal_the_originals(
+    tmp_path: Path, shared_data: Path, name: str
+) -> None:
     original = read_tokenizer_files(shared_data / "tokenizers" / name).tokenizer
     pre = {"gpt2": "gpt-2", "qwen3": "qwen2"}[name]
     size = {"gpt2": 50257, "qwen3": 151936}[name]
-    file = write(tmp_path, tokenizer_metadata(json.loads(original.to_str()), pre, size=size))
+    file = write_gguf_file(tmp_path, tokenizer_metadata(json.loads(original.to_str()), pre, size=size))
     check_equal(read_gguf_tokenizer(file).tokenizer, original)
 
 
 @pytest.mark.parametrize("name", ["llama2xs", "stories260K"])
-def test_real_sentencepiece_models(tmp_path: Path, shared_data: Path, name: str) -> None:
+def test_published_sentencepiece_models_equal_the_originals(
+    tmp_path: Path, shared_data: Path, name: str
+) -> None:
     folder = shared_data / "models" / name
-    file = write(tmp_path, sentencepiece_metadata(pieces_of(folder / "tokenizer.model")))
-    own = read_gguf_tokenizer(file)
-    check_equal(own.tokenizer, Tokenizer.from_file(str(folder / "tokenizer.json")))
-    assert own.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    assert own.eos_token_ids == (2,)
+    file = write_gguf_file(tmp_path, sentencepiece_metadata(pieces_of(folder / "tokenizer.model")))
+    ours = read_gguf_tokenizer(file)
+    check_equal(ours.tokenizer, Tokenizer.from_file(str(folder / "tokenizer.json")))
+    assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert ours.eos_token_ids == (2,)
 
 
-def test_a_real_vocabulary_by_scores(tmp_path: Path, shared_data: Path) -> None:
-    """TinyLlama's tokenizer, whose scores are in the order of its merges."""
+def test_a_published_vocabulary_with_scores_equals_the_original(tmp_path: Path, shared_data: Path) -> None:
+    """The scores of TinyLlama's tokenizer are derived from the order of its merges."""
     path = shared_data / "tokenizers" / "tinyllama" / "tokenizer.json"
     model = json.loads(path.read_text())["model"]
     scores: dict[str, float] = {}
@@ -101,7 +107,7 @@ def test_a_real_vocabulary_by_scores(tmp_path: Path, shared_data: Path) -> None:
         left, right = merge if isinstance(merge, list) else merge.split(" ")
         scores.setdefault(left + right, -float(rank))
     pieces = [(piece, scores.get(piece, -1e6)) for piece in sorted(model["vocab"], key=model["vocab"].get)]
-    file = write(tmp_path, sentencepiece_metadata(pieces))
+    file = write_gguf_file(tmp_path, sentencepiece_metadata(pieces))
     check_equal(read_gguf_tokenizer(file).tokenizer, Tokenizer.from_file(str(path)))
 
 
@@ -121,28 +127,28 @@ class TestScores:
         metadata = sentencepiece_metadata(PIECES) | {
             f"tokenizer.ggml.{key}": value for key, value in more.items()
         }
-        own = read_gguf_tokenizer(write(folder, metadata)).tokenizer
-        assert own.decode(own.encode(text).ids) == text
-        return own.encode(text).tokens
+        ours = read_gguf_tokenizer(write_gguf_file(folder, metadata)).tokenizer
+        assert ours.decode(ours.encode(text).ids) == text
+        return ours.encode(text).tokens
 
-    def test_the_highest_score_is_joined_first(self, tmp_path: Path) -> None:
+    def test_the_pair_with_the_highest_score_is_merged_first(self, tmp_path: Path) -> None:
         assert self.tokens(tmp_path, "abc") == ["<s>", "▁a", "bc"]
 
     def test_add_space_prefix_false(self, tmp_path: Path) -> None:
         assert self.tokens(tmp_path, "abc", add_space_prefix=False) == ["<s>", "abc"]
         assert self.tokens(tmp_path, " a", add_space_prefix=False) == ["<s>", "▁a"]
 
-    def test_special_tokens_are_found_in_a_text(self, tmp_path: Path) -> None:
+    def test_special_tokens_in_a_text_are_recognised(self, tmp_path: Path) -> None:
         metadata = sentencepiece_metadata(PIECES)
-        own = read_gguf_tokenizer(write(tmp_path, metadata)).tokenizer
-        assert own.encode("<unk></s>").tokens == ["<s>", "<unk>", "</s>"]
-        assert own.decode([1, 0, 2]) == ""
+        ours = read_gguf_tokenizer(write_gguf_file(tmp_path, metadata)).tokenizer
+        assert ours.encode("<unk></s>").tokens == ["<s>", "<unk>", "</s>"]
+        assert ours.decode([1, 0, 2]) == ""
 
-    def test_unknown_letters_are_bytes(self, tmp_path: Path) -> None:
+    def test_unknown_characters_are_encoded_as_bytes(self, tmp_path: Path) -> None:
         assert self.tokens(tmp_path, "é") == ["<s>", "▁", "<0xC3>", "<0xA9>"]
 
     @pytest.mark.parametrize(
-        ("ends", "expected"),
+        ("settings", "expected"),
         [
             ({"add_bos_token": False}, ["▁a"]),
             ({"add_eos_token": True}, ["<s>", "▁a", "</s>"]),
@@ -150,20 +156,20 @@ class TestScores:
         ],
     )
     def test_bos_and_eos_tokens_of_the_file(
-        self, tmp_path: Path, ends: dict[str, bool], expected: list[str]
+        self, tmp_path: Path, settings: dict[str, bool], expected: list[str]
     ) -> None:
-        assert self.tokens(tmp_path, "a", **ends) == expected
+        assert self.tokens(tmp_path, "a", **settings) == expected
 
-    def test_tokens_of_a_user_come_first(self, tmp_path: Path) -> None:
+    def test_user_defined_tokens_are_matched_first(self, tmp_path: Path) -> None:
         metadata = sentencepiece_metadata([*PIECES, ("  ", -1000.0), ("abcab", -1000.0)])
         metadata["tokenizer.ggml.token_type"][-2:] = [int(TokenType.USER_DEFINED)] * 2
         metadata["tokenizer.ggml.add_space_prefix"] = False
-        own = read_gguf_tokenizer(write(tmp_path, metadata)).tokenizer
-        assert own.encode("c  abcab").tokens == ["<s>", "c", "  ", "abcab"]
-        assert own.decode(own.encode("c  abcab").ids) == "c  abcab"
+        ours = read_gguf_tokenizer(write_gguf_file(tmp_path, metadata)).tokenizer
+        assert ours.encode("c  abcab").tokens == ["<s>", "c", "  ", "abcab"]
+        assert ours.decode(ours.encode("c  abcab").ids) == "c  abcab"
 
 
-SPLITS = {
+EXPECTED_SPLITS = {
     "gpt-2": ["It", "'s", " 12345", " I", "'", "LL", "!!", "\n\n ", " x"],
     "llama-bpe": ["It", "'s", " ", "123", "45", " I", "'LL", "!!\n\n", " ", " x"],
     "dbrx": ["It", "'s", " ", "123", "45", " I", "'LL", "!!\n\n", " ", " x"],
@@ -174,92 +180,93 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("name", SPLITS)
-def test_how_text_is_split(tmp_path: Path, name: str) -> None:
-    file = write(tmp_path, tokenizer_metadata(embedded(), name) | {"tokenizer.ggml.bos_token_id": 1})
+@pytest.mark.parametrize("name", EXPECTED_SPLITS)
+def test_pre_tokenizers_split_text(tmp_path: Path, name: str) -> None:
+    file = write_gguf_file(
+        tmp_path, tokenizer_metadata(embedded_tokenizer_json(), name) | {"tokenizer.ggml.bos_token_id": 1}
+    )
     tokenizer = read_gguf_tokenizer(file).tokenizer
     assert tokenizer.pre_tokenizer is not None
     text = "It's 12345 I'LL!!\n\n  x"
     pieces = [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-    assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in pieces] == SPLITS[name]
+    assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in pieces] == EXPECTED_SPLITS[name]
     adds_bos = name in ("llama-bpe", "tekken")
     assert tokenizer.encode("a").ids[:1] == [1] if adds_bos else tokenizer.encode("a").ids[:1] != [1]
 
 
 def test_ignore_merges_keeps_words_that_are_tokens(tmp_path: Path) -> None:
-    tokenizer = embedded()
+    tokenizer = embedded_tokenizer_json()
     tokenizer["model"]["vocab"]["zqz"] = 2048
-    for name, is_one in (("llama-bpe", True), ("qwen2", False)):
-        own = read_gguf_tokenizer(write(tmp_path, tokenizer_metadata(tokenizer, name))).tokenizer
-        assert (own.encode("zqz").ids == [2048]) is is_one
+    for name, is_one_token in (("llama-bpe", True), ("qwen2", False)):
+        ours = read_gguf_tokenizer(write_gguf_file(tmp_path, tokenizer_metadata(tokenizer, name))).tokenizer
+        assert (ours.encode("zqz").ids == [2048]) is is_one_token
 
 
-class TestBeside:
-    """A tokenizer.json in the folder of the GGUF file."""
+class TestTokenizerJson:
+    """A tokenizer.json in the folder of the GGUF file has precedence."""
 
-    def write(self, folder: Path, **changes: Any) -> Path:
-        tokenizer = embedded()
+    def write_folder(self, folder: Path, **changes: Any) -> Path:
+        tokenizer = embedded_tokenizer_json()
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-        settings = {"eos_token": "<|im_end|>", "chat_template": "beside"}
+        settings = {"eos_token": "<|im_end|>", "chat_template": "from the folder"}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        return write(folder, tokenizer_metadata(tokenizer, "martian") | changes)
+        return write_gguf_file(folder, tokenizer_metadata(tokenizer, "martian") | changes)
 
     def test_tokenizer_json_has_precedence(self, tmp_path: Path) -> None:
-        more = {"tokenizer.chat_template": "inside", "tokenizer.ggml.eos_token_id": 0}
-        file = self.write(tmp_path, **more, **{"tokenizer.ggml.bos_token_id": 1})
+        more = {"tokenizer.chat_template": "from GGUF", "tokenizer.ggml.eos_token_id": 0}
+        file = self.write_folder(tmp_path, **more, **{"tokenizer.ggml.bos_token_id": 1})
         files = read_tokenizer_files(file)
         check_equal(files.tokenizer, Tokenizer.from_file(str(tmp_path / "tokenizer.json")))
-        assert files.templates == {"default": "beside"}
+        assert files.templates == {"default": "from the folder"}
         assert files.eos_token_ids == (2, 0)
         assert files.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
-    def test_another_model_s_is_refused(self, tmp_path: Path) -> None:
-        tokens = tokenizer_metadata(embedded(), "gpt-2")["tokenizer.ggml.tokens"]
+    def test_a_tokenizer_of_another_model_is_refused(self, tmp_path: Path) -> None:
+        tokens = tokenizer_metadata(embedded_tokenizer_json(), "gpt-2")["tokenizer.ggml.tokens"]
         tokens[700] = "other"
-        file = self.write(tmp_path, **{"tokenizer.ggml.tokens": tokens})
+        file = self.write_folder(tmp_path, **{"tokenizer.ggml.tokens": tokens})
         with pytest.raises(
             CheckpointError, match=r"not the tokenizer of m\.gguf: token 700 is .* here and 'other'"
         ):
             read_tokenizer_files(file)
 
-    def test_a_larger_one_is_refused(self, tmp_path: Path) -> None:
-        tokens = tokenizer_metadata(embedded(), "gpt-2")["tokenizer.ggml.tokens"]
-        file = self.write(tmp_path, **{"tokenizer.ggml.tokens": tokens[:-1]})
+    def test_a_larger_tokenizer_is_refused(self, tmp_path: Path) -> None:
+        tokens = tokenizer_metadata(embedded_tokenizer_json(), "gpt-2")["tokenizer.ggml.tokens"]
+        file = self.write_folder(tmp_path, **{"tokenizer.ggml.tokens": tokens[:-1]})
         with pytest.raises(CheckpointError, match="token 2047 is '</tool_call>' here and nothing there"):
             read_tokenizer_files(file)
 
 
-def test_a_tokenizer_that_is_whole_in_the_file(tmp_path: Path) -> None:
-    tokenizer = embedded()
+def test_a_complete_tokenizer_in_the_metadata_is_used(tmp_path: Path) -> None:
+    tokenizer = embedded_tokenizer_json()
     metadata = tokenizer_metadata(tokenizer, "martian") | {
         "tokenizer.huggingface.json": json.dumps(tokenizer)
     }
     check_equal(
-        read_gguf_tokenizer(write(tmp_path, metadata)).tokenizer, Tokenizer.from_str(json.dumps(tokenizer))
+        read_gguf_tokenizer(write_gguf_file(tmp_path, metadata)).tokenizer,
+        Tokenizer.from_str(json.dumps(tokenizer)),
     )
 
 
 def test_special_tokens_templates_and_limits(tmp_path: Path) -> None:
-    metadata = tokenizer_metadata(embedded(), "gpt-2", size=2050) | {
+    metadata = tokenizer_metadata(embedded_tokenizer_json(), "gpt-2", size=2050) | {
         "tokenizer.ggml.eos_token_id": 0,
         "tokenizer.ggml.eom_token_id": 5,
-        "tokenizer.ggml.padding_token_id": 2**32 - 1,  # how some say none
+        "tokenizer.ggml.padding_token_id": 2**32 - 1,  # the value that some writers use for "none"
         "tokenizer.chat_template": "{{ messages[0].content }}",
         "tokenizer.chat_templates": ["tool_use"],
         "tokenizer.chat_template.tool_use": "T",
     }
-    files = read_tokenizer_files(write(tmp_path, metadata))
-    assert files.eos_token_ids == (0, 5, 2), (
-        "2 is <|im_end|>, which ends a turn where the file names no other"
-    )
+    files = read_tokenizer_files(write_gguf_file(tmp_path, metadata))
+    assert files.eos_token_ids == (0, 5, 2), "<|im_end|> (2) is an EOS token if the file has no eot_token_id"
     assert files.special_tokens == {"eos_token": "<|endoftext|>"}
     assert files.templates == {"default": "{{ messages[0].content }}", "tool_use": "T"}
     assert (files.vocab_size, files.max_length) == (2050, 64)
     tokenizer = TextTokenizer(tmp_path / "m.gguf")
     assert tokenizer.vocab_size == 2050
     assert tokenizer.eos == 0
-    named = metadata | {"tokenizer.ggml.eot_token_id": 7}
-    assert read_tokenizer_files(write(tmp_path, named)).eos_token_ids == (0, 7, 5)
+    with_eot = metadata | {"tokenizer.ggml.eot_token_id": 7}
+    assert read_tokenizer_files(write_gguf_file(tmp_path, with_eot)).eos_token_ids == (0, 7, 5)
 
 
 @pytest.mark.parametrize(
@@ -289,16 +296,16 @@ def test_special_tokens_templates_and_limits(tmp_path: Path) -> None:
         ({"tokenizer.huggingface.json": "{}"}, "tokenizer.huggingface.json cannot be read as a tokenizer"),
     ],
 )
-def test_refusals(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
-    metadata = tokenizer_metadata(embedded(), "gpt-2") | changes
-    file = write(tmp_path, {key: value for key, value in metadata.items() if value is not None})
+def test_invalid_metadata_is_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    metadata = tokenizer_metadata(embedded_tokenizer_json(), "gpt-2") | changes
+    file = write_gguf_file(tmp_path, {key: value for key, value in metadata.items() if value is not None})
     with pytest.raises(CheckpointError, match=problem) as error:
         read_tokenizer_files(file)
     assert str(error.value).startswith(str(file))
 
 
-def test_a_duplicate_token(tmp_path: Path) -> None:
-    metadata = tokenizer_metadata(embedded(), "gpt-2")
+def test_a_duplicate_token_is_refused(tmp_path: Path) -> None:
+    metadata = tokenizer_metadata(embedded_tokenizer_json(), "gpt-2")
     metadata["tokenizer.ggml.tokens"][900] = metadata["tokenizer.ggml.tokens"][800]
     with pytest.raises(CheckpointError, match="has a token twice"):
-        read_tokenizer_files(write(tmp_path, metadata))
+        read_tokenizer_files(write_gguf_file(tmp_path, metadata))

@@ -1,4 +1,4 @@
-"""Resolving a model name to a folder. The hub's client is replaced or offline."""
+"""Resolution of model names to folders. The client of the hub is a fake or offline."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Download = Callable[..., str]
 @pytest.fixture
 def no_download(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*args: Any, **kwargs: Any) -> str:
-        pytest.fail(f"asked the hub for {args}")
+        pytest.fail(f"the hub was called with {args}")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
 
 
-def touch(folder: Path, *names: str) -> Path:
+def create_files(folder: Path, *names: str) -> Path:
     folder.mkdir(exist_ok=True)
     for name in names:
         (folder / name).write_bytes(b"")
@@ -38,23 +38,23 @@ def touch(folder: Path, *names: str) -> Path:
 
 @pytest.mark.usefixtures("no_download")
 class TestLocal:
-    def test_a_folder(self, tmp_path: Path) -> None:
-        folder = touch(tmp_path / "m", "config.json", "model.safetensors")
+    def test_a_folder_is_returned_unchanged(self, tmp_path: Path) -> None:
+        folder = create_files(tmp_path / "m", "config.json", "model.safetensors")
         assert resolve_checkpoint(str(folder)) == folder
 
-    def test_the_home_folder_and_relative_paths(
+    def test_home_and_relative_paths_are_resolved(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        folder = touch(tmp_path / "m", "config.json", "model.safetensors")
+        folder = create_files(tmp_path / "m", "config.json", "model.safetensors")
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.chdir(tmp_path)
         assert resolve_checkpoint("~/m") == resolve_checkpoint("./m") == resolve_checkpoint("m") == folder
 
     def test_demo_is_the_embedded_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert hub._DEMO_FOLDER == Path(hub.__file__).parents[1] / "demo"
-        folder = touch(tmp_path / "embedded", "config.json", "model.safetensors")
+        folder = create_files(tmp_path / "embedded", "config.json", "model.safetensors")
         monkeypatch.setitem(hub._EMBEDDED, "demo", folder)
-        touch(tmp_path / "demo", "config.json", "model.safetensors")
+        create_files(tmp_path / "demo", "config.json", "model.safetensors")
         monkeypatch.chdir(tmp_path)
         assert resolve_checkpoint("demo") == folder
         assert resolve_checkpoint("./demo") == tmp_path / "demo"
@@ -69,12 +69,12 @@ class TestLocal:
             resolve_checkpoint(path)
 
     @pytest.mark.parametrize("name", ["", "a b", "model/", "a\x00b", "namespace/na me", "-x"])
-    def test_a_name_that_is_not_a_path_or_a_hub_id(self, name: str) -> None:
+    def test_an_invalid_name_is_refused(self, name: str) -> None:
         with pytest.raises(CheckpointNotFoundError, match="is neither a folder nor a hub id"):
             resolve_checkpoint(name)
 
-    def test_a_file_names_its_folder(self, tmp_path: Path) -> None:
-        touch(tmp_path, "model.safetensors")
+    def test_the_error_for_a_weight_file_names_its_folder(self, tmp_path: Path) -> None:
+        create_files(tmp_path, "model.safetensors")
         with pytest.raises(CheckpointError, match=f"is a file: give the folder .*, {tmp_path}$"):
             resolve_checkpoint(str(tmp_path / "model.safetensors"))
 
@@ -92,19 +92,19 @@ class TestLocal:
             (("adapter_config.json", "adapter_model.safetensors"), "is a LoRA adapter"),
         ],
     )
-    def test_a_folder_without_a_checkpoint(
+    def test_a_folder_without_a_checkpoint_is_refused(
         self, tmp_path: Path, files: tuple[str, ...], problem: str
     ) -> None:
         with pytest.raises(CheckpointError, match=problem) as error:
-            resolve_checkpoint(str(touch(tmp_path / "m", *files)))
+            resolve_checkpoint(str(create_files(tmp_path / "m", *files)))
         assert str(error.value).startswith(str(tmp_path / "m"))
         assert "\n" not in str(error.value)
 
 
 @pytest.mark.usefixtures("no_download")
 class TestLocalGGUF:
-    def test_a_file(self, tmp_path: Path) -> None:
-        touch(tmp_path, "a.gguf", "b.GGUF", "config.json", "model.safetensors")
+    def test_a_gguf_file_is_returned_unchanged(self, tmp_path: Path) -> None:
+        create_files(tmp_path, "a.gguf", "b.GGUF", "config.json", "model.safetensors")
         for name in ("a.gguf", "b.GGUF"):
             assert resolve_checkpoint(str(tmp_path / name)) == tmp_path / name
         assert resolve_checkpoint(str(tmp_path / "a.gguf"), gguf_file="a") == tmp_path / "a.gguf"
@@ -112,7 +112,7 @@ class TestLocalGGUF:
             resolve_checkpoint(str(tmp_path / "a.gguf"), gguf_file="Q4_0")
 
     @pytest.mark.parametrize(
-        ("files", "wanted", "chosen"),
+        ("files", "selection", "expected"),
         [
             (("m.gguf",), None, "m.gguf"),
             (("m.gguf", "mmproj-m-f16.gguf", "config.json"), None, "m.gguf"),
@@ -131,12 +131,15 @@ class TestLocalGGUF:
         ],
     )
     def test_gguf_file_selection_in_a_folder(
-        self, tmp_path: Path, files: tuple[str, ...], wanted: str | None, chosen: str
+        self, tmp_path: Path, files: tuple[str, ...], selection: str | None, expected: str
     ) -> None:
-        assert resolve_checkpoint(str(touch(tmp_path, *files)), gguf_file=wanted) == tmp_path / chosen
+        assert (
+            resolve_checkpoint(str(create_files(tmp_path, *files)), gguf_file=selection)
+            == tmp_path / expected
+        )
 
     @pytest.mark.parametrize(
-        ("files", "wanted", "problem"),
+        ("files", "selection", "problem"),
         [
             (("a-Q4_0.gguf", "b-Q4_0.gguf"), "Q4_0", "2 matching GGUF files: .*: a-Q4_0.gguf, b-Q4_0.gguf$"),
             (("a-Q4_0.gguf",), "Q5_0", "has no GGUF file 'Q5_0': choose one of a-Q4_0.gguf$"),
@@ -152,24 +155,24 @@ class TestLocalGGUF:
             ),
         ],
     )
-    def test_no_match_or_several(
-        self, tmp_path: Path, files: tuple[str, ...], wanted: str | None, problem: str
+    def test_no_match_or_several_matches_are_refused(
+        self, tmp_path: Path, files: tuple[str, ...], selection: str | None, problem: str
     ) -> None:
         with pytest.raises(CheckpointError, match=problem):
-            resolve_checkpoint(str(touch(tmp_path, *files)), gguf_file=wanted)
+            resolve_checkpoint(str(create_files(tmp_path, *files)), gguf_file=selection)
 
-    def test_a_later_part(self, tmp_path: Path) -> None:
-        touch(tmp_path, "m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
+    def test_the_error_for_a_later_part_names_the_first_part(self, tmp_path: Path) -> None:
+        create_files(tmp_path, "m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
         with pytest.raises(CheckpointError, match=r"give its first, m-00001-of-00002\.gguf"):
             resolve_checkpoint(str(tmp_path / "m-00002-of-00002.gguf"))
 
-    def test_the_embedded_model_is_none(self) -> None:
+    def test_the_embedded_model_has_no_gguf_file(self) -> None:
         with pytest.raises(CheckpointError, match="has no GGUF file"):
             resolve_checkpoint("demo", gguf_file="Q4_0")
 
 
 class FakeHub:
-    """A fake hub client with repositories in memory. Records the downloaded files."""
+    """A fake hub client with one repository. Records the downloaded files."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str, online: bool = True
@@ -189,13 +192,13 @@ class FakeHub:
         self, model_id: str, *, revision: str, allow_patterns: list[str], ignore_patterns: list[str]
     ) -> str:
         assert revision == "v1"
-        wanted = filter_repo_objects(
+        selection = filter_repo_objects(
             self.names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
         )
-        for name in wanted if self.online else ():
+        for name in selection if self.online else ():
             self.downloaded.add(name)
             (self.folder / name).parent.mkdir(exist_ok=True, parents=True)
-            touch(self.folder / Path(name).parent, Path(name).name)
+            create_files(self.folder / Path(name).parent, Path(name).name)
         self.folder.mkdir(exist_ok=True)
         return str(self.folder)
 
@@ -210,7 +213,7 @@ class TestHubGGUF:
         assert resolve_checkpoint("a/b", "v1", "q4_k_m") == tmp_path / "m" / "m-Q4_K_M.gguf"
         assert hub.downloaded == {"m-Q4_K_M.gguf", "tokenizer.json"}
 
-    def test_several_gguf_files_without_a_name_download_no_weights(
+    def test_several_gguf_files_without_a_selection_are_refused_before_a_download(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES)
@@ -220,16 +223,18 @@ class TestHubGGUF:
             resolve_checkpoint("a/b", "v1")
         assert not hub.downloaded
 
-    def test_a_lone_file_needs_no_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_single_gguf_file_needs_no_selection(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         FakeHub(monkeypatch, tmp_path / "m", "m-Q8_0.gguf")
         assert resolve_checkpoint("a/b", "v1") == tmp_path / "m" / "m-Q8_0.gguf"
 
-    def test_safetensors_come_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_safetensors_are_preferred_to_gguf(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES, "config.json", "model.safetensors")
         assert resolve_checkpoint("a/b", "v1") == tmp_path / "m"
         assert hub.downloaded == {"config.json", "model.safetensors"}
 
-    def test_but_not_before_a_file_that_is_named(
+    def test_a_selected_gguf_file_is_preferred_to_safetensors(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES, "config.json", "model.safetensors")
@@ -243,13 +248,15 @@ class TestHubGGUF:
         assert hub.downloaded == set(parts)
 
     def test_offline_uses_the_local_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        FakeHub(monkeypatch, touch(tmp_path, "m-Q8_0.gguf"), *self.SIZES, online=False)
+        FakeHub(monkeypatch, create_files(tmp_path, "m-Q8_0.gguf"), *self.SIZES, online=False)
         assert resolve_checkpoint("a/b", "v1") == tmp_path / "m-Q8_0.gguf"
         with pytest.raises(CheckpointError, match=r"has no GGUF file 'Q4_K_M': choose one of m-Q8_0.gguf$"):
             resolve_checkpoint("a/b", "v1", "Q4_K_M")
 
-    def test_an_interrupted_download_offline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        FakeHub(monkeypatch, touch(tmp_path, "config.json", "m-1.safetensors"), online=False)
+    def test_an_incomplete_download_is_refused_offline(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        FakeHub(monkeypatch, create_files(tmp_path, "config.json", "m-1.safetensors"), online=False)
         index = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-3.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(
@@ -262,37 +269,41 @@ class TestHub:
     def test_modules_and_heads_are_downloaded_with_the_model(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        small = {"config.json", "modules.json", "1_Pooling/config.json", "2_Dense/pytorch_model.bin"}
+        module_files = {"config.json", "modules.json", "1_Pooling/config.json", "2_Dense/pytorch_model.bin"}
         heads = {"sparse_linear.pt", "colbert_linear.pt"}
         others = {"pytorch_model.bin", "optimizer.pt", "onnx/model.onnx"}
-        wanted = small | heads | {"model.safetensors"}
-        hub = FakeHub(monkeypatch, tmp_path / "m", *wanted, *others)
+        expected = module_files | heads | {"model.safetensors"}
+        hub = FakeHub(monkeypatch, tmp_path / "m", *expected, *others)
         assert resolve_checkpoint("a/b", "v1") == tmp_path / "m"
-        assert hub.downloaded == wanted
+        assert hub.downloaded == expected
 
-    def test_a_model_is_downloaded_in_its_revision(
+    def test_the_requested_revision_is_downloaded(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked: list[Any] = []
+        downloads: list[Any] = []
 
         def download(model_id: str, **options: Any) -> str:
-            asked.append((model_id, options["revision"]))
+            downloads.append((model_id, options["revision"]))
             assert "*.safetensors" in options["allow_patterns"]
             assert not any(fnmatch("pytorch_model.bin", pattern) for pattern in options["allow_patterns"])
-            return str(touch(tmp_path / "snapshot", "config.json", "model.safetensors"))
+            return str(create_files(tmp_path / "snapshot", "config.json", "model.safetensors"))
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         assert resolve_checkpoint("name/space", "v1") == tmp_path / "snapshot"
         assert resolve_checkpoint("gpt2") == tmp_path / "snapshot"
-        assert asked == [("name/space", "v1"), ("gpt2", "main")]
+        assert downloads == [("name/space", "v1"), ("gpt2", "main")]
 
-    def test_a_model_without_safetensors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        snapshot = str(touch(tmp_path / "snapshot", "config.json"))
+    def test_a_model_without_safetensors_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        snapshot = str(create_files(tmp_path / "snapshot", "config.json"))
         monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: snapshot)
         with pytest.raises(CheckpointError, match="name/space: has no safetensors weights on the hub"):
             resolve_checkpoint("name/space")
 
-    def test_offline_and_never_downloaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_model_that_is_not_cached_is_refused_offline(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
         with pytest.raises(CheckpointNotFoundError, match="switched off: give the path of a local") as error:
@@ -312,7 +323,7 @@ class TestHub:
             (OSError, "cannot be downloaded from the hub .finished files are kept.*: first line$"),
         ],
     )
-    def test_each_failure_has_advice(
+    def test_each_download_error_has_advice(
         self, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], advice: str
     ) -> None:
         text = "first line\nsecond line"

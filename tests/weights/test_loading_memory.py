@@ -1,4 +1,4 @@
-"""A load needs memory for one layer besides the packed weights, for any checkpoint size."""
+"""Peak memory of a load: the packed weights and one layer, for any checkpoint size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = {**SHAPES["l110m"], "num_hidden_layers": 8, "vocab_size": 4096}
 MB = 1 << 20
 
 
-def resident(kind: str) -> int:
+def resident_bytes(kind: str) -> int:
     """Return resident bytes of this process: ``RssAnon`` (anonymous) or ``RssFile`` (mapped files)."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{kind}:"))
     return 1024 * int(line.split()[1])
@@ -32,28 +32,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8", "int4"])
-def test_no_more_than_the_packed_weights(
+def test_peak_memory_is_close_to_the_packed_size(
     checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"max_length": 64, "max_batch_size": 1, "kv_cache_memory": 8 * MB, "num_threads": 1}
-    generate(
-        open_pipeline("demo", **options), [context_of([1, 2], 2)]
-    )  # loads libraries, which allocate memory once
-    anonymous, files, release = [resident("RssAnon")], [resident("RssFile")], Weights.release
+    # A first model loads libraries, which allocate memory once.
+    generate(open_pipeline("demo", **options), [context_of([1, 2], 2)])
+    anonymous, files, release = [resident_bytes("RssAnon")], [resident_bytes("RssFile")], Weights.release
 
-    def watched(weights: Weights, name: str) -> None:
-        anonymous.append(resident("RssAnon"))
-        files.append(resident("RssFile"))
+    def record_and_release(weights: Weights, name: str) -> None:
+        anonymous.append(resident_bytes("RssAnon"))
+        files.append(resident_bytes("RssFile"))
         release(weights, name)
 
-    monkeypatch.setattr(Weights, "release", watched)
+    monkeypatch.setattr(Weights, "release", record_and_release)
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, **options)
-    files.append(resident("RssFile"))
+    files.append(resident_bytes("RssFile"))
     generate(pipeline, [context_of([1, 2], 3)])
     packed = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
-    assert len(anonymous) > 40, "releases were recorded"
-    assert files[-1] - files[0] < 24 * MB, "the pages of the file are released"
-    if encoding == "bfloat16":  # mapped rows first; panels replace them layer by layer
+    assert len(anonymous) > 40, "each release of a tensor was recorded"
+    assert files[-1] - files[0] < 24 * MB, "mapped pages of the file are released"
+    if encoding == "bfloat16":  # mapped rows are used first; packed panels replace them layer by layer
         assert max(files) - files[0] > 0.5 * packed
         assert (
             max(map(sum, zip(anonymous, files, strict=False)))
@@ -64,17 +63,17 @@ def test_no_more_than_the_packed_weights(
         assert max(anonymous) - anonymous[0] < 1.15 * packed + 24 * MB
 
 
-def test_dropped_pages_are_read_again_unchanged(tmp_path: Path) -> None:
+def test_released_pages_are_read_from_the_file_again(tmp_path: Path) -> None:
     numbers = torch.arange(3 * MB, dtype=torch.int32).view(3, MB)
     save_file({"a": numbers.float(), "b": torch.ones(7)}, tmp_path / "model.safetensors")
     weights = Weights.open(tmp_path / "model.safetensors")
     tensor, other = weights.tensor("a", (3, MB)), weights.tensor("b", (7,))
     assert float(tensor.sum()) > 0
-    before = resident("RssFile")
+    bytes_before = resident_bytes("RssFile")
     weights.release("a")
     weights.release("a")
     weights.release("no such tensor")
-    assert before - resident("RssFile") > 10 * MB
+    assert bytes_before - resident_bytes("RssFile") > 10 * MB
     assert torch.equal(tensor, numbers.float())
     assert torch.equal(other, torch.ones(7))
 

@@ -1,4 +1,4 @@
-"""MXFP4 blocks against the format's definition and against transformers."""
+"""Dequantization of MXFP4 blocks equals the definition of the format and transformers."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from penstock.weights.checkpoint import open_checkpoint
 from penstock.weights.formats.mxfp4 import BLOCK, dequantize
 
 
-def by_definition(nibble: int, scale: int) -> float:
-    """E2M1 times E8M0, bit by bit (OCP Microscaling Formats 1.0, 5.3.3 and 5.4.1)."""
+def dequantize_element(nibble: int, scale: int) -> float:
+    """Return E2M1 element times E8M0 scale (OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4.1)."""
     sign, exponent, mantissa = nibble >> 3, nibble >> 1 & 3, nibble & 1
     magnitude = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
     return (-magnitude if sign else magnitude) * 2.0 ** (scale - 127)
 
 
 @given(st.lists(st.integers(0, 255), min_size=16, max_size=16), st.integers(0, 252))
-def test_dequantized_blocks_equal_the_reference(content: list[int], scale: int) -> None:
+def test_dequantized_blocks_equal_the_definition(content: list[int], scale: int) -> None:
     numbers = dequantize(torch.tensor([content]).byte(), torch.tensor([scale]).byte())
     assert numbers.dtype == torch.bfloat16
-    expected = [by_definition(nibble, scale) for byte in content for nibble in (byte & 15, byte >> 4)]
+    expected = [dequantize_element(nibble, scale) for byte in content for nibble in (byte & 15, byte >> 4)]
     assert numbers.tolist() == expected
 
 
-def test_a_nan_scale() -> None:
+def test_a_nan_scale_gives_nan() -> None:
     content = torch.arange(32).view(2, 16).byte()
     numbers = dequantize(content, torch.tensor([127, 255]).byte()).view(2, BLOCK)
     assert numbers[0].isfinite().all()
     assert numbers[1].isnan().all()
 
 
-def test_blocks_are_those_of_transformers() -> None:
+def test_dequantized_blocks_equal_transformers() -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator).byte()
     scales = torch.randint(100, 140, (3, 10, 4), generator=generator).byte()
-    theirs = convert_moe_packed_tensors(blocks, scales)  # [N, in, out]
-    assert torch.equal(dequantize(blocks, scales), theirs.transpose(1, 2))
-    assert not torch.equal(dequantize(blocks.flip(-1), scales), theirs.transpose(1, 2))
+    expected = convert_moe_packed_tensors(blocks, scales)  # [N, in, out]
+    assert torch.equal(dequantize(blocks, scales), expected.transpose(1, 2))
+    assert not torch.equal(dequantize(blocks.flip(-1), scales), expected.transpose(1, 2))
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor], method: str | None = "mxfp4") -> Path:
+def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], method: str | None = "mxfp4") -> Path:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     config = {} if method is None else {"quantization_config": {"quant_method": method}}
@@ -61,21 +61,21 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], method: str | None = "
 
 
 @pytest.mark.parametrize("method", ["mxfp4", None])
-def test_a_model_sees_one_matrix_per_expert(method: str | None, tmp_path: Path) -> None:
-    """Also if ``config.json`` does not name the format."""
+def test_expert_blocks_are_read_as_one_matrix_per_expert(method: str | None, tmp_path: Path) -> None:
+    """The format is recognised even if ``config.json`` does not name it."""
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator).byte()
     scales = torch.randint(100, 140, (3, 10, 4), generator=generator).byte()
     tensors = {"a_blocks": blocks, "a_scales": scales, "b_blocks": blocks[0].clone(), "c": torch.zeros(2)}
     tensors["b_scales"] = scales[0].clone()
-    weights = Weights.open(write(tmp_path, tensors, method))
+    weights = Weights.open(write_checkpoint(tmp_path, tensors, method))
     assert weights.names == ("a.0.weight", "a.1.weight", "a.2.weight", "b.weight", "c")
     for expert in range(3):
-        found = weights.tensor(f"a.{expert}.weight", (10, 4 * BLOCK))
-        assert torch.equal(found, dequantize(blocks[expert], scales[expert]))
+        matrix = weights.tensor(f"a.{expert}.weight", (10, 4 * BLOCK))
+        assert torch.equal(matrix, dequantize(blocks[expert], scales[expert]))
         stored, rows = weights.read_linear(f"a.{expert}.weight", (10, 4 * BLOCK))
         assert stored == "mxfp4"
-        assert torch.equal(ENCODINGS[stored].unpack(rows), found.float())
+        assert torch.equal(ENCODINGS[stored].unpack(rows), matrix.float())
         weights.release(f"a.{expert}.weight")
     assert torch.equal(weights.tensor("b.weight", (10, 128)), dequantize(blocks[0], scales[0]))
     assert weights.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
@@ -84,21 +84,22 @@ def test_a_model_sees_one_matrix_per_expert(method: str | None, tmp_path: Path) 
     weights.finish()
 
 
-def test_similar_names_of_other_types_are_read_as_plain_tensors(tmp_path: Path) -> None:
+def test_other_tensors_with_similar_names_are_not_mxfp4(tmp_path: Path) -> None:
     tensors = {"a_blocks": torch.zeros(64).byte(), "b_scales": torch.zeros(2), "c": torch.zeros(2).byte()}
-    headers = open_checkpoint(write(tmp_path, tensors)).headers
+    headers = open_checkpoint(write_checkpoint(tmp_path, tensors)).headers
     assert set(headers) == set(tensors)
 
 
-def test_blocks_and_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    good = {"a_blocks": torch.zeros(2, 3, 1, 16).byte(), "a_scales": torch.zeros(2, 3, 1).byte()}
+def test_blocks_and_scales_of_wrong_shapes_are_refused(tmp_path: Path) -> None:
+    valid = {"a_blocks": torch.zeros(2, 3, 1, 16).byte(), "a_scales": torch.zeros(2, 3, 1).byte()}
     cases = {
-        "a_scales is missing": {"a_blocks": good["a_blocks"]},
-        "a_scales is F32 [2, 3, 1] where MXFP4 needs U8 [2, 3, 1]": good | {"a_scales": torch.zeros(2, 3, 1)},
-        "a_scales is U8 [2, 3] where": good | {"a_scales": torch.zeros(2, 3).byte()},
-        "a_blocks is [2, 3, 1, 8] where MXFP4 needs [2, 3, 1, 16]": good
+        "a_scales is missing": {"a_blocks": valid["a_blocks"]},
+        "a_scales is F32 [2, 3, 1] where MXFP4 needs U8 [2, 3, 1]": valid
+        | {"a_scales": torch.zeros(2, 3, 1)},
+        "a_scales is U8 [2, 3] where": valid | {"a_scales": torch.zeros(2, 3).byte()},
+        "a_blocks is [2, 3, 1, 8] where MXFP4 needs [2, 3, 1, 16]": valid
         | {"a_blocks": torch.zeros(2, 3, 1, 8).byte()},
     }
     for number, (message, tensors) in enumerate(cases.items()):
         with pytest.raises(WeightsError, match=re.escape(message)):
-            Weights.open(write(tmp_path / str(number), tensors))
+            Weights.open(write_checkpoint(tmp_path / str(number), tensors))

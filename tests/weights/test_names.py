@@ -1,4 +1,4 @@
-"""Tensor names without the prefixes of wrappers, and checkpoints with such names."""
+"""`plain_names` removes the prefixes of wrappers from tensor names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.tiny_llm import write_tiny_llm
 from penstock.weights import Weights
 from penstock.weights.names import plain_names
 
-PLAIN = (
+PLAIN_NAMES = (
     "model.embed_tokens.weight",
     "model.layers.0.self_attn.q_proj.weight",
     "model.layers.10.mlp.down_proj.weight",
@@ -25,18 +25,18 @@ PLAIN = (
 @pytest.mark.parametrize(
     "prefix", ["", "_orig_mod.", "module.", "module._orig_mod.", "language_model.", "transformer."]
 )
-def test_prefixes(prefix: str) -> None:
-    stored = [prefix + name for name in PLAIN]
-    assert list(plain_names(stored).values()) == list(PLAIN)
+def test_prefixes_of_wrappers_are_removed(prefix: str) -> None:
+    stored = [prefix + name for name in PLAIN_NAMES]
+    assert list(plain_names(stored).values()) == list(PLAIN_NAMES)
 
 
-def test_a_submodule_that_was_compiled() -> None:
+def test_the_prefix_of_a_compiled_submodule_is_removed() -> None:
     assert list(plain_names(["model.layers.3._orig_mod.mlp.up_proj.weight"]).values()) == [
         "model.layers.3.mlp.up_proj.weight"
     ]
 
 
-def test_the_text_part_of_a_larger_model() -> None:
+def test_the_prefix_of_the_language_model_is_removed() -> None:
     names = [
         "model.language_model.layers.0.mlp.up_proj.weight",
         "model.language_model.norm.weight",
@@ -46,9 +46,9 @@ def test_the_text_part_of_a_larger_model() -> None:
     assert list(plain_names(names).values()) == expected
 
 
-def test_a_body_without_its_head() -> None:
-    stored = [name.removeprefix("model.") for name in PLAIN[:-1]]
-    assert list(plain_names(stored).values()) == list(PLAIN[:-1])
+def test_a_model_without_a_head_gets_the_model_prefix() -> None:
+    stored = [name.removeprefix("model.") for name in PLAIN_NAMES[:-1]]
+    assert list(plain_names(stored).values()) == list(PLAIN_NAMES[:-1])
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_a_body_without_its_head() -> None:
         "model.vision_tower.layers.0.weight",
     ],
 )
-def test_other_names_stay(name: str) -> None:
+def test_other_names_are_unchanged(name: str) -> None:
     assert plain_names([name]) == {name: name}
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "language_model.", "no model."])
-def test_a_checkpoint_that_was_saved_so(tmp_path: Path, prefix: str) -> None:
+def test_a_checkpoint_with_prefixes_gives_equal_logits(tmp_path: Path, prefix: str) -> None:
     checkpoint = write_tiny_llm(tmp_path, tie_word_embeddings=True)
     file = checkpoint / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}
@@ -83,7 +83,7 @@ def test_a_checkpoint_that_was_saved_so(tmp_path: Path, prefix: str) -> None:
     assert torch.equal(step_logits(open_pipeline(checkpoint), [context_of([1, 2, 3])])[0], expected)
 
 
-def test_faults_tell_both_names(tmp_path: Path) -> None:
+def test_errors_contain_plain_and_stored_names(tmp_path: Path) -> None:
     save_file({"_orig_mod.model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     weights = Weights.open(tmp_path)
     with pytest.raises(
@@ -98,8 +98,8 @@ def test_colliding_plain_names_keep_the_stored_names(tmp_path: Path) -> None:
     assert Weights.open(tmp_path).names == ("a.weight", "module.a.weight")
 
 
-def test_a_table_that_was_saved_as_the_head_alone(tmp_path: Path) -> None:
-    """Some writers save tied tensors once and list the omitted names in the file's metadata."""
+def test_a_tied_embedding_that_is_stored_as_the_head_is_found(tmp_path: Path) -> None:
+    """Some writers save tied tensors once and list the other names in the metadata of the file."""
     from safetensors.torch import save_model
 
     class Tied(torch.nn.Module):

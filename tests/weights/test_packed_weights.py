@@ -1,4 +1,4 @@
-"""Files of packed weights equal the packed weights of a load, and are not used if they may be outdated."""
+"""Packed weight files: equal to the weights that a load packs, and not used if they may be outdated."""
 
 from __future__ import annotations
 
@@ -36,89 +36,91 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def packings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the encodings of the layers that the back end packs."""
-    found: list[str] = []
+def packed_encodings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that receives the encoding of each layer that the back end packs."""
+    encodings: list[str] = []
     pack = CpuOps._pack
 
-    def watched(
+    def record_encoding(
         ops: CpuOps, parts: Sequence[torch.Tensor], encoding: str, *options: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        found.append(encoding)
+        encodings.append(encoding)
         return pack(ops, parts, encoding, *options)
 
-    monkeypatch.setattr(CpuOps, "_pack", watched)
-    return found
+    monkeypatch.setattr(CpuOps, "_pack", record_encoding)
+    return encodings
 
 
-def config_of(checkpoint: Path, encoding: str = "int8") -> PipelineConfig:
+def make_config(checkpoint: Path, encoding: str = "int8") -> PipelineConfig:
     return PipelineConfig.from_flat({"model_path": str(checkpoint), "quantization_encoding": encoding})
 
 
-def logits(checkpoint: Path, encoding: str = "int8") -> torch.Tensor:
+def compute_logits(checkpoint: Path, encoding: str = "int8") -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding)
     return step_logits(pipeline, [context_of(PROMPT)])[0]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint_of("llama", tmp_path_factory.mktemp("llama"))
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_architecture_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
-def checkpoint_of(name: str, folder: Path) -> Path:
-    (architecture,) = (one for one in DECODERS if one.name == name)
+def write_architecture_checkpoint(name: str, folder: Path) -> Path:
+    (architecture,) = (decoder for decoder in DECODERS if decoder.name == name)
     assert architecture.tiny_config is not None
     return write_checkpoint(folder, architecture.tiny_config())
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "qwen3_moe", "gpt_oss"])
-def test_packed_files_equal_what_a_load_packs(
-    name: str, encoding: str, tmp_path: Path, packings: list[str]
+def test_logits_with_a_packed_file_equal_those_without(
+    name: str, encoding: str, tmp_path: Path, packed_encodings: list[str]
 ) -> None:
-    checkpoint = checkpoint_of(name, tmp_path / name)
-    expected = logits(checkpoint, encoding)
-    assert len(packings) > 4 or encoding in ("float32", "bfloat16"), "which wait for a second step"
-    pack_checkpoint(config_of(checkpoint, encoding))
-    packings.clear()
-    assert torch.equal(logits(checkpoint, encoding), expected)
-    assert not packings, "nothing is packed any more"
+    checkpoint = write_architecture_checkpoint(name, tmp_path / name)
+    expected = compute_logits(checkpoint, encoding)
+    assert len(packed_encodings) > 4 or encoding in ("float32", "bfloat16"), (
+        "float weights are packed after the first step"
+    )
+    pack_checkpoint(make_config(checkpoint, encoding))
+    packed_encodings.clear()
+    assert torch.equal(compute_logits(checkpoint, encoding), expected)
+    assert not packed_encodings, "no layer is packed again"
 
 
-def test_a_file_is_for_one_encoding(tiny: Path, packings: list[str]) -> None:
-    pack_checkpoint(config_of(tiny, "float32"))
-    packings.clear()
-    logits(tiny)
-    assert set(packings) == {"int8"}
+def test_a_file_of_another_encoding_is_not_used(llama: Path, packed_encodings: list[str]) -> None:
+    pack_checkpoint(make_config(llama, "float32"))
+    packed_encodings.clear()
+    compute_logits(llama)
+    assert set(packed_encodings) == {"int8"}
 
 
-def test_another_checkpoint_in_its_place(tmp_path: Path, packings: list[str]) -> None:
-    checkpoint = checkpoint_of("llama", tmp_path / "llama")
-    file = pack_checkpoint(config_of(checkpoint))
+def test_a_file_of_replaced_weights_is_not_used(tmp_path: Path, packed_encodings: list[str]) -> None:
+    checkpoint = write_architecture_checkpoint("llama", tmp_path / "llama")
+    file = pack_checkpoint(make_config(checkpoint))
     weights = checkpoint / "model.safetensors"
-    save_file({name: one * 0.5 for name, one in load_file(weights).items()}, weights)
-    packings.clear()
-    halved = logits(checkpoint)
-    assert packings, "the file is of the weights that were there before"
-    assert pack_checkpoint(config_of(checkpoint)) == file, "it is replaced"
-    packings.clear()
-    assert torch.equal(logits(checkpoint), halved)
-    assert not packings
+    save_file({name: tensor * 0.5 for name, tensor in load_file(weights).items()}, weights)
+    packed_encodings.clear()
+    halved = compute_logits(checkpoint)
+    assert packed_encodings, "the packed file belongs to the previous weights"
+    assert pack_checkpoint(make_config(checkpoint)) == file, "the file is replaced"
+    packed_encodings.clear()
+    assert torch.equal(compute_logits(checkpoint), halved)
+    assert not packed_encodings
 
 
 @pytest.mark.parametrize("version", ["__version__", "LAYOUTS_VERSION"])
-def test_another_version(
-    version: str, tiny: Path, packings: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_file_of_another_version_is_not_used(
+    version: str, llama: Path, packed_encodings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pack_checkpoint(config_of(tiny))
+    pack_checkpoint(make_config(llama))
     monkeypatch.setattr(packed_weights, version, "another")
-    packings.clear()
-    logits(tiny)
-    assert packings
+    packed_encodings.clear()
+    compute_logits(llama)
+    assert packed_encodings
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "damage",
     [
         lambda file: os.truncate(file, file.stat().st_size - 1),
         lambda file: os.truncate(file, 20),
@@ -126,47 +128,50 @@ def test_another_version(
         lambda file: file.write_bytes(b"x" * 1000),
     ],
 )
-def test_a_damaged_file(
-    spoil: Callable[[Path], object], tiny: Path, packings: list[str], caplog: pytest.LogCaptureFixture
+def test_a_damaged_file_is_not_used(
+    damage: Callable[[Path], object],
+    llama: Path,
+    packed_encodings: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    expected = logits(tiny)
-    spoil(pack_checkpoint(config_of(tiny)))
-    packings.clear()
+    expected = compute_logits(llama)
+    damage(pack_checkpoint(make_config(llama)))
+    packed_encodings.clear()
     with caplog.at_level(logging.WARNING):
-        assert torch.equal(logits(tiny), expected)
-    assert packings
+        assert torch.equal(compute_logits(llama), expected)
+    assert packed_encodings
     assert "packed weights are not used" in caplog.text
 
 
-def test_a_file_of_something_else(tiny: Path, packings: list[str]) -> None:
-    file = pack_checkpoint(config_of(tiny))
+def test_a_file_with_other_tensors_is_not_used(llama: Path, packed_encodings: list[str]) -> None:
+    file = pack_checkpoint(make_config(llama))
     save_file({"a": torch.ones(3, dtype=torch.float64)}, file)
-    packings.clear()
-    logits(tiny)
-    assert packings
+    packed_encodings.clear()
+    compute_logits(llama)
+    assert packed_encodings
 
 
-def test_layers_in_another_order_are_packed_anew(
-    tiny: Path, packings: list[str], monkeypatch: pytest.MonkeyPatch
+def test_layers_in_another_order_are_packed_again(
+    llama: Path, packed_encodings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = logits(tiny)
+    expected = compute_logits(llama)
     write = packed_weights.write_packed
 
-    def exchanged(key: PackedKey, layers: list[PackedLinear]) -> Path:
+    def write_exchanged(key: PackedKey, layers: list[PackedLinear]) -> Path:
         layers[1], layers[2] = layers[2], layers[1]
         return write(key, layers)
 
-    monkeypatch.setattr(packed_weights, "write_packed", exchanged)
-    pack_checkpoint(config_of(tiny))
-    packings.clear()
-    assert torch.equal(logits(tiny), expected)
-    assert len(packings) == 2
+    monkeypatch.setattr(packed_weights, "write_packed", write_exchanged)
+    pack_checkpoint(make_config(llama))
+    packed_encodings.clear()
+    assert torch.equal(compute_logits(llama), expected)
+    assert len(packed_encodings) == 2
 
 
 def test_a_failed_write_keeps_the_old_file(
-    tiny: Path, packings: list[str], monkeypatch: pytest.MonkeyPatch
+    llama: Path, packed_encodings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = pack_checkpoint(config_of(tiny))
+    file = pack_checkpoint(make_config(llama))
 
     def fail(path: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -174,33 +179,35 @@ def test_a_failed_write_keeps_the_old_file(
     with monkeypatch.context() as patch:
         patch.setattr(packed_weights, "read_in_huge_pages", fail)
         with pytest.raises(OSError, match="No space"):
-            pack_checkpoint(config_of(tiny))
+            pack_checkpoint(make_config(llama))
     assert list(file.parent.iterdir()) == [file]
-    packings.clear()
-    logits(tiny)
-    assert not packings
+    packed_encodings.clear()
+    compute_logits(llama)
+    assert not packed_encodings
 
 
-def test_the_place_of_the_file(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert config_of(tiny).model.packed_key.file.parent == cache / "penstock" / "packed"
+def test_the_file_is_in_the_cache_folder(llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_config(llama).model.packed_key.file.parent == cache / "penstock" / "packed"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(cache / "home"))
-    assert config_of(tiny).model.packed_key.file.parent == cache / "home" / ".cache" / "penstock" / "packed"
+    assert (
+        make_config(llama).model.packed_key.file.parent == cache / "home" / ".cache" / "penstock" / "packed"
+    )
 
 
-def test_back_ends_that_pack_in_rows_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_back_ends_that_pack_in_rows_are_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InferenceSession, "ops", ReferenceOps())
     with pytest.raises(ConfigError, match="the reference kernels do not pack weights"):
-        pack_checkpoint(config_of(tiny))
+        pack_checkpoint(make_config(llama))
 
 
-def test_the_reference_kernels_do_not_use_it(tiny: Path, packings: list[str]) -> None:
-    def logits() -> torch.Tensor:
-        pipeline = open_pipeline(tiny, kernels="reference", quantization_encoding="int8")
+def test_the_reference_kernels_do_not_use_the_file(llama: Path, packed_encodings: list[str]) -> None:
+    def reference_logits() -> torch.Tensor:
+        pipeline = open_pipeline(llama, kernels="reference", quantization_encoding="int8")
         return step_logits(pipeline, [context_of(PROMPT)])[0]
 
-    expected = logits()
-    pack_checkpoint(config_of(tiny))
-    packings.clear()
-    assert torch.equal(logits(), expected)
-    assert not packings
+    expected = reference_logits()
+    pack_checkpoint(make_config(llama))
+    packed_encodings.clear()
+    assert torch.equal(reference_logits(), expected)
+    assert not packed_encodings

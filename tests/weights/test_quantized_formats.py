@@ -1,4 +1,4 @@
-"""Quantized checkpoints packed from the formats' documents: weights, encodings, logits, refusals."""
+"""Quantized checkpoints, written as the formats are documented: weights, encodings, logits, errors."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ TOKENS = random_tokens(24, 120, seed=3)
 Case = tuple[Packer | Mapping[str, Packer], dict[str, Any], str | None]
 
 
-def compressed(bits: int = 8, kind: str = "int", **weights: Any) -> dict[str, Any]:
+def compressed_tensors_config(bits: int = 8, kind: str = "int", **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, **weights}}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
-MIXED = compressed(4, group_size=32)
+MIXED = compressed_tensors_config(4, group_size=32)
 MIXED["config_groups"]["group_1"] = {
     "targets": [r"re:.*down_proj$", "model.layers.0.self_attn.o_proj"],
     "weights": {"num_bits": 8, "type": "int", "group_size": 32},
@@ -61,15 +61,23 @@ CASES: dict[str, Case] = {
         {"quant_method": "fp8", "weight_block_size": [24, 40]},
         None,
     ),
-    "ct-w4-symmetric": (packers.compressed_codes(), compressed(4, group_size=32), "uint4"),
-    "ct-w4-asymmetric": (packers.compressed_codes(symmetric=False), compressed(4, group_size=32), "uint4"),
-    "ct-w4-channel": (packers.compressed_codes(size=-1), compressed(4), "uint4"),
-    "ct-w4-groups-of-16": (packers.compressed_codes(size=16), compressed(4, group_size=16), None),
-    "ct-w8-groups": (packers.compressed_codes(8), compressed(8, group_size=32), "uint8"),
-    "ct-w8a8": (packers.int8_rows, compressed(8), "int8"),
-    "ct-fp8": (packers.fp8(), compressed(8, "float", strategy="channel"), "fp8"),
-    "ct-nvfp4": (packers.nvfp4("compressed"), compressed(4, "float", group_size=16), "nvfp4"),
-    "ct-mxfp4": (packers.mxfp4, compressed(4, "float", group_size=32), "mxfp4"),
+    "ct-w4-symmetric": (packers.compressed_codes(), compressed_tensors_config(4, group_size=32), "uint4"),
+    "ct-w4-asymmetric": (
+        packers.compressed_codes(symmetric=False),
+        compressed_tensors_config(4, group_size=32),
+        "uint4",
+    ),
+    "ct-w4-channel": (packers.compressed_codes(size=-1), compressed_tensors_config(4), "uint4"),
+    "ct-w4-groups-of-16": (
+        packers.compressed_codes(size=16),
+        compressed_tensors_config(4, group_size=16),
+        None,
+    ),
+    "ct-w8-groups": (packers.compressed_codes(8), compressed_tensors_config(8, group_size=32), "uint8"),
+    "ct-w8a8": (packers.int8_rows, compressed_tensors_config(8), "int8"),
+    "ct-fp8": (packers.fp8(), compressed_tensors_config(8, "float", strategy="channel"), "fp8"),
+    "ct-nvfp4": (packers.nvfp4("compressed"), compressed_tensors_config(4, "float", group_size=16), "nvfp4"),
+    "ct-mxfp4": (packers.mxfp4, compressed_tensors_config(4, "float", group_size=32), "mxfp4"),
     "modelopt-fp8": (packers.fp8(per_tensor=True), {"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
     "modelopt-nvfp4": (
         packers.nvfp4("modelopt"),
@@ -109,7 +117,7 @@ CASES: dict[str, Case] = {
     ),
     "ct-w4-actorder": (
         packers.compressed_codes(order="inputs", symmetric=False),
-        compressed(4, group_size=32, actorder="group"),
+        compressed_tensors_config(4, group_size=32, actorder="group"),
         "uint4",
     ),
     "bnb-nf4": (packers.bitsandbytes(), {"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4"),
@@ -134,32 +142,32 @@ CASES: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint_of("llama", tmp_path_factory.mktemp("llama"))
+    return write_family_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
-def checkpoint_of(family: str, folder: Path, **changes: Any) -> Path:
-    (architecture,) = (one for one in DECODERS if one.name == family)
+def write_family_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
+    (architecture,) = (decoder for decoder in DECODERS if decoder.name == family)
     assert architecture.tiny_config
     config = architecture.tiny_config()
     return write_checkpoint(folder, config | {key: SIZES[key] for key in SIZES if key in config} | changes)
 
 
-def logits_of(checkpoint: Path, **config: Any) -> torch.Tensor:
+def compute_logits(checkpoint: Path, **config: Any) -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, **({"quantization_encoding": None} | config))
     return step_logits(pipeline, [context_of(TOKENS, log_probabilities_echo=True)])[0]
 
 
-def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected).norm() / expected.norm())
+def relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((logits.float() - expected).norm() / expected.norm())
 
 
-def fits(encoding: str | None, shape: tuple[int, ...]) -> bool:
-    """Return whether an encoding holds a layer: blocks of bitsandbytes must not cross rows."""
+def can_store(encoding: str | None, shape: tuple[int, ...]) -> bool:
+    """Return whether an encoding can store the layer: blocks of bitsandbytes must not cross rows."""
     return encoding not in ("nf4", "fp4") or shape[1] % 64 == 0
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_exact(case: str, llama: Path, tmp_path: Path) -> None:
+def test_weights_and_encodings_of_each_format(case: str, llama: Path, tmp_path: Path) -> None:
     packer, section, encoding = CASES[case]
     folder = write_packed_checkpoint(llama, tmp_path, packer, section, ignore=("1.mlp.up_proj",), shards=2)
     weights, count = Weights.open(folder), 0
@@ -167,17 +175,19 @@ def test_weights_are_exact(case: str, llama: Path, tmp_path: Path) -> None:
         shape = tuple(expected.shape)
         is_packed = "_proj" in name and "1.mlp.up_proj" not in name
         count += is_packed
-        own = encoding if is_packed and fits(encoding, shape) else None
-        assert weights.stored_encoding(name) == own
+        expected_encoding = encoding if is_packed and can_store(encoding, shape) else None
+        assert weights.stored_encoding(name) == expected_encoding
         torch.testing.assert_close(weights.tensor(name, shape).float(), expected, rtol=1e-5, atol=1e-7)
         if is_packed:
             stored, tensors = weights.read_linear(name, (shape[0], shape[1]))
-            assert stored == own
-            assert all(len(tensor) == shape[0] for tensor in tensors.values()), "one row per output"
+            assert stored == expected_encoding
+            assert all(len(tensor) == shape[0] for tensor in tensors.values()), (
+                "each tensor has one row per output"
+            )
     assert count == 13
     weights.finish()
     assert weights.num_bytes == sum(
-        one.nbytes for file in folder.glob("*.safetensors") for one in load_file(file).values()
+        tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values()
     )
 
 
@@ -200,21 +210,23 @@ def test_weights_are_exact(case: str, llama: Path, tmp_path: Path) -> None:
         "torchao-int4",
     ],
 )
-def test_logits(case: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They equal those of the weights in floats, except for the rounding of activations."""
+def test_logits_are_close_to_those_of_the_float_weights(
+    case: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the rounding of activations to 8 bits changes the logits."""
     packer, section, encoding = CASES[case]
     folder = write_packed_checkpoint(llama, tmp_path, packer, section, ignore=("1.mlp.up_proj",))
     expected = oracle_logits(oracle(folder / "plain"), TOKENS)
-    assert error_of(logits_of(folder), expected) < 0.06
-    assert error_of(logits_of(folder, quantization_encoding="float32"), expected) < 1e-4
+    assert relative_error(compute_logits(folder), expected) < 0.06
+    assert relative_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
     pipeline = open_pipeline(folder, quantization_encoding=None)
     model: Any = pipeline.model
     assert model.pipeline_config.model.encoding == (encoding or "float32")
     linears = {
-        part.name: one
-        for one in parts_of(model.network)
-        if isinstance(one, PackedLinear)
-        for part in one.slices
+        part.name: layer
+        for layer in parts_of(model.network)
+        if isinstance(layer, PackedLinear)
+        for part in layer.slices
     }
     floats = "bfloat16" if encoding else "float32"
     assert linears["model.layers.0.self_attn.o_proj"].encoding == (encoding or floats)
@@ -222,8 +234,8 @@ def test_logits(case: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptur
     assert has_order == (encoding is not None and ("desc-act" in case or "actorder" in case))
     assert linears["model.layers.1.mlp.up_proj"].encoding == floats
     assert ("13 quantized weights are widened to float32" in caplog.text) == (encoding is None)
-    foretold = model.estimate_weights_size(model.pipeline_config)
-    assert 0.995 * held_bytes(pipeline) <= foretold <= 1.5 * held_bytes(pipeline)
+    estimated = model.estimate_weights_size(model.pipeline_config)
+    assert 0.995 * held_bytes(pipeline) <= estimated <= 1.5 * held_bytes(pipeline)
 
 
 @pytest.mark.parametrize(
@@ -239,40 +251,46 @@ def test_logits(case: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptur
         ("qwen2", "ct-w8-groups"),
     ],
 )
-def test_families(family: str, case: str, tmp_path: Path) -> None:
-    """Fused layers, experts, tied heads and biases."""
+def test_quantized_models_of_other_families(family: str, case: str, tmp_path: Path) -> None:
+    """The families have fused layers, experts, tied heads or biases."""
     packer, section, _ = CASES[case]
     folder = write_packed_checkpoint(
-        checkpoint_of(family, tmp_path / "floats"), tmp_path / "packed", packer, section
+        write_family_checkpoint(family, tmp_path / "floats"), tmp_path / "packed", packer, section
     )
     expected = oracle_logits(oracle(folder / "plain"), TOKENS)
-    allowed = error_of(logits_of(folder / "plain", quantization_encoding="bfloat16"), expected)
-    assert error_of(logits_of(folder), expected) < 1.5 * allowed + 0.02  # rows go to other experts
-    assert error_of(logits_of(folder, quantization_encoding="float32"), expected) < 1e-4
+    bfloat16_error = relative_error(
+        compute_logits(folder / "plain", quantization_encoding="bfloat16"), expected
+    )
+    assert (
+        relative_error(compute_logits(folder), expected) < 1.5 * bfloat16_error + 0.02
+    )  # rounding can change the selected experts
+    assert relative_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
 
 
-def test_parts_of_a_fused_layer_in_different_orders(
+def test_a_fused_layer_with_different_input_orders_is_widened(
     llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are widened, except that the values projection is a separate layer."""
+    """v_proj keeps its encoding, because it can be a separate layer."""
     _, section, _ = CASES["gptq-desc-act"]
-    together, alone = packers.gptq(order="inputs"), packers.gptq(order="layer")
-    packer = {"0.self_attn.v_proj": alone, "1.self_attn.k_proj": alone, "": together}
+    input_order, layer_order = packers.gptq(order="inputs"), packers.gptq(order="layer")
+    packer = {"0.self_attn.v_proj": layer_order, "1.self_attn.k_proj": layer_order, "": input_order}
     folder = write_packed_checkpoint(llama, tmp_path, packer, section)
     expected = oracle_logits(oracle(folder / "plain"), TOKENS)
-    assert error_of(logits_of(folder), expected) < 0.06
+    assert relative_error(compute_logits(folder), expected) < 0.06
     model: Any = open_pipeline(folder, quantization_encoding=None).model
-    found = {one.slices[0].name: one for one in parts_of(model.network) if isinstance(one, PackedLinear)}
-    assert found["model.layers.0.self_attn.v_proj"].encoding == "uint4"
-    assert found["model.layers.0.self_attn.q_proj"].encoding == "uint4"
-    assert found["model.layers.1.self_attn.q_proj"].encoding == "bfloat16"
+    linears = {
+        layer.slices[0].name: layer for layer in parts_of(model.network) if isinstance(layer, PackedLinear)
+    }
+    assert linears["model.layers.0.self_attn.v_proj"].encoding == "uint4"
+    assert linears["model.layers.0.self_attn.q_proj"].encoding == "uint4"
+    assert linears["model.layers.1.self_attn.q_proj"].encoding == "bfloat16"
     assert "form one layer but are stored with inputs in different orders (desc_act)" in caplog.text
 
 
-def test_groups_of_layers(llama: Path, tmp_path: Path) -> None:
-    """A name counts more than a pattern, and a pattern more than the kind of a layer."""
-    eight = packers.compressed_codes(8)
-    packer = {"down_proj": eight, "0.self_attn.o_proj": eight, "": packers.compressed_codes()}
+def test_targets_of_config_groups(llama: Path, tmp_path: Path) -> None:
+    """A layer name has precedence over a pattern, and a pattern over a layer type."""
+    eight_bits = packers.compressed_codes(8)
+    packer = {"down_proj": eight_bits, "0.self_attn.o_proj": eight_bits, "": packers.compressed_codes()}
     weights = Weights.open(write_packed_checkpoint(llama, tmp_path, packer, MIXED))
     for name, expected in load_file(tmp_path / "plain" / "model.safetensors").items():
         torch.testing.assert_close(weights.tensor(name, tuple(expected.shape)).float(), expected)
@@ -282,10 +300,10 @@ def test_groups_of_layers(llama: Path, tmp_path: Path) -> None:
     }
     assert encodings == {"mlp.down_proj": "uint8", "mlp.up_proj": "uint4"}
     expected = oracle_logits(oracle(tmp_path / "plain"), TOKENS)
-    assert error_of(logits_of(tmp_path), expected) < 0.06
+    assert relative_error(compute_logits(tmp_path), expected) < 0.06
 
 
-def test_parts_of_a_fused_layer_in_different_encodings_are_widened(
+def test_a_fused_layer_with_different_encodings_is_widened(
     llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     section = json.loads(json.dumps(MIXED))
@@ -293,16 +311,16 @@ def test_parts_of_a_fused_layer_in_different_encodings_are_widened(
     packer = {"k_proj": packers.compressed_codes(8), "": packers.compressed_codes()}
     folder = write_packed_checkpoint(llama, tmp_path, packer, section)
     model: Any = open_pipeline(folder, quantization_encoding=None).model
-    linears = [one for one in parts_of(model.network) if isinstance(one, PackedLinear)]
-    (fused,) = {one.encoding for one in linears if len(one.slices) == 3}
+    linears = [layer for layer in parts_of(model.network) if isinstance(layer, PackedLinear)]
+    (fused,) = {layer.encoding for layer in linears if len(layer.slices) == 3}
     assert fused == "bfloat16"
     assert (
         "v_proj form one layer but are stored as uint4 and uint8: they are widened to bfloat16" in caplog.text
     )
-    assert error_of(logits_of(folder), oracle_logits(oracle(tmp_path / "plain"), TOKENS)) < 0.06
+    assert relative_error(compute_logits(folder), oracle_logits(oracle(tmp_path / "plain"), TOKENS)) < 0.06
 
 
-def test_the_quantization_configuration_may_be_a_separate_file(llama: Path, tmp_path: Path) -> None:
+def test_the_quantization_configuration_is_read_from_a_separate_file(llama: Path, tmp_path: Path) -> None:
     packer, section, _ = CASES["gptq-4"]
     for number, (name, content) in enumerate(
         [
@@ -328,21 +346,21 @@ def test_scales_of_activations_and_caches_have_no_effect(llama: Path, tmp_path: 
         for name in ("k_proj.input_scale", "k_scale", "v_scale")
     }
     folder = write_packed_checkpoint(llama, tmp_path, *CASES["fp8-tensor"][:2], extra=extra)
-    assert logits_of(folder).isfinite().all()
+    assert compute_logits(folder).isfinite().all()
 
 
-def test_a_bias_that_the_model_has_not_may_be_zero(llama: Path, tmp_path: Path) -> None:
+def test_a_bias_that_the_model_lacks_must_be_zero(llama: Path, tmp_path: Path) -> None:
     for value in (0.0, 0.5):
         extra = {"model.layers.0.mlp.up_proj.bias": torch.full((96,), value)}
         folder = write_packed_checkpoint(llama, tmp_path / str(value), *CASES["gptq-4"][:2], extra=extra)
         if value:
             with pytest.raises(WeightsError, match=r"1 unexpected: model\.layers\.0\.mlp\.up_proj\.bias"):
-                logits_of(folder)
+                compute_logits(folder)
         else:
-            assert logits_of(folder).isfinite().all()
+            assert compute_logits(folder).isfinite().all()
 
 
-# -- Refusals -------------------------------------------------------------------------------------------
+# -- Errors ---------------------------------------------------------------------------------------------
 
 LAYER = "model.layers.0.mlp.up_proj"
 FAULTS: dict[str, tuple[str, str, Any, str]] = {
@@ -399,7 +417,7 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_tensors_that_do_not_fit_are_refused(fault: str, llama: Path, tmp_path: Path) -> None:
+def test_inconsistent_tensors_are_refused(fault: str, llama: Path, tmp_path: Path) -> None:
     case, part, tensor, message = FAULTS[fault]
     folder = write_packed_checkpoint(llama, tmp_path, *CASES[case][:2])
     tensors = load_file(folder / "model.safetensors")
@@ -419,12 +437,18 @@ def test_tensors_that_do_not_fit_are_refused(fault: str, llama: Path, tmp_path: 
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin' cannot be read"),
         ({"quant_method": "awq", "bits": 8}, "AWQ weights of 4 bits can be read"),
         ({"quant_method": "awq", "bits": 4, "version": "exllama"}, "use gemm or gemv"),
-        (compressed(4) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "use a dense model"),
-        (compressed(4) | {"transform_config": {"config_groups": {"r1": {}}}}, "transforms of activations"),
+        (
+            compressed_tensors_config(4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "use a dense model",
+        ),
+        (
+            compressed_tensors_config(4) | {"transform_config": {"config_groups": {"r1": {}}}},
+            "transforms of activations",
+        ),
         ({"quant_method": "aqlm"}, "checkpoints of 'aqlm' cannot be read: use one of plain floats, awq"),
     ],
 )
-def test_configurations_that_are_refused(
+def test_unsupported_configurations_are_refused(
     section: dict[str, Any], message: str, llama: Path, tmp_path: Path
 ) -> None:
     folder = write_packed_checkpoint(llama, tmp_path, packers.gptq(), section)
@@ -432,7 +456,7 @@ def test_configurations_that_are_refused(
         assert PipelineConfig.from_flat({"model_path": str(folder)}).model.tensor_headers
 
 
-def test_an_order_of_groups_that_is_wrong_is_refused(llama: Path, tmp_path: Path) -> None:
+def test_an_invalid_group_order_is_refused(llama: Path, tmp_path: Path) -> None:
     packer, section, _ = CASES["gptq-desc-act"]
     folder = write_packed_checkpoint(llama, tmp_path, packer, section | {"desc_act": False})
     name = f"{LAYER}.weight"
@@ -448,16 +472,16 @@ def test_an_order_of_groups_that_is_wrong_is_refused(llama: Path, tmp_path: Path
         Weights.open(folder)
 
 
-def test_groups_of_other_sizes_are_widened(llama: Path, tmp_path: Path) -> None:
+def test_a_layer_with_groups_of_different_sizes_is_widened(llama: Path, tmp_path: Path) -> None:
     packer, section, _ = CASES["gptq-desc-act"]
     folder = write_packed_checkpoint(llama, tmp_path, packer, section)
     tensors = load_file(folder / "model.safetensors")
     before = Weights.open(folder).tensor(f"{LAYER}.weight", (96, 64)).clone()
     groups = tensors[f"{LAYER}.g_idx"]
-    place = int((groups == 0).nonzero()[0])
-    groups[place] = 1
+    index = int((groups == 0).nonzero()[0])
+    groups[index] = 1
     save_file(tensors, folder / "model.safetensors")
     weights = Weights.open(folder)
     assert weights.stored_encoding(f"{LAYER}.weight") is None
     changed = (weights.tensor(f"{LAYER}.weight", (96, 64)) != before).any(0).nonzero()
-    assert changed.flatten().tolist() == [place]
+    assert changed.flatten().tolist() == [index]

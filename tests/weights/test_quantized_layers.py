@@ -1,4 +1,4 @@
-"""Layers that the formats' libraries wrote (``tools/write_quantized_layers.py``): the weights are theirs."""
+"""Layers that quantization libraries wrote (``tools/write_quantized_layers.py``) are read unchanged."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ ENCODINGS = {
     "fp4": "fp4",
     "int4": "uint4",
 }
-"""The encoding of a layer, by the last part of the file's name that is a key."""
+"""Part of a file name -> encoding of the layer. The last part that is a key applies."""
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.safetensors")), ids=lambda file: file.stem)
-def test_the_weight_is_that_of_the_library(file: Path, tmp_path: Path) -> None:
+def test_the_weight_equals_that_of_the_library(file: Path, tmp_path: Path) -> None:
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
     tensors = load_file(file)
@@ -44,18 +44,20 @@ def test_the_weight_is_that_of_the_library(file: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": section}))
     weights, name = Weights.open(tmp_path), f"{LAYER}.weight"
     assert weights.names == (name,)
-    found = weights.tensor(name, tuple(expected.shape)).float()
-    digits = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(expected.dtype, 1e-6)  # the library rounds
-    torch.testing.assert_close(found, expected.float(), rtol=digits, atol=1e-6)
-    assert not torch.equal(found, found.roll(1, 1))
+    weight = weights.tensor(name, tuple(expected.shape)).float()
+    tolerance = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(
+        expected.dtype, 1e-6
+    )  # the library rounds to this type
+    torch.testing.assert_close(weight, expected.float(), rtol=tolerance, atol=1e-6)
+    assert not torch.equal(weight, weight.roll(1, 1))
     kind = [ENCODINGS[part] for part in file.stem.split("-") if part in ENCODINGS][-1]
     if file.stem.endswith("fp8-block"):
-        kind = None  # blocks of 64 inputs
+        kind = None  # no encoding has blocks of 64 inputs
     assert weights.stored_encoding(name) == kind
     weights.finish()
 
 
-def refused(
+def error_of_layer(
     tensors: dict[str, torch.Tensor], method: str, folder: Path, metadata: dict[str, str] | None = None
 ) -> str:
     folder.mkdir()
@@ -68,7 +70,7 @@ def refused(
 
 
 def test_damaged_layers_of_bitsandbytes_are_refused(tmp_path: Path) -> None:
-    good = load_file(FOLDER / "bitsandbytes-nested-nf4.safetensors")
+    valid = load_file(FOLDER / "bitsandbytes-nested-nf4.safetensors")
     state = f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
     texts = {
         "text": b"{",
@@ -78,46 +80,50 @@ def test_damaged_layers_of_bitsandbytes_are_refused(tmp_path: Path) -> None:
         "long": b" " * 20_000,
     }
     for name, text in texts.items():
-        damaged = good | {state: torch.tensor(list(text)).to(torch.uint8)}
-        assert "is damaged: it must have the shape" in refused(damaged, "bitsandbytes", tmp_path / name)
-    other = good | {state: torch.tensor(list(b'{"shape": [48, 64], "blocksize": 64}')).to(torch.uint8)}
-    assert "has 3072 bytes for [48, 64]" in refused(other, "bitsandbytes", tmp_path / "shape")
-    few = good | {f"{LAYER}.weight.absmax": torch.zeros(5).to(torch.uint8)}
-    assert "absmax is U8 [5] where bitsandbytes needs U8 [96]" in refused(
-        few, "bitsandbytes", tmp_path / "few"
+        damaged = valid | {state: torch.tensor(list(text)).to(torch.uint8)}
+        assert "is damaged: it must have the shape" in error_of_layer(
+            damaged, "bitsandbytes", tmp_path / name
+        )
+    other = valid | {state: torch.tensor(list(b'{"shape": [48, 64], "blocksize": 64}')).to(torch.uint8)}
+    assert "has 3072 bytes for [48, 64]" in error_of_layer(other, "bitsandbytes", tmp_path / "shape")
+    short = valid | {f"{LAYER}.weight.absmax": torch.zeros(5).to(torch.uint8)}
+    assert "absmax is U8 [5] where bitsandbytes needs U8 [96]" in error_of_layer(
+        short, "bitsandbytes", tmp_path / "few"
     )
 
 
-def described(kind: str) -> dict[str, str]:
-    """Metadata that names the class of the layer's weight, as torchao writes it."""
+def class_metadata(kind: str) -> dict[str, str]:
+    """Return metadata with the class of the weight, as torchao writes it."""
     return {f"{LAYER}.weight": json.dumps({"_type": kind})}
 
 
-def test_other_layers_of_torchao_are_refused(tmp_path: Path) -> None:
-    good = load_file(FOLDER / "torchao-int8.safetensors")
-    tiles = good | {f"{LAYER}._weight_qdata": torch.zeros(6, 1, 32, 4).int()}
-    message = refused(tiles, "torchao", tmp_path / "tiles", described("Int4TilePackedTo4dTensor"))
+def test_unsupported_layers_of_torchao_are_refused(tmp_path: Path) -> None:
+    valid = load_file(FOLDER / "torchao-int8.safetensors")
+    tiles = valid | {f"{LAYER}._weight_qdata": torch.zeros(6, 1, 32, 4).int()}
+    message = error_of_layer(tiles, "torchao", tmp_path / "tiles", class_metadata("Int4TilePackedTo4dTensor"))
     assert "is Int4TilePackedTo4dTensor I32 [6, 1, 32, 4]: Int8Tensor and Float8Tensor and" in message
-    words = good | {f"{LAYER}._weight_qdata": torch.zeros(48, 16).int()}
-    assert "_weight_qdata is I32 [48, 16]: Int8Tensor and" in refused(words, "torchao", tmp_path / "words")
-    few = load_file(FOLDER / "torchao-w4-groups.safetensors")
-    few[f"{LAYER}._weight_scale"] = torch.ones(48, 3).bfloat16()
-    assert "_weight_scale has 3 groups for 128 inputs" in refused(few, "torchao", tmp_path / "few")
-    big = load_file(FOLDER / "torchao-w4-groups.safetensors")
-    big[f"{LAYER}._weight_qdata"][3, 5] = 9
+    wide = valid | {f"{LAYER}._weight_qdata": torch.zeros(48, 16).int()}
+    assert "_weight_qdata is I32 [48, 16]: Int8Tensor and" in error_of_layer(
+        wide, "torchao", tmp_path / "words"
+    )
+    short = load_file(FOLDER / "torchao-w4-groups.safetensors")
+    short[f"{LAYER}._weight_scale"] = torch.ones(48, 3).bfloat16()
+    assert "_weight_scale has 3 groups for 128 inputs" in error_of_layer(short, "torchao", tmp_path / "few")
+    out_of_range = load_file(FOLDER / "torchao-w4-groups.safetensors")
+    out_of_range[f"{LAYER}._weight_qdata"][3, 5] = 9
     four_bits = {"_type": "IntxUnpackedToInt8Tensor", "_data": {"target_dtype": {"_data": "int4"}}}
     metadata = {f"{LAYER}.weight": json.dumps(four_bits)}
-    message = refused(big, "torchao", tmp_path / "big", metadata)
+    message = error_of_layer(out_of_range, "torchao", tmp_path / "big", metadata)
     assert "has integers from -8 to 9 and zero points from 0, which are not of 4 bits" in message
     packed = load_file(FOLDER / "torchao-q4z-packed.safetensors")
     packed[f"{LAYER}._weight_zero_point"] = torch.zeros(2, 48).to(torch.int8)
-    message = refused(packed, "torchao", tmp_path / "packed", described("Int4Tensor"))
+    message = error_of_layer(packed, "torchao", tmp_path / "packed", class_metadata("Int4Tensor"))
     assert "_weight_zero_point is I8 [2, 48] where torchao needs F16 or BF16 or F32 [2, 48]" in message
-    scaled = good | {f"{LAYER}._weight_act_pre_scale": torch.ones(128)}
-    assert "needs scaled activations" in refused(scaled, "torchao", tmp_path / "scaled")
+    scaled = valid | {f"{LAYER}._weight_act_pre_scale": torch.ones(128)}
+    assert "needs scaled activations" in error_of_layer(scaled, "torchao", tmp_path / "scaled")
 
 
-def test_rows_of_torchao_with_zero_points(tmp_path: Path) -> None:
+def test_torchao_rows_with_zero_points(tmp_path: Path) -> None:
     tensors = load_file(FOLDER / "torchao-int8.safetensors")
     expected = tensors.pop("expected").float()
     zeros = torch.randint(-9, 9, (48, 1)).to(torch.int8)
@@ -127,6 +133,6 @@ def test_rows_of_torchao_with_zero_points(tmp_path: Path) -> None:
     weights = Weights.open(tmp_path)
     assert weights.stored_encoding(f"{LAYER}.weight") == "uint8"
     exact = tensors[f"{LAYER}._weight_qdata"].float() - zeros.float()
-    found = weights.tensor(f"{LAYER}.weight", (48, 128))
-    assert torch.equal(found, exact * tensors[f"{LAYER}._weight_scale"].float())
-    assert not torch.allclose(found, expected)
+    weight = weights.tensor(f"{LAYER}.weight", (48, 128))
+    assert torch.equal(weight, exact * tensors[f"{LAYER}._weight_scale"].float())
+    assert not torch.allclose(weight, expected)

@@ -1,4 +1,4 @@
-"""Models of quantized checkpoints with adapters, packed files and compiled steps."""
+"""Models of quantized checkpoints: adapters, logits, packed files, and compiled steps."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ CASES: dict[str, tuple[packers.Packer, dict[str, Any]]] = {
         },
     ),
 }
-BLOCKS = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_output": "Q5_K", "output.": "Q6_K", "": "Q4_K"}
+BLOCK_TYPES = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_output": "Q5_K", "output.": "Q6_K", "": "Q4_K"}
 needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 
 
 @pytest.fixture(scope="module", params=[*CASES, "gguf"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (llama,) = (one for one in DECODERS if one.name == "llama")
+    (llama,) = (decoder for decoder in DECODERS if decoder.name == "llama")
     assert llama.tiny_config
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "gguf":
@@ -61,60 +61,64 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def write_gguf_model(folder: Path, config: dict[str, Any]) -> Path:
-    """Write a file of mixed blocks, and ``plain``: a checkpoint of the same numbers in floats."""
+    """Write a GGUF file of several block types, and a folder ``plain`` with the same weights as floats."""
     sizes = {"hidden_size": 256, "intermediate_size": 256}
     floats = write_checkpoint(folder / "floats", config | SIZES | sizes)
-    numbers = write_random_blocks(floats, folder / "m.gguf", BLOCKS)
+    tensors = write_random_blocks(floats, folder / "m.gguf", BLOCK_TYPES)
     (folder / "plain").mkdir()
     (folder / "plain" / "config.json").write_text((floats / "config.json").read_text())
-    save_file(numbers, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
     return folder / "m.gguf"
 
 
-def plain_of(checkpoint: Path) -> Path:
+def float_checkpoint_of(checkpoint: Path) -> Path:
     return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "plain"
 
 
-def logits_of(checkpoint: Path, adapter: str | None = None, **config: Any) -> torch.Tensor:
+def compute_logits(checkpoint: Path, adapter: str | None = None, **config: Any) -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, **({"quantization_encoding": None} | config))
     return step_logits(pipeline, [context_of(TOKENS, adapter=adapter)])[0].float()
 
 
-def test_adapters(checkpoint: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(plain_of(checkpoint), tmp_path)
-    expected = peft_logits(plain_of(checkpoint), adapter, TOKENS)
-    found = logits_of(checkpoint, "tone", lora=(f"tone={adapter}",))
-    assert float((found - expected).norm() / expected.norm()) < 0.08
-    assert float((found - logits_of(checkpoint)).norm() / expected.norm()) > 0.1
+def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(float_checkpoint_of(checkpoint), tmp_path)
+    expected = peft_logits(float_checkpoint_of(checkpoint), adapter, TOKENS)
+    actual = compute_logits(checkpoint, "tone", lora=(f"tone={adapter}",))
+    assert float((actual - expected).norm() / expected.norm()) < 0.08
+    assert float((actual - compute_logits(checkpoint)).norm() / expected.norm()) > 0.1
 
 
-def test_layers_of_a_mixed_file_keep_their_types(checkpoint: Path) -> None:
-    """Attention's values are a separate layer if their type differs."""
+def test_layers_keep_the_block_types_of_the_file(checkpoint: Path) -> None:
+    """v_proj is a separate layer if its block type differs."""
     model: Any = open_pipeline(checkpoint, quantization_encoding=None).model
-    found = {one.encoding for one in parts_of(model.network) if isinstance(one, PackedLinear)}
+    actual = {layer.encoding for layer in parts_of(model.network) if isinstance(layer, PackedLinear)}
     if not checkpoint.is_dir():
-        assert found == {"q4_k", "q5_k", "q6_k"}
-    assert "bfloat16" not in found - {model.pipeline_config.model.encoding}
+        assert actual == {"q4_k", "q5_k", "q6_k"}
+    assert "bfloat16" not in actual - {model.pipeline_config.model.encoding}
 
 
-def test_logits(checkpoint: Path) -> None:
-    expected = oracle_logits(oracle(plain_of(checkpoint)), TOKENS)
-    found = logits_of(checkpoint)
-    assert float((found - expected).norm() / expected.norm()) < 0.08
+def test_logits_are_close_to_those_of_the_float_weights(checkpoint: Path) -> None:
+    expected = oracle_logits(oracle(float_checkpoint_of(checkpoint)), TOKENS)
+    actual = compute_logits(checkpoint)
+    assert float((actual - expected).norm() / expected.norm()) < 0.08
 
 
 @needs_kernels
-def test_packed_files(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_files_give_equal_logits(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    expected = logits_of(checkpoint)
+    expected = compute_logits(checkpoint)
     config = PipelineConfig.from_flat({"model_path": str(checkpoint), "max_batch_size": 8})
     pack_checkpoint(config)
     for name in ("pack_linear", "pack_quantized", "pack_lazily"):
-        monkeypatch.setattr(CpuOps, name, lambda *_, **__: pytest.fail("packed again"), raising=False)
-    assert torch.equal(logits_of(checkpoint), expected)
+        monkeypatch.setattr(
+            CpuOps, name, lambda *_, **__: pytest.fail("a layer was packed again"), raising=False
+        )
+    assert torch.equal(compute_logits(checkpoint), expected)
 
 
-def test_the_check_of_a_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_checkpoint_accepts_the_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock import assembly
 
     monkeypatch.setattr(assembly, "load_tokenizer", lambda _: "tokenizer")
@@ -122,7 +126,7 @@ def test_the_check_of_a_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyP
 
 
 @needs_kernels
-def test_compiled_steps_give_the_same_bits(checkpoint: Path) -> None:
+def test_compiled_steps_give_equal_logits(checkpoint: Path) -> None:
     logits: dict[bool, list[torch.Tensor]] = {}
     status: dict[bool, str] = {}
     for compiled in (False, True):
@@ -136,4 +140,4 @@ def test_compiled_steps_give_the_same_bits(checkpoint: Path) -> None:
         status[compiled] = pipeline.session.graph_status
     assert status[True].startswith("compiled"), status
     assert not status[False].startswith("compiled")
-    assert all(torch.equal(one, other) for one, other in zip(*logits.values(), strict=True))
+    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*logits.values(), strict=True))

@@ -1,4 +1,4 @@
-"""Headers of safetensors files, valid and damaged."""
+"""Headers of valid and damaged safetensors files."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from penstock.errors import WeightsError
 from penstock.weights.safetensors import read_checkpoint_headers, read_header
 
 
-def write(file: Path, header: Any, data: bytes = b"") -> Path:
+def write_file(file: Path, header: Any, data: bytes = b"") -> Path:
     text = json.dumps(header).encode() if not isinstance(header, bytes) else header
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return file
 
 
-def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+def header_entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-def shard(folder: Path, weight_map: dict[str, str]) -> None:
+def write_shards(folder: Path, weight_map: dict[str, str]) -> None:
     for name in sorted(set(weight_map.values())):
         tensors = {tensor: np.ones(2, np.float32) for tensor, file in weight_map.items() if file == name}
         save_file(tensors, folder / name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_types_shapes_and_sizes(tmp_path: Path) -> None:
+def test_headers_have_types_shapes_and_sizes(tmp_path: Path) -> None:
     save_file(
         {"a": np.zeros((2, 3), np.float32), "b": np.zeros((), np.int8), "c": np.zeros((0, 4), np.float16)},
         tmp_path / "model.safetensors",
         metadata={"format": "pt"},
     )
     headers = read_checkpoint_headers(tmp_path)
-    found = {name: (h.dtype, h.shape, h.num_elements, h.num_bytes) for name, h in headers.items()}
-    assert found == {
+    actual = {name: (h.dtype, h.shape, h.num_elements, h.num_bytes) for name, h in headers.items()}
+    assert actual == {
         "a": (DType.float32, (2, 3), 6, 24),
         "b": (DType.int8, (), 1, 1),
         "c": (DType.float16, (0, 4), 0, 0),
@@ -51,32 +51,32 @@ def test_types_shapes_and_sizes(tmp_path: Path) -> None:
     assert [headers[name].is_float for name in "abc"] == [True, False, True]
 
 
-def test_a_type_without_a_name_here(tmp_path: Path) -> None:
-    header = read_header(write(tmp_path / "a", {"w": entry("F8_E4M3", [3], 0, 3)}, b"123"))["w"]
+def test_an_unknown_type_has_no_dtype(tmp_path: Path) -> None:
+    header = read_header(write_file(tmp_path / "a", {"w": header_entry("F8_E4M3", [3], 0, 3)}, b"123"))["w"]
     assert (header.dtype, header.type_name, header.is_float) == (None, "F8_E4M3", False)
 
 
-def test_a_lone_file_may_have_any_name(tmp_path: Path) -> None:
+def test_a_single_file_may_have_any_name(tmp_path: Path) -> None:
     save_file({"a": np.zeros(2)}, tmp_path / "weights.safetensors")
     assert list(read_checkpoint_headers(tmp_path)) == ["a"]
     assert list(read_checkpoint_headers(tmp_path / "weights.safetensors")) == ["a"]
 
 
 def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
-    shard(tmp_path, {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"})
+    write_shards(tmp_path, {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"})
     files = {name: header.file.name for name, header in read_checkpoint_headers(tmp_path).items()}
     assert files == {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}
 
 
 def test_missing_shards_are_named(tmp_path: Path) -> None:
-    shard(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
+    write_shards(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
     (tmp_path / "2.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"1 of 2 shards are missing: 2\.safetensors"):
         read_checkpoint_headers(tmp_path)
 
 
-def test_an_index_that_is_wrong_about_a_shard(tmp_path: Path) -> None:
-    shard(tmp_path, {"a": "1.safetensors"})
+def test_an_index_with_a_missing_tensor_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"a": "1.safetensors"})
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "z": "1.safetensors"}}))
     with pytest.raises(WeightsError, match=r"lists z in 1\.safetensors, which does not hold it"):
@@ -93,20 +93,20 @@ def test_an_index_that_is_wrong_about_a_shard(tmp_path: Path) -> None:
         ({"weight_map": {"a": 3}}, "1 of 1 shards are missing: 3"),
     ],
 )
-def test_a_damaged_index(tmp_path: Path, index: Any, message: str) -> None:
+def test_a_damaged_index_is_refused(tmp_path: Path, index: Any, message: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(WeightsError, match=message):
         read_checkpoint_headers(tmp_path)
 
 
-def test_several_files_need_an_index(tmp_path: Path) -> None:
+def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
     for name in "ab":
         save_file({name: np.zeros(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(WeightsError, match=r"has 2 safetensors files but no model\.safetensors\.index\.json"):
         read_checkpoint_headers(tmp_path)
 
 
-def test_a_folder_without_weights(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="has no safetensors file"):
         read_checkpoint_headers(tmp_path)
 
@@ -119,21 +119,25 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
         (b"[]", b"", "its header is damaged"),
         ({"w": 3}, b"", "its header is damaged"),
         ({"w": {"dtype": "F32", "shape": [1]}}, b"1234", "its header is damaged"),
-        ({"w": entry("F32", [2], 0, 4)}, b"1234", "its header is damaged"),
-        ({"w": entry("F32", [-1], 0, 4)}, b"1234", "its header is damaged"),
-        ({"w": entry("F32", [1], 4, 0)}, b"1234", "its header is damaged"),
-        ({"w": entry("F32", [2], 0, 8)}, b"1234", "is truncated: 8 bytes of tensors expected, 4 present"),
-        ({"w": entry("F32", [1], 0, 4)}, b"12345", "there are gaps between its tensors"),
+        ({"w": header_entry("F32", [2], 0, 4)}, b"1234", "its header is damaged"),
+        ({"w": header_entry("F32", [-1], 0, 4)}, b"1234", "its header is damaged"),
+        ({"w": header_entry("F32", [1], 4, 0)}, b"1234", "its header is damaged"),
         (
-            {"v": entry("F32", [1], 0, 4), "w": entry("F32", [1], 2, 6)},
+            {"w": header_entry("F32", [2], 0, 8)},
+            b"1234",
+            "is truncated: 8 bytes of tensors expected, 4 present",
+        ),
+        ({"w": header_entry("F32", [1], 0, 4)}, b"12345", "there are gaps between its tensors"),
+        (
+            {"v": header_entry("F32", [1], 0, 4), "w": header_entry("F32", [1], 2, 6)},
             b"123456",
             "there are gaps between its tensors",
         ),
     ],
 )
-def test_a_damaged_header(tmp_path: Path, header: Any, data: bytes, message: str) -> None:
+def test_a_damaged_header_is_refused(tmp_path: Path, header: Any, data: bytes, message: str) -> None:
     with pytest.raises(WeightsError, match=message):
-        read_header(write(tmp_path / "model.safetensors", header, data))
+        read_header(write_file(tmp_path / "model.safetensors", header, data))
 
 
 @pytest.mark.parametrize(
@@ -145,23 +149,25 @@ def test_a_damaged_header(tmp_path: Path, header: Any, data: bytes, message: str
         (struct.pack("<Q", 50) + b"{}", "truncated in its header: 58 bytes expected, 10 present"),
     ],
 )
-def test_a_file_of_another_format(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_of_another_format_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
     with pytest.raises(WeightsError, match=message):
         read_header(file)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"x\.safetensors: cannot be read: No such file"):
         read_header(tmp_path / "x.safetensors")
 
 
-@given(kept=st.integers(0, 300))
-def test_a_file_cut_anywhere_is_refused(tmp_path_factory: pytest.TempPathFactory, kept: int) -> None:
+@given(num_bytes=st.integers(0, 300))
+def test_a_file_truncated_anywhere_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, num_bytes: int
+) -> None:
     file = tmp_path_factory.mktemp("cut") / "model.safetensors"
     save_file({"a": np.zeros((5, 7), np.float32), "b": np.zeros(9, np.int64)}, file)
-    whole = file.read_bytes()
-    file.write_bytes(whole[: min(kept, len(whole) - 1)])
+    content = file.read_bytes()
+    file.write_bytes(content[: min(num_bytes, len(content) - 1)])
     with pytest.raises(WeightsError):
         read_header(file)

@@ -1,4 +1,4 @@
-"""Tensors by name. One error reports all faults of a load."""
+"""`Weights`: tensors by name, and one error for all faults of a load."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TENSORS = {
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Weights:
-    return saved(tmp_path, TENSORS)
+    return save_and_open(tmp_path, TENSORS)
 
 
-def saved(folder: Path, tensors: dict[str, Tensor]) -> Weights:
+def save_and_open(folder: Path, tensors: dict[str, Tensor]) -> Weights:
     save_file(tensors, folder / "model.safetensors")
     return Weights.open(folder)
 
@@ -46,7 +46,7 @@ def test_names_shapes_and_types(weights: Weights) -> None:
     assert weights.num_bytes == 24 + 16 + 8
 
 
-def test_tensors_come_as_they_are_stored(weights: Weights) -> None:
+def test_tensors_have_the_stored_type_and_values(weights: Weights) -> None:
     for name, tensor in TENSORS.items():
         read = weights.tensor(name, tuple(tensor.shape))
         assert read.dtype is tensor.dtype
@@ -59,7 +59,7 @@ def test_writes_to_a_tensor_do_not_change_the_file(weights: Weights, tmp_path: P
     assert torch.equal(Weights.open(tmp_path).tensor("norm.weight", (4,)), TENSORS["norm.weight"])
 
 
-def test_shards_are_one(tmp_path: Path) -> None:
+def test_tensors_of_all_shards_are_read(tmp_path: Path) -> None:
     weight_map = {}
     for number, (name, tensor) in enumerate(TENSORS.items()):
         weight_map[name] = f"model-{number}.safetensors"
@@ -72,7 +72,7 @@ def test_shards_are_one(tmp_path: Path) -> None:
 
 
 def test_all_faults_are_reported_in_one_error(tmp_path: Path) -> None:
-    weights = saved(tmp_path, {**TENSORS, "packed.weight": torch.zeros(2, dtype=torch.int8)})
+    weights = save_and_open(tmp_path, {**TENSORS, "packed.weight": torch.zeros(2, dtype=torch.int8)})
     assert torch.equal(weights.tensor("lm_head.weight", (2, 3)), torch.zeros(2, 3))
     assert weights.tensor("embed.weight", (4, 3)).shape == (4, 3)
     assert weights.tensor("packed.weight", (2,)).shape == (2,)
@@ -89,7 +89,7 @@ def test_all_faults_are_reported_in_one_error(tmp_path: Path) -> None:
 
 def test_faults_of_expect_are_reported(tmp_path: Path) -> None:
     tensors = {"kept": torch.ones(3), "long": torch.ones(4), "bytes": torch.ones(2, dtype=torch.uint8)}
-    weights = saved(tmp_path, tensors)
+    weights = save_and_open(tmp_path, tensors)
     assert weights.expect("kept", (3,))
     assert not weights.expect("long", (5,))
     assert not weights.expect("bytes", (2,))
@@ -99,7 +99,7 @@ def test_faults_of_expect_are_reported(tmp_path: Path) -> None:
 
 
 def test_eight_bit_floats_are_not_read_as_weights(tmp_path: Path) -> None:
-    weights = saved(tmp_path, {"w": torch.zeros(3).to(torch.float8_e4m3fn)})
+    weights = save_and_open(tmp_path, {"w": torch.zeros(3).to(torch.float8_e4m3fn)})
     weights.tensor("w", (3,))
     with pytest.raises(WeightsError, match=r"w of type F8_E4M3$"):
         weights.finish()
@@ -107,7 +107,7 @@ def test_eight_bit_floats_are_not_read_as_weights(tmp_path: Path) -> None:
         weights.dtype("w")
 
 
-def test_long_lists_are_cut(weights: Weights) -> None:
+def test_long_lists_in_errors_are_shortened(weights: Weights) -> None:
     read_all(weights)
     for number in range(11):
         weights.tensor(f"layer.{number}", (1,))
@@ -115,26 +115,26 @@ def test_long_lists_are_cut(weights: Weights) -> None:
         weights.finish()
 
 
-def test_a_load_of_another_models_size_ends_early(weights: Weights) -> None:
+def test_a_much_larger_expected_shape_is_refused_at_once(weights: Weights) -> None:
     with pytest.raises(WeightsError, match=r"1 misshapen: embed\.weight is \[3, 4\] where"):
         weights.tensor("embed.weight", (2**40, 2**40))
 
 
-def test_a_load_of_another_models_depth_ends_early(weights: Weights) -> None:
+def test_more_than_1000_missing_tensors_are_refused_at_once(weights: Weights) -> None:
     for number in range(1000):
         weights.tensor(f"layer.{number}", ())
     with pytest.raises(WeightsError, match=r"1001 missing: layer\.0, "):
         weights.tensor("layer.1000", ())
 
 
-def test_patterns_may_be_left_unread(weights: Weights) -> None:
+def test_tensors_that_match_a_pattern_may_be_unread(weights: Weights) -> None:
     weights.tensor("embed.weight", (3, 4))
     weights.finish(ignore=["half.*", "norm.weight"])
     with pytest.raises(WeightsError, match=r"1 unexpected: norm\.weight"):
         weights.finish(ignore=["half.*"])
 
 
-def test_renamed_tensors_answer_to_their_new_names(weights: Weights) -> None:
+def test_renamed_tensors_are_read_by_their_new_names(weights: Weights) -> None:
     renamed = weights.renamed(lambda name: None if name.startswith("half") else f"model.{name}")
     assert renamed.names == ("model.embed.weight", "model.norm.weight")
     assert renamed.num_parameters == 16
@@ -160,12 +160,12 @@ def test_a_renamed_view_records_its_reads_separately(weights: Weights) -> None:
         weights.finish()
 
 
-def test_the_shape_of_a_missing_tensor(weights: Weights) -> None:
+def test_the_shape_of_a_missing_tensor_is_refused(weights: Weights) -> None:
     with pytest.raises(WeightsError, match=r"has no tensor norm\.bias"):
         weights.shape("norm.bias")
 
 
-def test_a_real_checkpoint(shared_data: Path) -> None:
+def test_a_trained_checkpoint_is_read_without_faults(shared_data: Path) -> None:
     weights = Weights.open(shared_data / "models" / "stories260K")
     assert weights.shape("model.embed_tokens.weight") == (512, 64)
     read_all(weights)

@@ -1,4 +1,4 @@
-"""Trained checkpoints: the embedded one, and others if they are available."""
+"""Trained checkpoints: the embedded model, and others if they are available."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("kernels", ["best", "reference"])
-def test_logits_and_greedy_text(checkpoint: Path, kernels: str) -> None:
+def test_logits_and_greedy_text_equal_transformers(checkpoint: Path, kernels: str) -> None:
     pipeline = open_pipeline(checkpoint, kernels=kernels)
     reference = oracle(checkpoint)
     prompt = TextTokenizer(checkpoint).encode_text("Once upon a time").tolist()
     (tokens,) = generate(pipeline, [context_of(prompt)], num_steps=4)
     assert tokens == oracle_greedy(reference, prompt, 100)
-    text = prompt + tokens
-    expected = oracle_logits(reference, text)
-    ours = step_logits(pipeline, [context_of(text, log_probabilities_echo=True)])[0]
+    sequence = prompt + tokens
+    expected = oracle_logits(reference, sequence)
+    logits = step_logits(pipeline, [context_of(sequence, log_probabilities_echo=True)])[0]
     tolerance = 1e-4 * max(1.0, float(expected.std()))
-    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
-def test_a_known_story(shared_data: Path) -> None:
+def test_greedy_text_is_the_known_story(shared_data: Path) -> None:
     checkpoint = shared_data / "models" / "stories260K"
     tokenizer = TextTokenizer(checkpoint)
     pipeline = open_pipeline(checkpoint)
