@@ -1,4 +1,4 @@
-"""Fixtures of the server's tests."""
+"""Fixtures of the server tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _restored_logs() -> Iterator[None]:
-    """A test may configure the log, which is then restored."""
+    """Restore the log configuration, which a test may change."""
     logs = [logging.getLogger(name) for name in ("penstock", "uvicorn.error")]
     before = [(log.handlers, log.level, log.propagate) for log in logs]
     yield

@@ -1,4 +1,4 @@
-"""The handling of requests outside the routes: ids, log lines, the gate, unexpected errors."""
+"""Handling of requests outside the routes: ids, log access_log_fields, the gate, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from penstock.serve.http.gate import Gate
 from penstock.serve.observability.request_record import RequestRecord
 
 
-def failing_routes(go_on: asyncio.Event | None = None) -> APIRouter:
-    """Return routes with various errors. "/slow" waits for `go_on`, or until it is cancelled."""
+def failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
+    """Return routes with various errors. "/slow" waits for `may_finish`, or until it is cancelled."""
     router = APIRouter()
 
     @router.get("/bug")
@@ -67,33 +67,33 @@ def failing_routes(go_on: asyncio.Event | None = None) -> APIRouter:
 
     @router.get("/watching")
     async def watching(request: Request) -> Response:
-        async def watch() -> None:
+        async def watch_disconnect() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        return Response("done", background=BackgroundTask(watch))  # after the answer has gone out
+        return Response("done", background=BackgroundTask(watch_disconnect))  # after the answer was sent
 
     @router.get("/slow")
     async def slow() -> str:
-        await (go_on or asyncio.Event()).wait()
+        await (may_finish or asyncio.Event()).wait()
         return "done"
 
     return router
 
 
-@pytest.mark.parametrize("given", ["abc", "a" * 128, "A-z_0.9:/+=@"])
-async def test_the_request_id_is_returned(given: str) -> None:
+@pytest.mark.parametrize("request_id", ["abc", "a" * 128, "A-z_0.9:/+=@"])
+async def test_the_request_id_is_returned(request_id: str) -> None:
     async with client_of(make_services(), failing_routes()) as client:
         for path in ("/items/a", "/bug", "/nowhere", "/health"):
-            response = await client.get(path, headers={"x-request-id": given})
-            assert response.headers.get_list("x-request-id") == [given]
+            response = await client.get(path, headers={"x-request-id": request_id})
+            assert response.headers.get_list("x-request-id") == [request_id]
 
 
-@pytest.mark.parametrize("given", ["", "a" * 129, "a b", "a\tb", "ä", "a;b", '"'])
-async def test_a_strange_request_id_is_replaced(given: str) -> None:
+@pytest.mark.parametrize("request_id", ["", "a" * 129, "a b", "a\tb", "ä", "a;b", '"'])
+async def test_an_invalid_request_id_is_replaced(request_id: str) -> None:
     async with client_of(make_services(), failing_routes()) as client:
-        response = await client.get("/items/a", headers=[(b"x-request-id", given.encode("latin-1"))])
-    assert response.headers["x-request-id"] != given
+        response = await client.get("/items/a", headers=[(b"x-request-id", request_id.encode("latin-1"))])
+    assert response.headers["x-request-id"] != request_id
     assert len(response.headers["x-request-id"]) == 32
 
 
@@ -103,7 +103,7 @@ async def test_every_request_has_a_unique_id() -> None:
     assert len(ids) == 10
 
 
-async def test_an_unexpected_error(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_error_is_logged_and_hidden(caplog: pytest.LogCaptureFixture) -> None:
     async with client_of(make_services(), failing_routes()) as client:
         response = await client.get("/bug", headers={"x-request-id": "abc"})
     assert response.status_code == 500
@@ -125,24 +125,24 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(caplog: pytest.LogC
     assert bug.text.endswith("}}\n\n")
     assert "secret" not in bug.text
     assert "the worker died" in gone.text
-    assert [line["status"] for line in lines(caplog)] == [500, 503]
-    assert [line["outcome"] for line in lines(caplog)] == [
+    assert [line["status"] for line in access_log_fields(caplog)] == [500, 503]
+    assert [line["outcome"] for line in access_log_fields(caplog)] == [
         "error:internal_error",
         "error:service_unavailable",
     ]
 
 
-async def test_half_an_answer_of_another_kind_is_cut_off() -> None:
+async def test_an_error_within_another_response_closes_the_connection() -> None:
     async with client_of(make_services(), failing_routes()) as client:
-        with pytest.raises(ZeroDivisionError):  # which the HTTP server turns into a closed connection
+        with pytest.raises(ZeroDivisionError):  # the HTTP server then closes the connection
             await client.get("/text/bug")
 
 
-async def test_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_request_has_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with client_of(make_services(), failing_routes()) as client:
         await client.get("/items/secret-name", headers={"x-request-id": "abc"})
-    [line] = lines(caplog)
+    [line] = access_log_fields(caplog)
     times = [line.pop(name) for name in ("queue_s", "first_token_s", "total_s")]
     assert times == sorted(times)
     assert line == {
@@ -162,27 +162,27 @@ async def test_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
     }
 
 
-async def test_probes_are_logged_for_debugging_only(caplog: pytest.LogCaptureFixture) -> None:
+async def test_probes_are_logged_at_debug_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with client_of(make_services()) as client:
         await client.get("/health")
-        assert lines(caplog) == []
+        assert access_log_fields(caplog) == []
         await client.get("/nowhere")
-    assert [line["route"] for line in lines(caplog)] == ["unmatched"]
+    assert [line["route"] for line in access_log_fields(caplog)] == ["unmatched"]
 
 
-async def test_the_access_log_can_be_off(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_access_log_can_be_disabled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     async with client_of(make_services(access_log=False)) as client:
         await client.get("/nowhere")
-    assert lines(caplog) == []
+    assert access_log_fields(caplog) == []
 
 
-async def test_a_client_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_disconnected_client_is_logged_with_status_499(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
     sent = await call(create_app(services, failing_routes()), "/left")
-    [line] = lines(caplog)
+    [line] = access_log_fields(caplog)
     assert (line["outcome"], line["status"]) == ("abort:client_disconnect", 499)
     assert sent == []
     assert services.gate.num_active == 0
@@ -190,16 +190,16 @@ async def test_a_client_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
     assert counted in services.metrics.render()
 
 
-async def test_a_client_that_leaves_with_its_answer_has_not_left_early(
+async def test_a_client_that_disconnects_after_its_answer_is_not_logged_as_499(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
     await call(create_app(make_services(), failing_routes()), "/watching")
-    [line] = lines(caplog)
+    [line] = access_log_fields(caplog)
     assert (line["outcome"], line["status"]) == ("-", 200)
 
 
-async def test_a_forced_shutdown_logs_the_requests_it_cuts(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_forced_shutdown_logs_interrupted_requests(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
     async with client_of(services, failing_routes()) as client:
@@ -208,11 +208,11 @@ async def test_a_forced_shutdown_logs_the_requests_it_cuts(caplog: pytest.LogCap
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert [line["outcome"] for line in lines(caplog)] == ["error:cancelled"]
+    assert [line["outcome"] for line in access_log_fields(caplog)] == ["error:cancelled"]
     assert services.gate.num_active == 0
 
 
-async def test_probes() -> None:
+async def test_health_and_readiness_probes() -> None:
     worker = FakeEngine()
     async with client_of(make_services(worker)) as client:
         assert (await client.get("/health")).json() == {"status": "ok"}
@@ -229,8 +229,8 @@ async def test_probes() -> None:
 
 
 async def test_requests_are_refused_before_the_gate_opens_and_after_it_closes() -> None:
-    services, go_on = make_services(gate=Gate(is_open=False)), asyncio.Event()
-    async with client_of(services, failing_routes(go_on)) as client:
+    services, may_finish = make_services(gate=Gate(is_open=False)), asyncio.Event()
+    async with client_of(services, failing_routes(may_finish)) as client:
         early = await client.get("/items/a")
         assert early.status_code == 503
         assert early.headers["retry-after"] == "1"
@@ -251,14 +251,14 @@ async def test_requests_are_refused_before_the_gate_opens_and_after_it_closes() 
         assert (await client.get("/ready")).status_code == 503
         assert (await client.get("/health")).status_code == 200
         assert not await services.gate.wait_until_idle(0.01)
-        go_on.set()
+        may_finish.set()
         assert await services.gate.wait_until_idle(60)
         assert (await running).json() == "done"
         services.gate.open()
         assert (await client.get("/items/a")).status_code == 503
 
 
-async def test_pages_of_other_origins() -> None:
+async def test_cors_headers_for_allowed_origins() -> None:
     origin = {"origin": "http://a.example"}
     preflight = {**origin, "access-control-request-method": "POST"}
     async with client_of(make_services()) as client:
@@ -267,15 +267,16 @@ async def test_pages_of_other_origins() -> None:
         assert (await client.options("/v1/models", headers=preflight)).status_code == 405
     async with client_of(make_services(cors_origins=("http://a.example",), api_key=("k",))) as client:
         allowed = await client.get("/v1/nothing", headers=origin)
-        asked = await client.options("/v1/models", headers=preflight)  # browsers send no key here
+        # Browsers send no key in a preflight request.
+        preflight_response = await client.options("/v1/models", headers=preflight)
         other = await client.get("/version", headers={"origin": "http://b.example"})
     assert allowed.status_code == 401
     assert allowed.headers["access-control-allow-origin"] == "http://a.example"
-    assert asked.status_code == 200
+    assert preflight_response.status_code == 200
     assert "access-control-allow-origin" not in other.headers
 
 
-async def test_no_answer_sends_the_client_to_the_host_that_it_named() -> None:
+async def test_no_redirect_contains_the_host_header() -> None:
     async with client_of(make_services(FakeEngine(), allowed_hosts=["*"])) as client:
         answer = await client.get("/health/", headers={"host": "elsewhere.example"})
     assert answer.status_code == 404
@@ -296,7 +297,11 @@ async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
                 path: [item[method] for method in ("post", "put", "patch") if method in item]
                 for path, item in document["paths"].items()
             }
-            paths = [path for path, found in operations.items() if any("requestBody" in one for one in found)]
+            paths = [
+                path
+                for path, found in operations.items()
+                if any("requestBody" in operation for operation in found)
+            ]
             assert len(paths) >= 5
             for path in paths:
                 as_text = await client.post(path, content=b"{}", headers={"content-type": "text/plain"})
@@ -306,10 +311,10 @@ async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
                 assert as_text.status_code == 415, path
                 assert (await client.post(path, json="a" * 10)).status_code == 413, path
                 assert (await client.post(path, content=b'{"a": NaN}', headers=JSON)).status_code == 400, path
-    assert num_checked == len(paths) + 2 * 6  # six routes are of all tasks
+    assert num_checked == len(paths) + 2 * 6  # six routes exist for all tasks
 
 
-async def test_head_is_get_without_the_body() -> None:
+async def test_head_returns_the_headers_of_get() -> None:
     async with client_of(make_services()) as client:
         for path in ("/health", "/v1/models", "/", "/metrics"):
             assert (await client.head(path)).status_code == 200
@@ -319,7 +324,7 @@ async def test_head_is_get_without_the_body() -> None:
     assert 'method="HEAD",route="/v1/models",status="200"' in metrics
 
 
-async def test_the_document_is_served_and_no_page_that_fetches_from_elsewhere() -> None:
+async def test_the_openapi_document_is_served_without_external_pages() -> None:
     async with client_of(make_services()) as client:
         document = (await client.get("/openapi.json")).json()
         assert (await client.get("/docs")).status_code == 404
@@ -327,8 +332,8 @@ async def test_the_document_is_served_and_no_page_that_fetches_from_elsewhere() 
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"} <= set(document["paths"])
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """The fields of the access log's lines."""
+def access_log_fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """Return the fields of the access_log_fields of the access log."""
     return [
         record.fields  # type: ignore[attr-defined]
         for record in caplog.records
@@ -337,7 +342,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 async def call(app: Any, path: str) -> list[Any]:
-    """Send a GET, disconnect at once, and return the messages that were sent nevertheless."""
+    """Send a GET request and disconnect at once. Return the messages that were sent nevertheless."""
     sent: list[Any] = []
     messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
 

@@ -1,4 +1,4 @@
-"""The server's own settings."""
+"""Settings of the server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from penstock.ray.config import ray_fields
 from penstock.serve.config import ServeConfig, serve_fields
 
 
-def test_names_are_unique_over_all_configurations() -> None:
+def test_setting_names_are_unique() -> None:
     names = [field.name for field in (*serve_fields(), *ray_fields(), *config_fields())]
     assert len(names) == len(set(names))
 
 
-def test_sources_and_their_order() -> None:
+def test_the_order_of_configuration_sources() -> None:
     environment = {"PENSTOCK_PORT": "1", "PENSTOCK_HOST": "::1", "PENSTOCK_API_KEY": " a , b,"}
     config = ServeConfig.from_flat({"port": 2}, "flag", environment=environment)
     assert (config.port, config.host, config.api_key) == (2, "::1", ("a", "b"))
@@ -26,21 +26,21 @@ def test_sources_and_their_order() -> None:
     }
 
 
-def test_no_list_and_no_message_shows_a_key() -> None:
+def test_keys_are_not_in_lists_and_messages() -> None:
     config = ServeConfig(api_key=("hidden",))
     assert "hidden" not in repr(config.describe())
-    for wrong in (("hidden key",), "hidden key", ("hidden", ""), ("hidden", 1), 5):
+    for invalid in (("hidden key",), "hidden key", ("hidden", ""), ("hidden", 1), 5):
         with pytest.raises(ConfigError, match="api_key: must be") as caught:
-            ServeConfig.from_flat({"api_key": wrong})
+            ServeConfig.from_flat({"api_key": invalid})
         assert "hidden" not in str(caught.value)
 
 
-def test_items_of_a_list_are_not_split() -> None:
+def test_list_items_with_commas_are_not_split() -> None:
     assert ServeConfig.from_flat({"api_key": ["a,b", "c"]}).api_key == ("a,b", "c")
 
 
 @pytest.mark.parametrize("name", ["prot", "max_queue", "api_keys"])
-def test_unknown_names(name: str) -> None:
+def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="did you mean"):
         ServeConfig.from_flat({name: 1})
 

@@ -1,4 +1,4 @@
-"""The server over a fake engine client: it uses only the `EngineClient` protocol."""
+"""The server with a fake engine client: it uses only the `EngineClient` protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def body(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("route", [False, True])
-async def test_completions_chats_and_streams(route: bool) -> None:
+async def test_responses_and_streams_of_a_fake_engine(route: bool) -> None:
     engine = FakeEngine()
     services = make_services(WorkerRouter([engine]) if route else engine)
     async with client_of(services) as client:
@@ -47,7 +47,7 @@ async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
     assert engine.cancelled == [context.request_id for context in engine.contexts]
 
 
-async def test_an_engine_that_is_not_ready() -> None:
+async def test_an_engine_that_is_not_ready_gets_no_request() -> None:
     engine = FakeEngine(state="restarting", is_alive=False)
     async with client_of(make_services(engine)) as client:
         refused = await client.post("/v1/chat/completions", json=body())
@@ -56,7 +56,7 @@ async def test_an_engine_that_is_not_ready() -> None:
     assert probes == [503, 503, 200]
 
 
-async def test_adapters_and_statistics() -> None:
+async def test_adapters_and_metrics_come_from_the_engine() -> None:
     engine = FakeEngine(stats=WorkerStats(num_steps=7))
     services = make_services(engine)
     services.metrics.watch(engine)

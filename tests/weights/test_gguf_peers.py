@@ -110,9 +110,8 @@ def test_tokens_equal_those_of_llama_cpp(name: str, tmp_path: Path, shared_data:
     file = write_gguf_file(tmp_path, metadata)
     ours, llama = read_tokenizer_files(file).tokenizer, open_with_llama_cpp(file, vocab_only=True)
     for text in TEXTS:
-        if (
-            "\u030a" in text and name == "qwen3"
-        ):  # llama.cpp does not compose U+030A, unlike the tokenizer of the model
+        # llama.cpp does not compose U+030A, unlike the tokenizer of the model.
+        if "\u030a" in text and name == "qwen3":
             continue
         assert ours.encode(text).ids == llama.tokenize(text.encode(), add_bos=True, special=True), text
 

@@ -261,9 +261,8 @@ def test_quantized_models_of_other_families(family: str, case: str, tmp_path: Pa
     bfloat16_error = relative_error(
         compute_logits(folder / "plain", quantization_encoding="bfloat16"), expected
     )
-    assert (
-        relative_error(compute_logits(folder), expected) < 1.5 * bfloat16_error + 0.02
-    )  # rounding can change the selected experts
+    # Rounding can change the selected experts.
+    assert relative_error(compute_logits(folder), expected) < 1.5 * bfloat16_error + 0.02
     assert relative_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
 
 

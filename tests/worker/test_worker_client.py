@@ -733,9 +733,8 @@ async def test_folders_descriptors_and_threads_are_released() -> None:
             await kill(client)
             await until(lambda client=client: client.state == "ready")
             folder = Path(client._supervisor._folder)
-            assert (
-                len(list(folder.iterdir())) <= 5
-            )  # two sockets for each of two workers, and one progress file
+            # Two sockets for each of two workers, and one progress file.
+            assert len(list(folder.iterdir())) <= 5
         assert not folder.exists()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert threading.active_count() <= threads

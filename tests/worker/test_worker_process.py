@@ -75,9 +75,8 @@ async def test_a_worker_killed_under_load_is_restarted_and_serves_again() -> Non
         generations = [client.submit(make_story_context(number, 490)) for number in range(40)]
         first = await anext(generations[0])
         assert first.token_ids
-        os.kill(
-            info.pid, signal.SIGINT
-        )  # the worker ignores SIGINT and SIGTERM; only its parent handles them
+        # The worker ignores SIGINT and SIGTERM; only its parent handles them.
+        os.kill(info.pid, signal.SIGINT)
         os.kill(info.pid, signal.SIGTERM)
         await anext(generations[0])
         os.kill(info.pid, signal.SIGKILL)

@@ -82,11 +82,12 @@ def test_a_random_grammar_matches_the_same_texts_as_its_ebnf(seed: int, tokenize
     ("ebnf", "accepted", "rejected"),
     [
         ('root ::= [a-z]* "x"', ["x", "abcx", "xx"], ["abc", ""]),
+        # The matcher must not take the longest match of r.
         (
             'root ::= r "x" | "(" root ")"\nr ::= [a-z]*',
             ["abcx", "((xx))"],
             ["(x"],
-        ),  # the matcher must not take the longest match of r
+        ),
         ('root ::= "a" "bc" | "ab" "d" | "(" root ")"', ["abc", "(abd)"], ["ab"]),
         ('root ::= e\ne ::= e "+" t | t\nt ::= [0-9]+ | "(" e ")"', ["1+(2+34)", "12"], ["1+", "()"]),
         (r'root ::= "\x41\u00e9\U0001F600\n\"" [^a\]\-] # end', ['Aé😀\n"b'], ['Aé😀\n"a', 'Aé😀\n"]']),

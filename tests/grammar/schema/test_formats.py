@@ -79,12 +79,13 @@ def test_generated_strings_have_the_format(name: str, seed: int, end_after: int)
     value = json.loads(walk(compile_format(name), seed, end_after))
     assert has_format(name, value), value
     checker = Draft202012Validator.FORMAT_CHECKER
+    # For the formats in this list, the checker is stricter than the standard.
     if name not in (
         "iri",
         "iri-reference",
         "uri-template",
         "relative-json-pointer",
-    ):  # for the formats in this list, the checker is stricter than the standard
+    ):
         assert checker.conforms(value, name), value
 
 
@@ -183,9 +184,8 @@ def test_a_valid_string_is_accepted_if_the_maximum_length_is_larger(name: str) -
     values = sorted((value for value in generated if "[" not in value and len(value) <= 40), key=len)
     for value in values:
         assert accepts(compile_format(name, maxLength=100), to_json(value)), value
-    for value in values[
-        -1:
-    ]:  # only the longest value: each maximum length is a separate grammar, which compiles slowly
+    # Only the longest value: each maximum length is a separate grammar, which compiles slowly.
+    for value in values[-1:]:
         max_count = 2 * len(value) + 2
         assert accepts(compile_format(name, maxLength=max_count), to_json(value)), (value, max_count)
 

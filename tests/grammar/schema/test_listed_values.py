@@ -125,9 +125,8 @@ _KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
 
 
 @given(
-    values=st.lists(
-        _VALUES, min_size=1, max_size=5, unique_by=identity
-    ),  # 1 and 1.0 are equal values in JSON schema
+    # 1 and 1.0 are equal values in JSON schema.
+    values=st.lists(_VALUES, min_size=1, max_size=5, unique_by=identity),
     keywords=st.sets(st.sampled_from(sorted(_KEYWORDS)), max_size=4).flatmap(
         lambda names: st.fixed_dictionaries({name: _KEYWORDS[name] for name in names})
     ),

@@ -10,7 +10,7 @@ from support.tiny_embedder import write_tiny_embedder
 
 @pytest.fixture(scope="session")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An embedder with prompts, trained for 8 and 16 dimensions."""
+    """Write an embeddings model with prompts that is trained for 8 and 16 dimensions."""
     return write_tiny_embedder(
         tmp_path_factory.mktemp("embedder"),
         settings={"prompts": {"query": "query: ", "document": "passage: "}},
@@ -20,11 +20,11 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cross-encoder: a classifier with one label."""
+    """Write a cross-encoder: a classifier with one label."""
     return write_tiny_embedder(tmp_path_factory.mktemp("cross_encoder"), labels=1)
 
 
 @pytest.fixture(scope="session")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A classifier with three labels."""
+    """Write a classifier with three labels."""
     return write_tiny_embedder(tmp_path_factory.mktemp("classifier"), labels=3)

@@ -1,4 +1,4 @@
-"""Loading and unloading adapters over HTTP, with a fake worker that records the calls."""
+"""Loading and unloading of adapters over HTTP, with a fake worker that records the calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.serve.services import Services
 
 @dataclass
 class Worker(FakeEngine):
-    """Loads every adapter except one with the name ``broken``."""
+    """A fake worker that loads every adapter except ``broken``."""
 
     async def load_adapter(self, name: str, path: str) -> None:
         if "broken" in path:
@@ -42,16 +42,16 @@ async def post(services: Services, route: str, **kwargs: Any) -> httpx.Response:
 
 
 @pytest.mark.anyio
-async def test_load_list_reload_unload() -> None:
+async def test_an_adapter_is_loaded_listed_reloaded_and_unloaded() -> None:
     async with client_of(services()) as client:
         load = {"lora_name": "tone", "lora_path": "/adapters/one"}
         answer = await client.post("/v1/load_lora_adapter", json=load)
         assert (answer.status_code, answer.text) == (200, "The adapter 'tone' is loaded.")
-        listed = {one["id"]: one for one in (await client.get("/v1/models")).json()["data"]}
+        listed = {item["id"]: item for item in (await client.get("/v1/models")).json()["data"]}
         assert listed["tone"]["root"] == "/adapters/one"
         assert listed["tone"]["parent"] == "demo"
-        again = await client.post("/v1/load_lora_adapter", json={**load, "lora_path": "/adapters/two"})
-        assert again.text == "The adapter 'tone' is reloaded."
+        reload = await client.post("/v1/load_lora_adapter", json={**load, "lora_path": "/adapters/two"})
+        assert reload.text == "The adapter 'tone' is reloaded."
         refused = await client.post("/v1/load_lora_adapter", json={**load, "load_inplace": False})
         assert refused.status_code == 409
         answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "tone"})
@@ -61,7 +61,7 @@ async def test_load_list_reload_unload() -> None:
 
 
 @pytest.mark.anyio
-async def test_load_errors_name_the_cause() -> None:
+async def test_errors_of_a_load_have_the_cause() -> None:
     answer = await post(services(), "load", lora_name="tone", lora_path="/broken")
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "/broken: 2 missing: a, b"
@@ -78,13 +78,13 @@ async def test_load_errors_name_the_cause() -> None:
         ({"lora_name": "tone", "lora_path": "/a", "lora_int_id": 1}, "lora_int_id"),
     ],
 )
-async def test_an_invalid_body_is_refused_by_field(body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_body_is_refused_with_the_field(body: dict[str, Any], param: str) -> None:
     answer = await post(services(), "load", **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.anyio
-async def test_the_name_of_the_model_is_refused() -> None:
+async def test_the_name_of_the_model_is_refused_as_adapter_name() -> None:
     answer = await post(services(), "load", lora_name="demo", lora_path="/a")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "name_in_use")
 
@@ -95,14 +95,14 @@ async def test_the_name_of_the_model_is_refused() -> None:
     ("lora", "config", "status"),
     [
         ({}, {}, 403),
-        ({"lora": ("tone=/a",)}, {}, 403),  # adapters, but not at run time
+        ({"lora": ("tone=/a",)}, {}, 403),  # LoRA is enabled, but not loading at run time
         (None, {"host": "0.0.0.0"}, 403),
         (None, {"host": "::1"}, 200),
         (None, {"host": "localhost"}, 200),
         (None, {"host": "0.0.0.0", "api_key": ("secret",)}, 200),
     ],
 )
-async def test_access_rules(
+async def test_adapter_routes_need_lora_and_permission(
     route: str, lora: dict[str, Any] | None, config: dict[str, Any], status: int
 ) -> None:
     body = {"lora_name": "tone", **({"lora_path": "/a"} if route == "load" else {})}
@@ -115,7 +115,7 @@ async def test_access_rules(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("given", "allowed"),
+    ("path_template", "allowed"),
     [
         ("tone", True),
         ("./deep/tone", True),
@@ -127,12 +127,14 @@ async def test_access_rules(
         ("{root}-other", False),
     ],
 )
-async def test_adapters_come_from_one_directory(given: str, allowed: bool, tmp_path: Path) -> None:
+async def test_adapter_paths_must_be_in_the_configured_directory(
+    path_template: str, allowed: bool, tmp_path: Path
+) -> None:
     root = tmp_path / "adapters"
     root.mkdir()
     (root / "link").symlink_to(tmp_path)
     serving = services({"enable_lora": True, "lora_dir": str(root)})
-    path = given.format(root=root)
+    path = path_template.format(root=root)
     answer = await post(serving, "load", lora_name="tone", lora_path=path)
     assert answer.status_code == (200 if allowed else 403)
     expected = {"tone": str((root / path).resolve())} if allowed else {}

@@ -1,4 +1,4 @@
-"""Bad words are translated to all short token sequences that write them."""
+"""Bad words are translated to all short token sequences that spell them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from penstock.testing import FakeTokenizer
 DEMO = load_tokenizer(PipelineConfig.from_flat({"model_path": "demo"}))
 
 
-def written(ids: list[int]) -> str:
+def decode(ids: list[int]) -> str:
     return b"".join(map(DEMO.token_bytes, ids)).decode()
 
 
-def test_no_words_ban_nothing() -> None:
+def test_no_words_give_no_sequences() -> None:
     assert banned_sequences(None, DEMO) is None
     assert banned_sequences([], DEMO) is None
 
 
 @pytest.mark.parametrize("word", ["Berlin", " Berlin", "né", "🎉", "a b"])
-def test_all_encodings_of_a_word(word: str) -> None:
+def test_all_encodings_of_a_word_are_banned(word: str) -> None:
     sequences = banned_sequences([word], DEMO) or []
-    assert {written(ids) for ids in sequences} == {word, " " + word.lstrip()}
+    assert {decode(ids) for ids in sequences} == {word, " " + word.lstrip()}
     own = [DEMO.encode_text(text, False).tolist() for text in (word, " " + word.lstrip())]
     assert all(ids in sequences for ids in own)
     letters = [DEMO.encode_text(letter, False).tolist() for letter in word]

@@ -1,4 +1,4 @@
-"""Chats: the exact OpenAI format of responses, and the effect of each field."""
+"""Chat completions: the exact OpenAI format of responses, and the effect of each field."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_a_response_has_the_openai_format() -> None:
         assert answer["object"] == "chat.completion"
         assert answer["usage"] == {
             "prompt_tokens": 19,
-            "completion_tokens": 7,  # includes the end token
+            "completion_tokens": 7,  # includes the EOS token
             "total_tokens": 26,
             "prompt_tokens_details": {"cached_tokens": 0},
             "completion_tokens_details": {"reasoning_tokens": 0},
@@ -43,9 +43,9 @@ async def test_a_response_has_the_openai_format() -> None:
         first = {"token": "H", "logprob": 0.0, "bytes": [72]}
         assert choice["logprobs"]["content"][0] == {**first, "top_logprobs": [first]}
         assert len(choice["logprobs"]["content"]) == 6
-        again = await server.chat()
-        assert again["id"] != answer["id"]
-        assert again["choices"][0]["logprobs"] is None
+        second = await server.chat()
+        assert second["id"] != answer["id"]
+        assert second["choices"][0]["logprobs"] is None
 
 
 async def test_chunks_have_the_openai_format() -> None:
@@ -88,7 +88,9 @@ async def test_chunks_have_the_openai_format() -> None:
         ({"logit_bias": {"97": -100}, "allowed_token_ids": [98]}, "abcdef", "stop", 7),
     ],
 )
-async def test_finish_reasons(body: dict[str, Any], text: str, reason: str, num_tokens: int) -> None:
+async def test_each_end_of_an_output_has_its_finish_reason(
+    body: dict[str, Any], text: str, reason: str, num_tokens: int
+) -> None:
     async with chatting(FakePipeline.saying("abcdef")) as server:
         answer = await server.chat(**body)
         [choice] = answer["choices"]
@@ -96,7 +98,7 @@ async def test_finish_reasons(body: dict[str, Any], text: str, reason: str, num_
         assert answer["usage"]["completion_tokens"] == num_tokens
 
 
-async def test_fields_reach_the_worker() -> None:
+async def test_fields_are_set_on_the_context_of_the_worker() -> None:
     seen: list[TextContext] = []
 
     def choose(context: TextContext) -> int:
@@ -139,7 +141,7 @@ async def test_fields_reach_the_worker() -> None:
     assert others[0].max_length == 2048
 
 
-async def test_defaults_come_from_the_model() -> None:
+async def test_sampling_defaults_are_those_of_the_model() -> None:
     seen: list[TextContext] = []
 
     def choose(context: TextContext) -> int:
@@ -150,7 +152,8 @@ async def test_defaults_come_from_the_model() -> None:
         await server.chat()
         await server.chat()
     params = [context.sampling_params for context in seen]
-    assert {one.temperature for one in params} == {0.5}  # the embedded model's generation_config.json
+    # From generation_config.json of the embedded model.
+    assert {sampling.temperature for sampling in params} == {0.5}
     assert params[0].seed != params[1].seed
 
 
@@ -180,7 +183,7 @@ async def test_defaults_come_from_the_model() -> None:
         ),
     ],
 )
-async def test_messages(message: dict[str, Any], rendered: str) -> None:
+async def test_messages_are_rendered_by_the_template(message: dict[str, Any], rendered: str) -> None:
     async with chatting() as server:
         response = await server.post("/v1/chat/completions/render", messages=[message])
         assert response.status_code == 200, response.text
@@ -211,7 +214,7 @@ async def test_arguments_are_text_if_the_template_concatenates_them() -> None:
         assert response.json()["prompt"] == 'x{"a":1}.'
 
 
-async def test_template_options() -> None:
+async def test_template_options_are_variables_of_the_template() -> None:
     template = (
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
         "{{ mood }}{{ reasoning_effort }}"
@@ -237,12 +240,12 @@ async def test_reasoning_effort_none_disables_thinking() -> None:
         assert response.json()["prompt"] == "False"
         error = await server.refusal("/v1/chat/completions", messages=[user("a")], reasoning_effort="low")
         assert error["param"] == "reasoning_effort"
-    async with chatting(template=THINKING) as server:  # a reasoning model without a switch to disable it
+    async with chatting(template=THINKING) as server:  # the template always enables reasoning
         error = await server.refusal("/v1/chat/completions", messages=[user("a")], reasoning_effort="none")
         assert error["param"] == "reasoning_effort"
 
 
-async def test_a_tool_call() -> None:
+async def test_a_tool_call_has_the_openai_format() -> None:
     async with chatting(FakePipeline.saying(f"Wait. {CALL}")) as server:
         answer = await server.chat(tools=[WEATHER, TIME])
         ChatCompletion.model_validate(answer)
@@ -264,16 +267,16 @@ async def test_a_tool_call() -> None:
 
 async def test_without_parallel_tool_calls_the_first_call_ends_the_output() -> None:
     async with chatting(FakePipeline.saying(CALL + CALL)) as server:
-        both = await server.chat(tools=[WEATHER])
-        assert len(both["choices"][0]["message"]["tool_calls"]) == 2
-        one = await server.chat(tools=[WEATHER], parallel_tool_calls=False, return_token_ids=True)
-        assert len(one["choices"][0]["message"]["tool_calls"]) == 1
-        assert one["choices"][0]["finish_reason"] == "tool_calls"
-        assert one["usage"]["completion_tokens"] == len(one["choices"][0]["token_ids"]) <= len(CALL)
-        assert server.services.worker.num_outstanding == 0 or await until_idle(server)
+        parallel = await server.chat(tools=[WEATHER])
+        assert len(parallel["choices"][0]["message"]["tool_calls"]) == 2
+        single = await server.chat(tools=[WEATHER], parallel_tool_calls=False, return_token_ids=True)
+        assert len(single["choices"][0]["message"]["tool_calls"]) == 1
+        assert single["choices"][0]["finish_reason"] == "tool_calls"
+        assert single["usage"]["completion_tokens"] == len(single["choices"][0]["token_ids"]) <= len(CALL)
+        assert server.services.worker.num_outstanding == 0 or await wait_until_idle(server)
 
 
-async def until_idle(server: Any) -> bool:
+async def wait_until_idle(server: Any) -> bool:
     import asyncio
 
     async with asyncio.timeout(60):
@@ -282,7 +285,7 @@ async def until_idle(server: Any) -> bool:
     return True
 
 
-async def test_tools_in_the_prompt() -> None:
+async def test_tools_are_rendered_into_the_prompt() -> None:
     async with chatting(template=HERMES) as server:
         allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
         for body, names in (
@@ -306,7 +309,7 @@ async def test_tools_that_the_template_omits_are_refused() -> None:
         assert await server.chat(tools=[WEATHER], tool_choice="none")
 
 
-async def test_reasoning() -> None:
+async def test_reasoning_is_separate_from_the_content() -> None:
     async with chatting(FakePipeline.saying("<think>\nWhy?\n</think>\n\nSo."), template=THINKING) as server:
         answer = await server.chat()
         [choice] = answer["choices"]
@@ -327,9 +330,9 @@ async def test_reasoning() -> None:
     ("field", "names"),
     [("both", ["reasoning", "reasoning_content"]), ("reasoning", ["reasoning"])],
 )
-async def test_the_names_of_the_reasoning_field(field: str, names: list[str]) -> None:
-    said = FakePipeline.saying("<think>Why?</think>So.")
-    async with chatting(said, template=THINKING, reasoning_field=field) as server:
+async def test_the_setting_selects_the_names_of_the_reasoning_field(field: str, names: list[str]) -> None:
+    pipeline = FakePipeline.saying("<think>Why?</think>So.")
+    async with chatting(pipeline, template=THINKING, reasoning_field=field) as server:
         message = (await server.chat())["choices"][0]["message"]
         assert sorted(name for name in message if name.startswith("reasoning")) == names
         response = await server.post("/v1/chat/completions", messages=[user("Hi")], stream=True)
@@ -340,7 +343,7 @@ async def test_the_names_of_the_reasoning_field(field: str, names: list[str]) ->
 
 
 @pytest.mark.parametrize("unknown_fields", ["error", "warn"])
-async def test_variables_that_the_template_does_not_read_have_no_effect(unknown_fields: str) -> None:
+async def test_unknown_template_variables_have_no_effect(unknown_fields: str) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }}"
     options = {"enable_thinking": False, "provider": {"order": ["a"]}, "x-y": None, "": 1}
     async with chatting(template=template, unknown_fields=unknown_fields) as server:
@@ -348,7 +351,7 @@ async def test_variables_that_the_template_does_not_read_have_no_effect(unknown_
         assert (await server.post("/v1/chat/completions/render", **body)).json()["prompt"] == "HiFalse"
         assert (await server.post("/tokenize", **body)).json()["tokens"] == list(b"HiFalse")
         assert (await server.chat(**body))["choices"][0]["message"]["content"] == "Hello!"
-        options["messages"] = []  # would replace the conversation
+        options["messages"] = []  # not a variable: it would replace the conversation
         assert "messages" in (await server.refusal("/v1/chat/completions", **body))["message"]
 
 
@@ -356,9 +359,9 @@ def generate_a_special_token(context: TextContext) -> int:
     return [*b"a", FakeTokenizer.EOS, *b"b"][len(context.generated_tokens)]
 
 
-@pytest.mark.parametrize(("shown", "text"), [(None, "ab"), (True, "ab"), (False, "a<|end|>b")])
-async def test_special_tokens_in_the_text(shown: bool | None, text: str) -> None:
-    fields = {"skip_special_tokens": shown, "ignore_eos": True, "max_tokens": 3}
+@pytest.mark.parametrize(("skip_special_tokens", "text"), [(None, "ab"), (True, "ab"), (False, "a<|end|>b")])
+async def test_special_tokens_are_skipped_by_default(skip_special_tokens: bool | None, text: str) -> None:
+    fields = {"skip_special_tokens": skip_special_tokens, "ignore_eos": True, "max_tokens": 3}
     for template in (HERMES, FakeTokenizer.TEMPLATE):
         async with chatting(FakePipeline(generate_a_special_token), template=template) as server:
             assert (await server.chat(**fields))["choices"][0]["message"]["content"] == text
@@ -369,15 +372,15 @@ async def test_special_tokens_in_the_text(shown: bool | None, text: str) -> None
             assert choice["logprobs"]["text_offset"] == [0, 1, len(text) - 1]
 
 
-async def test_reasoning_of_messages_has_the_name_that_the_template_reads() -> None:
+async def test_reasoning_of_messages_is_renamed_for_the_template() -> None:
     template = "{% for m in messages %}{{ m.thinking }}{% endfor %}"
     async with chatting(template=template) as server:
-        said = {"role": "assistant", "content": "So.", "reasoning_content": "Why?"}
-        response = await server.post("/v1/chat/completions/render", messages=[said])
+        message = {"role": "assistant", "content": "So.", "reasoning_content": "Why?"}
+        response = await server.post("/v1/chat/completions/render", messages=[message])
         assert response.json()["prompt"] == "Why?"
 
 
-async def test_grammars_reach_the_worker() -> None:
+async def test_response_formats_are_grammars_of_the_context() -> None:
     seen: list[TextContext] = []
 
     def choose(context: TextContext) -> int:
@@ -426,10 +429,16 @@ async def test_grammars_reach_the_worker() -> None:
 async def test_conflicting_formats_are_refused() -> None:
     async with chatting(grammars_enabled=True) as server:
         chat = {"messages": [user("Hi")]}
-        both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
-        assert (await server.refusal("/v1/chat/completions", **chat, **both))["param"] == "structured_outputs"
-        bad = {"type": "array", "uniqueItems": True}
-        function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": bad}}}
+        formats = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+        assert (await server.refusal("/v1/chat/completions", **chat, **formats))[
+            "param"
+        ] == "structured_outputs"
+        schema = {"type": "array", "uniqueItems": True}
+        function = {
+            "name": "f",
+            "strict": True,
+            "parameters": {"type": "object", "properties": {"a": schema}},
+        }
         for body in ({}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
             tools = [WEATHER, {"type": "function", "function": function}]
             error = await server.refusal("/v1/chat/completions", **chat, tools=tools, **body)
@@ -437,7 +446,7 @@ async def test_conflicting_formats_are_refused() -> None:
             assert "uniqueItems" in error["message"]
         assert await server.chat(tools=tools, tool_choice="none")
         named = {"type": "function", "function": {"name": "get_weather"}}
-        assert await server.chat(tools=tools, tool_choice=named)  # a tool whose schema is never used
+        assert await server.chat(tools=tools, tool_choice=named)  # the schema of this tool is not used
         long = {"structured_outputs": {"choice": ["a" * 2**20]}}
         assert "1048576" in (await server.refusal("/v1/chat/completions", **chat, **long))["message"]
         unknown = {"json": {"type": "object", "unevaluatedProperties": False, "not": {}}}
@@ -445,7 +454,7 @@ async def test_conflicting_formats_are_refused() -> None:
         assert (error["param"], error["code"]) == ("structured_outputs.json", "unsupported_schema")
 
 
-async def test_an_unknown_model() -> None:
+async def test_an_unknown_model_is_a_404() -> None:
     async with chatting(adapters=("poet",)) as server:
         for path, body in (
             ("chat/completions", {"messages": [user("Hi")]}),
@@ -462,7 +471,7 @@ async def test_an_unknown_model() -> None:
         assert (await server.http.get("/v1/models/a/b")).status_code == 404
 
 
-async def test_a_model_without_a_template() -> None:
+async def test_a_model_without_a_template_refuses_chats() -> None:
     async with chatting(template=None) as server:
         error = await server.refusal("/v1/chat/completions", messages=[user("Hi")])
         assert "no chat template" in error["message"]

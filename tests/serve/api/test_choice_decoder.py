@@ -1,4 +1,4 @@
-"""The text of a choice: it does not depend on how tokens arrive, and it ends at stop strings."""
+"""`ChoiceDecoder`: its text does not depend on how tokens are chunked, and ends at stop strings."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call>'
 
 
-def context_of(**params: Any) -> TextContext:
+def make_context(**params: Any) -> TextContext:
     return TOKENIZER.build_context(
         TokenGeneratorRequest("1", 0, "fake", prompt="Hi", sampling_params=SamplingParams(**params))
     )
 
 
-def choice_of(
+def make_choice(
     context: TextContext, template: str | None, parallel: bool = True, **more: Any
 ) -> ChoiceDecoder:
     parsers = ParserFactory.choose(template)
@@ -59,21 +59,23 @@ def choice_of(
 def take_all(
     choice: ChoiceDecoder, ids: Sequence[int], cuts: Sequence[int], status: TextGenerationStatus
 ) -> Any:
-    """Feed tokens in pieces and return the output; stop feeding after a stop string, as a worker does."""
+    """Pass the tokens in chunks and return the whole output. Like a worker, stop after a stop string."""
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    pieces: list[ChoiceDelta] = []
+    deltas: list[ChoiceDelta] = []
     for start, end in pairwise(bounds):
-        logs = [LogProbabilities([-1.0 * one], [{one: -1.0 * one}]) for one in ids[start:end]]
-        pieces.append(choice.take(ids[start:end], status if end == len(ids) else ACTIVE, logs))
-        if pieces[-1].finish_reason:
+        logs = [
+            LogProbabilities([-1.0 * token_id], [{token_id: -1.0 * token_id}]) for token_id in ids[start:end]
+        ]
+        deltas.append(choice.take(ids[start:end], status if end == len(ids) else ACTIVE, logs))
+        if deltas[-1].finish_reason:
             break
     else:
-        pieces.append(choice.take([], status))
+        deltas.append(choice.take([], status))
     return (
-        joined([event for piece in pieces for event in piece.events]),
-        [one for piece in pieces for one in piece.token_ids],
-        [score.token_id for piece in pieces for score in piece.scores],
-        pieces[-1].finish_reason,
+        joined([event for delta in deltas for event in delta.events]),
+        [token_id for delta in deltas for token_id in delta.token_ids],
+        [score.token_id for delta in deltas for score in delta.scores],
+        deltas[-1].finish_reason,
         choice.num_tokens,
         choice.num_reasoning_tokens,
     )
@@ -97,7 +99,7 @@ texts = st.lists(
     status=st.sampled_from([END, LENGTH]),
     broken=st.booleans(),
 )
-def test_output_does_not_depend_on_how_tokens_arrive(
+def test_output_does_not_depend_on_token_chunks(
     text: str,
     cuts: list[int],
     stop: list[str],
@@ -106,13 +108,13 @@ def test_output_does_not_depend_on_how_tokens_arrive(
     status: TextGenerationStatus,
     broken: bool,
 ) -> None:
-    ids = list(text.encode())[: -1 if broken else None]  # may end inside a character
-    context = context_of(stop=stop or None)
-    whole = take_all(choice_of(context, template, parallel, at_once=True), ids, [], status)
-    assert take_all(choice_of(context, template, parallel), ids, cuts, status) == whole
-    assert take_all(choice_of(context, template, parallel, at_once=True), ids, cuts, status) == whole
-    assert take_all(choice_of(context, template, parallel), ids, range(len(ids)), status) == whole
-    _, token_ids, scored, reason, num_tokens, num_reasoning = whole
+    ids = list(text.encode())[: -1 if broken else None]  # the last token may end within a character
+    context = make_context(stop=stop or None)
+    expected = take_all(make_choice(context, template, parallel, at_once=True), ids, [], status)
+    assert take_all(make_choice(context, template, parallel), ids, cuts, status) == expected
+    assert take_all(make_choice(context, template, parallel, at_once=True), ids, cuts, status) == expected
+    assert take_all(make_choice(context, template, parallel), ids, range(len(ids)), status) == expected
+    _, token_ids, scored, reason, num_tokens, num_reasoning = expected
     assert scored == token_ids == ids[: len(token_ids)]
     assert num_tokens - len(token_ids) == (
         reason != "length" and len(token_ids) == len(ids) and num_tokens > len(ids)
@@ -132,19 +134,21 @@ def test_output_does_not_depend_on_how_tokens_arrive(
         (ACTIVE, True, True, "tool_calls"),
     ],
 )
-def test_finish_reasons(status: TextGenerationStatus, by_text: bool, calls: bool, reason: str) -> None:
+def test_each_end_of_an_output_has_its_finish_reason(
+    status: TextGenerationStatus, by_text: bool, calls: bool, reason: str
+) -> None:
     assert finish_reason(status, ended_by_text=by_text, has_tool_calls=calls) == reason
 
 
-def test_the_end_token_counts_but_is_not_in_the_text() -> None:
-    events, ids, _, reason, num_tokens, _ = take_all(choice_of(context_of(), None), [97, 98], [], END)
+def test_the_eos_token_is_counted_but_not_in_the_text() -> None:
+    events, ids, _, reason, num_tokens, _ = take_all(make_choice(make_context(), None), [97, 98], [], END)
     assert ([event.text for event in events], ids, reason, num_tokens) == (["ab"], [97, 98], "stop", 3)
-    *_, reason, num_tokens, _ = take_all(choice_of(context_of(), None), [97, 98], [], LENGTH)
+    *_, reason, num_tokens, _ = take_all(make_choice(make_context(), None), [97, 98], [], LENGTH)
     assert (reason, num_tokens) == ("length", 2)
 
 
 def test_tokens_after_a_stop_string_are_dropped() -> None:
-    choice = choice_of(context_of(stop=["b"]), None)
+    choice = make_choice(make_context(stop=["b"]), None)
     events, ids, scored, reason, num_tokens, _ = take_all(choice, list(b"aabcc"), [], LENGTH)
     assert ([event.text for event in events], ids, scored) == (["aa"], list(b"aab"), list(b"aab"))
     assert (reason, num_tokens) == ("stop", 3)
@@ -154,7 +158,7 @@ def test_tokens_after_a_stop_string_are_dropped() -> None:
 
 
 def test_the_only_allowed_call_ends_the_choice() -> None:
-    choice = choice_of(context_of(), HERMES, parallel=False)
+    choice = make_choice(make_context(), HERMES, parallel=False)
     events, ids, _, reason, num_tokens, _ = take_all(choice, list((CALL + CALL).encode()), [], ACTIVE)
     assert sum(isinstance(event, ToolCallStart) for event in events) == 1
     assert (reason, choice.ended_by_text) == ("tool_calls", True)
@@ -163,17 +167,17 @@ def test_the_only_allowed_call_ends_the_choice() -> None:
 
 def test_reasoning_tokens_are_counted() -> None:
     text = "<think>abc</think>de"
-    assert take_all(choice_of(context_of(), THINKING), list(text.encode()), [], END)[-1] == len(
+    assert take_all(make_choice(make_context(), THINKING), list(text.encode()), [], END)[-1] == len(
         "<think>abc</think>"
     )
-    assert take_all(choice_of(context_of(), THINKING), list(b"<think>abc"), [], LENGTH)[-1] == len(
+    assert take_all(make_choice(make_context(), THINKING), list(b"<think>abc"), [], LENGTH)[-1] == len(
         "<think>abc"
     )
-    assert take_all(choice_of(context_of(), THINKING), list(b"abc"), [], END)[-1] == 0
+    assert take_all(make_choice(make_context(), THINKING), list(b"abc"), [], END)[-1] == 0
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_the_text_continues_the_prompt(shared_data: Path, at_once: bool) -> None:
+def test_the_text_is_decoded_after_the_prompt(shared_data: Path, at_once: bool) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
     prompt, answer = (tokenizer.encode_text(text, add_special_tokens=False) for text in ("One day", "the"))
     for before, text in (([1, *prompt.tolist()], " the"), ([*prompt.tolist(), 1], "the")):
@@ -189,20 +193,20 @@ def test_offsets_count_a_leading_space_only_if_the_text_has_it(shared_data: Path
     for before, offsets in ((prompt, [0, 4, 8]), ((), [0, 3, 7])):
         scores = CompletionScores(tokenizer, TokenFragments(tokenizer), 1, prompt=before)
         parts = [*scores.parts(the * 2, [-1.0] * 2, [{}] * 2)], [*scores.parts(the, [-1.0], [{}])]
-        given = [one for each in parts for one in json.loads(b"".join(each))["text_offset"]]
-        assert given == offsets
+        actual_offsets = [offset for each in parts for offset in json.loads(b"".join(each))["text_offset"]]
+        assert actual_offsets == offsets
 
 
 def test_max_tokens_zero_returns_no_tokens() -> None:
-    choice = choice_of(context_of(max_new_tokens=0), None)
+    choice = make_choice(make_context(max_new_tokens=0), None)
     rows = LogProbabilities([-1.0, -2.0], [{72: -1.0}, {97: -2.0}])
-    piece = choice.take([97], LENGTH, [rows])
-    assert (piece.events, piece.token_ids, piece.scores, piece.finish_reason) == ([], [], [], "length")
+    delta = choice.take([97], LENGTH, [rows])
+    assert (delta.events, delta.token_ids, delta.scores, delta.finish_reason) == ([], [], [], "length")
     assert (choice.prompt_scores, choice.num_tokens) == ([(-1.0, {72: -1.0})], 0)
 
 
 @pytest.mark.parametrize("module", [penstock.serve.api.choice_decoder, penstock.serve.http.sse])
-def test_the_examples_in_the_docstrings(module: Any) -> None:
+def test_the_examples_in_the_docstrings_run(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0
     assert results.failed == 0

@@ -1,4 +1,4 @@
-"""Completions: the exact OpenAI format, the order of choices, echo, log probabilities."""
+"""Completions: the exact OpenAI format, the order of choices, echo, and log probabilities."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_an_output_without_tokens_has_empty_log_probabilities() -> None:
                 }
 
 
-async def test_the_default_is_sixteen_tokens() -> None:
+async def test_the_default_limit_is_sixteen_tokens() -> None:
     async with chatting(FakePipeline(lambda context: ord("a"))) as server:
         answer = await server.complete()
         assert answer["choices"][0]["text"] == "a" * 16
@@ -50,7 +50,7 @@ async def test_the_default_is_sixteen_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "seen"),
+    ("prompt", "expected"),
     [
         ("ab", ["ab"]),
         (["ab", "c"], ["ab", "c"]),
@@ -59,14 +59,14 @@ async def test_the_default_is_sixteen_tokens() -> None:
         (["é"], ["é"]),
     ],
 )
-async def test_prompts(prompt: Any, seen: list[str]) -> None:
+async def test_each_form_of_prompt(prompt: Any, expected: list[str]) -> None:
     async with chatting(FakePipeline.answering(lambda prompt: f"<{prompt}>")) as server:
         answer = await server.complete(prompt=prompt, n=2)
         texts = [choice["text"] for choice in answer["choices"]]
-        assert texts == [f"<{one}>" for one in seen for _ in range(2)]
-        assert [choice["index"] for choice in answer["choices"]] == list(range(len(seen) * 2))
-        assert answer["usage"]["prompt_tokens"] == sum(len(one.encode()) for one in seen)
-        assert answer["usage"]["completion_tokens"] == 2 * sum(len(one.encode()) + 3 for one in seen)
+        assert texts == [f"<{text}>" for text in expected for _ in range(2)]
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected) * 2))
+        assert answer["usage"]["prompt_tokens"] == sum(len(text.encode()) for text in expected)
+        assert answer["usage"]["completion_tokens"] == 2 * sum(len(text.encode()) + 3 for text in expected)
 
 
 async def test_equal_prompts_have_different_seeds() -> None:
@@ -85,7 +85,7 @@ async def test_equal_prompts_have_different_seeds() -> None:
         assert len(set(seeds.values())) == 2
 
 
-async def test_echo() -> None:
+async def test_echo_returns_the_prompt() -> None:
     async with chatting() as server:
         for prompt, text in (("né", "né"), ([110, 195, 169], "né")):
             answer = await server.complete(prompt=prompt, echo=True, logprobs=1)
@@ -106,27 +106,27 @@ async def test_echo() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_several_choices_echo_one_prompt(stream: bool) -> None:
-    asked: list[bool] = []
+async def test_several_choices_compute_prompt_scores_once(stream: bool) -> None:
+    echo_flags: list[bool] = []
 
     def choose(context: TextContext) -> int:
         if not len(context.generated_tokens):
-            asked.append(context.log_probabilities_echo)
+            echo_flags.append(context.log_probabilities_echo)
         return 33
 
     async with chatting(FakePipeline(choose)) as server:
         fields = {"prompt": ["abc", "de"], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 1}
         response = await server.post("/v1/completions", **fields, stream=stream)
         texts = {}
-        for one in events_of(response.text)[:-1] if stream else [response.json()]:
-            for choice in one["choices"]:
+        for item in events_of(response.text)[:-1] if stream else [response.json()]:
+            for choice in item["choices"]:
                 texts.setdefault(choice["index"], []).extend((choice["logprobs"] or {"tokens": []})["tokens"])
         assert texts == {0: [*"abc!"], 1: [*"abc!"], 2: [*"de!"], 3: [*"de!"]}
-    # In a stream the second choice may come first.
-    assert sorted(asked) == ([True] * 4 if stream else [False, False, True, True])
+    # In a stream, the chunks of the second choice can precede those of the first.
+    assert sorted(echo_flags) == ([True] * 4 if stream else [False, False, True, True])
 
 
-async def test_token_ids() -> None:
+async def test_token_ids_are_returned_on_request() -> None:
     async with chatting() as server:
         answer = await server.complete(prompt=["a", "bc"], n=2, return_token_ids=True, max_tokens=2)
         assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [
@@ -138,7 +138,7 @@ async def test_token_ids() -> None:
         assert all(choice["token_ids"] == list(b"He") for choice in answer["choices"])
 
 
-async def test_usage_has_the_cached_tokens() -> None:
+async def test_usage_has_the_number_of_cached_tokens() -> None:
     spec = KVCacheSpec(groups=(KVGroup(layers=(0,), kv_heads=1, head_dim=4, dtype=DType.float32),))
     manager = KVCacheManager(spec, (64,), 16)
     async with chatting(FakePipeline.saying("ok", kv=manager)) as server:
@@ -148,5 +148,6 @@ async def test_usage_has_the_cached_tokens() -> None:
             counts.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
             assert answer["usage"]["prompt_tokens"] == 50
         assert counts == [0, 48]
-        fresh = await server.complete(prompt="y" * 50, n=3)  # later choices hit the blocks of the first
-        assert fresh["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        # Later choices use the cached blocks of the first.
+        uncached = await server.complete(prompt="y" * 50, n=3)
+        assert uncached["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

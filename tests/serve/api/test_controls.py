@@ -1,4 +1,4 @@
-"""Sleep, reload, the prefix cache and profiles over HTTP, with a fake engine."""
+"""Routes for sleep, reload, the prefix cache and profiles, with a fake engine."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ async def test_each_route_calls_the_engine(path: str, calls: list[str]) -> None:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_each_route_needs_the_key(path: str) -> None:
+async def test_each_route_requires_the_api_key(path: str) -> None:
     engine = FakeEngine()
     assert (await post(engine, path, api_key=("one",))).status_code == 401
-    wrong = {"authorization": "Bearer two"}
-    assert (await post(engine, path, headers=wrong, api_key=("one",))).status_code == 401
+    wrong_key = {"authorization": "Bearer two"}
+    assert (await post(engine, path, headers=wrong_key, api_key=("one",))).status_code == 401
     refused = await post(engine, path, host="0.0.0.0")
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "controls_disabled")
     assert engine.calls == []
-    right = {"authorization": "Bearer one"}
-    assert (await post(engine, path, headers=right, api_key=("one",), host="0.0.0.0")).status_code == 200
+    valid_key = {"authorization": "Bearer one"}
+    assert (await post(engine, path, headers=valid_key, api_key=("one",), host="0.0.0.0")).status_code == 200
 
 
 async def test_a_sleeping_server_is_alive_and_not_ready() -> None:
@@ -64,13 +64,13 @@ async def test_a_sleeping_server_is_alive_and_not_ready() -> None:
 
 
 @pytest.mark.parametrize("level", ["0", "3", "x"])
-async def test_other_levels_are_refused(level: str) -> None:
+async def test_invalid_sleep_levels_are_refused(level: str) -> None:
     engine = FakeEngine()
     assert (await post(engine, f"/sleep?level={level}")).status_code in (400, 422)
     assert engine.calls == []
 
 
-async def test_errors_of_the_engine_are_answers() -> None:
+async def test_errors_of_the_engine_are_error_responses() -> None:
     engine = FakeEngine(control_error=UnsupportedFeatureError("profiles", "start with --profile-dir"))
     answer = await post(engine, "/start_profile")
     assert answer.status_code == 400
@@ -78,7 +78,7 @@ async def test_errors_of_the_engine_are_answers() -> None:
 
 
 @pytest.mark.parametrize("path", ["/wake_up", "/reload"])
-async def test_the_limits_of_new_workers_are_used(path: str) -> None:
+async def test_limits_of_new_workers_apply_after_a_reload(path: str) -> None:
     engine = FakeEngine()
     services = make_services(engine)
     async with client_of(services) as client:

@@ -1,4 +1,4 @@
-"""Requests with many inputs: their share of the queue, disconnects, failures, time limits."""
+"""Embeddings requests with many inputs: share of the queue, disconnects, failures, and time limits."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ TASK = PipelineTask.EMBEDDINGS_GENERATION
 
 
 class EmbeddingsEngine(FakeEngine):
-    """Keeps each input until the test answers it; accepts `room` inputs at a time."""
+    """Keeps each input until the test calls `answer` or `fail`. Accepts `capacity` inputs at a time."""
 
-    def __init__(self, room: int = 1000) -> None:
+    def __init__(self, capacity: int = 1000) -> None:
         super().__init__(
             info=msgspec.structs.replace(
                 INFO, task=TASK, outputs=["dense"], embedding_size=2, max_batch_size=4, max_length=64
             )
         )
-        self.room = room
+        self.capacity = capacity
         self.num_submitted = 0
         self.running: dict[str, tuple[EmbeddingsContext, Generation]] = {}
 
     def submit(self, context: Any) -> Generation:
         if self.state != "ready":
             raise UnavailableError(f"the engine is {self.state}")
-        if len(self.running) >= self.room:
+        if len(self.running) >= self.capacity:
             raise OverloadedError("the queue is full: try again")
         self.num_submitted += 1
         generation = Generation(context.request_id, self._cancel)
@@ -61,7 +61,10 @@ class EmbeddingsEngine(FakeEngine):
         self._count()
 
     def answer(self, count: int = 1, *, last: bool = False) -> None:
-        """Answer the oldest inputs, or the youngest, by their number of tokens and first token."""
+        """Answer the oldest inputs, or the youngest.
+
+        The vector has the number of tokens and the first token.
+        """
         for request_id in (list(self.running)[::-1] if last else list(self.running))[:count]:
             context, generation = self.running.pop(request_id)
             self._count()
@@ -76,8 +79,8 @@ class EmbeddingsEngine(FakeEngine):
         generation.fail(error)
 
 
-class Served:
-    """An application around the fake engine."""
+class Application:
+    """An application with the fake engine."""
 
     def __init__(self, folder: Path, engine: EmbeddingsEngine, **config: Any) -> None:
         pipeline_config = embedder_config(folder)
@@ -94,39 +97,39 @@ class Served:
 
 
 def inputs(count: int) -> list[list[int]]:
-    """Inputs of 1, 2, 3, ... tokens."""
+    """Return inputs of 1, 2, 3, ... tokens."""
     return [[5 + i] * (1 + i % 60) for i in range(count)]
 
 
 async def test_a_large_request_submits_two_batches_at_a_time(embedder: Path) -> None:
-    served = Served(embedder, engine := EmbeddingsEngine())
-    large = served.post(input=inputs(30))
+    application = Application(embedder, engine := EmbeddingsEngine())
+    large = application.post(input=inputs(30))
     await eventually(lambda: len(engine.running) == 8)
-    small = served.post(input=inputs(1))
+    small = application.post(input=inputs(1))
     await eventually(lambda: len(engine.running) == 9)
     engine.answer(last=True)
     await small.ended()
     assert small.status == 200
     assert len(engine.running) == 8
     while not large.task.done():
-        engine.answer(3, last=True)  # out of order
+        engine.answer(3, last=True)  # answers arrive out of order
         await asyncio.sleep(0.005)
         assert len(engine.running) <= 8
-    vectors = [one["embedding"] for one in msgspec.json.decode(large.body)["data"]]
+    vectors = [item["embedding"] for item in msgspec.json.decode(large.body)["data"]]
     assert vectors == [[1.0 + i % 60, 5.0 + i] for i in range(30)]
     assert engine.cancelled == []
 
 
 async def test_a_disconnect_cancels_all_inputs(embedder: Path) -> None:
-    served = Served(embedder, engine := EmbeddingsEngine())
-    exchange = served.post(input=inputs(30))
+    application = Application(embedder, engine := EmbeddingsEngine())
+    exchange = application.post(input=inputs(30))
     await eventually(lambda: len(engine.running) == 8)
     engine.answer(3)
     await eventually(lambda: len(engine.running) == 8)
     exchange.leave()
     await exchange.ended()
     assert (engine.running, engine.num_submitted, len(engine.cancelled)) == ({}, 11, 8)
-    assert served.services.gate.num_active == 0
+    assert application.services.gate.num_active == 0
 
 
 @pytest.mark.parametrize(
@@ -136,13 +139,13 @@ async def test_a_disconnect_cancels_all_inputs(embedder: Path) -> None:
         (UnavailableError("the worker died", retry_after=7), 503, "service_unavailable"),
     ],
 )
-async def test_a_failed_input_ends_its_request_only(
+async def test_a_failed_input_ends_only_its_request(
     embedder: Path, error: PenstockError, status: int, code: str
 ) -> None:
-    served = Served(embedder, engine := EmbeddingsEngine())
-    other = served.post(input=inputs(2))
+    application = Application(embedder, engine := EmbeddingsEngine())
+    other = application.post(input=inputs(2))
     await eventually(lambda: len(engine.running) == 2)
-    failing = served.post(input=inputs(20))
+    failing = application.post(input=inputs(20))
     await eventually(lambda: len(engine.running) == 10)
     engine.fail(error)  # the eighth input of the second request
     await failing.ended()
@@ -157,51 +160,51 @@ async def test_a_failed_input_ends_its_request_only(
     assert other.status == 200
 
 
-async def test_a_full_queue_refuses_new_requests_and_delays_begun_ones(embedder: Path) -> None:
-    served = Served(embedder, engine := EmbeddingsEngine(room=3))
-    begun = served.post(input=inputs(5))
+async def test_a_full_queue_refuses_new_requests_and_delays_started_ones(embedder: Path) -> None:
+    application = Application(embedder, engine := EmbeddingsEngine(capacity=3))
+    started = application.post(input=inputs(5))
     await eventually(lambda: len(engine.running) == 3)
-    refused = served.post(input=inputs(2))
+    refused = application.post(input=inputs(2))
     await refused.ended()
     assert (refused.status, msgspec.json.decode(refused.body)["error"]["code"]) == (
         429,
         "rate_limit_exceeded",
     )
-    while not begun.task.done():
+    while not started.task.done():
         engine.answer()
         await asyncio.sleep(0.02)
-    assert (begun.status, engine.num_submitted) == (200, 5)
+    assert (started.status, engine.num_submitted) == (200, 5)
 
 
-async def test_half_of_the_queue_is_left_to_other_requests(embedder: Path) -> None:
-    served = Served(embedder, engine := EmbeddingsEngine(room=20))
+async def test_one_request_uses_at_most_half_of_the_queue(embedder: Path) -> None:
+    application = Application(embedder, engine := EmbeddingsEngine(capacity=20))
     engine.max_outstanding = 20
-    large = [served.post(input=inputs(12)) for _ in range(4)]
+    large = [application.post(input=inputs(12)) for _ in range(4)]
     await eventually(lambda: engine.num_outstanding >= 10)
     await asyncio.sleep(0.1)
     count = engine.num_outstanding
     assert count <= 10 + len(large)
-    small = [served.post(input=inputs(1)) for _ in range(3)]
+    small = [application.post(input=inputs(1)) for _ in range(3)]
     await eventually(lambda: engine.num_outstanding == count + 3)
     engine.answer(3, last=True)
-    for one in small:
-        await one.ended()
-        assert one.status == 200
-    while not all(one.task.done() for one in large):
+    for exchange in small:
+        await exchange.ended()
+        assert exchange.status == 200
+    while not all(exchange.task.done() for exchange in large):
         engine.answer()
         await asyncio.sleep(0.002)
         assert engine.num_outstanding <= 10 + len(large)
-    assert [one.status for one in large] == [200] * 4
+    assert [exchange.status for exchange in large] == [200] * 4
 
 
-async def test_time_limit_and_worker_that_is_not_ready(embedder: Path) -> None:
-    served = Served(embedder, engine := EmbeddingsEngine(), request_timeout=0.2)
-    late = served.post(input=inputs(9))
+async def test_time_limits_and_an_unavailable_worker(embedder: Path) -> None:
+    application = Application(embedder, engine := EmbeddingsEngine(), request_timeout=0.2)
+    late = application.post(input=inputs(9))
     await late.ended()
     assert (late.status, msgspec.json.decode(late.body)["error"]["code"]) == (503, "timeout")
     assert (engine.running, len(engine.cancelled)) == ({}, 8)
     engine.state = "restarting"
-    down = served.post(input=inputs(2))
+    down = application.post(input=inputs(2))
     await down.ended()
     assert (down.status, msgspec.json.decode(down.body)["error"]["message"]) == (
         503,

@@ -19,20 +19,20 @@ TEXTS = ["the cat sat on the mat", "a big red car", "hello world"]
 
 
 async def embeddings(server: Chatting, **body: Any) -> Any:
-    """The answer to a request that is served."""
+    """Send a request and return its response, which must be successful."""
     response = await server.http.post("/v1/embeddings", json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def vectors(answer: Any) -> np.ndarray:
-    assert [one["index"] for one in answer["data"]] == list(range(len(answer["data"])))
-    return np.array([one["embedding"] for one in answer["data"]], np.float32)
+    assert [item["index"] for item in answer["data"]] == list(range(len(answer["data"])))
+    return np.array([item["embedding"] for item in answer["data"]], np.float32)
 
 
 @pytest.fixture(scope="module")
 def expected(embedder: Path) -> dict[str, np.ndarray]:
-    """The vectors of `LLM.embed`."""
+    """Return the vectors of `LLM.embed`."""
     llm = LLM.from_config(embedder_config(embedder))
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -42,12 +42,14 @@ def expected(embedder: Path) -> dict[str, np.ndarray]:
         "raw": {"normalize": False},
         "short": {"dimensions": 8},
     }
-    found = {name: llm.embed(TEXTS, False, **options) for name, options in kinds.items()}
-    assert len({vector.tobytes() for vector in found.values()}) == len(kinds)
-    return found
+    vectors_by_option = {name: llm.embed(TEXTS, False, **options) for name, options in kinds.items()}
+    assert len({vector.tobytes() for vector in vectors_by_option.values()}) == len(kinds)
+    return vectors_by_option
 
 
-async def test_every_form_of_input(embedder: Path, expected: dict[str, np.ndarray]) -> None:
+async def test_each_form_of_input_gives_the_vectors_of_the_library(
+    embedder: Path, expected: dict[str, np.ndarray]
+) -> None:
     async with embedding_server(embedder) as server:
         answer = await embeddings(server, input=TEXTS)
         assert (answer["object"], answer["model"], answer["data"][0]["object"]) == (
@@ -60,13 +62,15 @@ async def test_every_form_of_input(embedder: Path, expected: dict[str, np.ndarra
         count = sum(map(len, ids))
         assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
         assert vectors(await embeddings(server, input=ids)).tobytes() == vectors(answer).tobytes()
-        for given in (TEXTS[1], ids[1]):
-            alone = await embeddings(server, input=given, model="tiny", user="ann")
+        for form in (TEXTS[1], ids[1]):
+            alone = await embeddings(server, input=form, model="tiny", user="ann")
             np.testing.assert_allclose(vectors(alone), expected["plain"][1:2], atol=1e-6)
             assert alone["usage"]["prompt_tokens"] == len(ids[1])
 
 
-async def test_options(embedder: Path, expected: dict[str, np.ndarray]) -> None:
+async def test_each_option_gives_the_vectors_of_the_library(
+    embedder: Path, expected: dict[str, np.ndarray]
+) -> None:
     async with embedding_server(embedder) as server:
         kinds: dict[str, dict[str, Any]] = {
             "query": {"input_type": "query"},
@@ -87,23 +91,23 @@ async def test_base64_has_the_same_numbers(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
         plain = vectors(await embeddings(server, input=TEXTS, encoding_format="float"))
         coded = (await embeddings(server, input=TEXTS, encoding_format="base64"))["data"]
-        for row, one in zip(plain, coded, strict=True):
-            assert np.frombuffer(base64.b64decode(one["embedding"]), "<f4").tobytes() == row.tobytes()
+        for row, item in zip(plain, coded, strict=True):
+            assert np.frombuffer(base64.b64decode(item["embedding"]), "<f4").tobytes() == row.tobytes()
 
 
-async def test_the_cut_vectors_of_a_model_without_normalisation_get_length_1(tmp_path: Path) -> None:
+async def test_truncated_vectors_are_normalised(tmp_path: Path) -> None:
     folder = write_tiny_embedder(tmp_path / "m", modules=("Transformer", "Pooling"), is_matryoshka=True)
     async with embedding_server(folder) as server:
-        whole = vectors(await embeddings(server, input="a cat"))[0]
-        assert abs(np.linalg.norm(whole) - 1) > 0.01
+        full = vectors(await embeddings(server, input="a cat"))[0]
+        assert abs(np.linalg.norm(full) - 1) > 0.01
         cut = vectors(await embeddings(server, input="a cat", dimensions=5))[0]
-        np.testing.assert_allclose(cut, whole[:5] / np.linalg.norm(whole[:5]), atol=1e-6)
+        np.testing.assert_allclose(cut, full[:5] / np.linalg.norm(full[:5]), atol=1e-6)
         raw = vectors(await embeddings(server, input="a cat", dimensions=5, normalize=False))[0]
-        np.testing.assert_allclose(raw, whole[:5], atol=1e-6)
+        np.testing.assert_allclose(raw, full[:5], atol=1e-6)
         [pooled] = (await server.http.post("/pooling", json={"input": "a cat", "dimensions": 5})).json()[
             "data"
         ]
-        np.testing.assert_allclose(pooled["dense"], whole[:5], atol=1e-6)
+        np.testing.assert_allclose(pooled["dense"], full[:5], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,9 @@ async def test_the_cut_vectors_of_a_model_without_normalisation_get_length_1(tmp
     ],
     ids=str,
 )
-async def test_refusals(embedder: Path, body: dict[str, Any], param: str, message: str) -> None:
+async def test_invalid_fields_are_refused(
+    embedder: Path, body: dict[str, Any], param: str, message: str
+) -> None:
     async with embedding_server(embedder, max_inputs_per_request=5) as server:
         response = await server.http.post("/v1/embeddings", json=body)
         assert response.status_code == 400, response.text
@@ -147,22 +153,22 @@ async def test_refusals(embedder: Path, body: dict[str, Any], param: str, messag
         assert server.services.worker.num_outstanding == 0
 
 
-async def test_long_inputs_are_refused_unless_they_may_be_cut(embedder: Path) -> None:
+async def test_long_inputs_are_refused_without_truncation(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
         long = "cat " * 70  # 64 positions
-        for given, name in ((long, "input"), (["a", long], "input[1]"), ([5] * 70, "input")):
-            error = await server.refusal("/v1/embeddings", model="tiny", input=given)
+        for value, name in ((long, "input"), (["a", long], "input[1]"), ([5] * 70, "input")):
+            error = await server.refusal("/v1/embeddings", model="tiny", input=value)
             assert (error["code"], error["param"]) == ("context_length_exceeded", name)
             assert error["message"].startswith(f"{name} has 7")
             assert "but the maximum length is 64 tokens: shorten it, or send truncate" in error["message"]
         huge = await server.refusal("/v1/embeddings", model="tiny", input="cat " * 100_000)
         assert "has more than " in huge["message"]
-        whole = await embeddings(server, input="cat " * 62)
-        assert whole["usage"]["prompt_tokens"] == 64
+        full = await embeddings(server, input="cat " * 62)
+        assert full["usage"]["prompt_tokens"] == 64
         for body in ({"truncate": True}, {"truncate": "END"}, {"truncate_prompt_tokens": -1}):
             cut = await embeddings(server, input=long, **body)
             assert cut["usage"]["prompt_tokens"] == 64
-            assert vectors(cut).tobytes() == vectors(whole).tobytes()
+            assert vectors(cut).tobytes() == vectors(full).tobytes()
         short = await embeddings(server, input=[long, "a"], truncate_prompt_tokens=12)
         assert short["usage"]["prompt_tokens"] == 12 + 3
         same = vectors(await embeddings(server, input="cat " * 10))
@@ -170,7 +176,7 @@ async def test_long_inputs_are_refused_unless_they_may_be_cut(embedder: Path) ->
         await server.refusal("/v1/embeddings", model="tiny", input=long, truncate="NONE")
 
 
-async def test_pooling(embedder: Path) -> None:
+async def test_pooling_returns_all_requested_outputs(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
 
         async def pooling(**body: Any) -> Any:
@@ -181,11 +187,11 @@ async def test_pooling(embedder: Path) -> None:
         answer = await pooling(input=TEXTS, outputs=["dense", "multi_vector"])
         dense = vectors(await embeddings(server, input=TEXTS))
         ids = [server.services.tokenizer.encode_text(text).tolist() for text in TEXTS]
-        for i, one in enumerate(answer["data"]):
-            assert (one["object"], one["index"], len(one)) == ("pooling", i, 4)
-            np.testing.assert_allclose(one["dense"], dense[i], atol=1e-6)
-            assert np.shape(one["multi_vector"]) == (len(ids[i]), 32)
-            np.testing.assert_allclose(np.linalg.norm(one["multi_vector"], axis=1), 1, atol=1e-5)
+        for i, item in enumerate(answer["data"]):
+            assert (item["object"], item["index"], len(item)) == ("pooling", i, 4)
+            np.testing.assert_allclose(item["dense"], dense[i], atol=1e-6)
+            assert np.shape(item["multi_vector"]) == (len(ids[i]), 32)
+            np.testing.assert_allclose(np.linalg.norm(item["multi_vector"], axis=1), 1, atol=1e-5)
         coded = await pooling(input=TEXTS[0], outputs=["multi_vector"], encoding_format="base64")
         rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in coded["data"][0]["multi_vector"]]
         np.testing.assert_allclose(rows, answer["data"][0]["multi_vector"], atol=1e-6)
@@ -196,7 +202,7 @@ async def test_pooling(embedder: Path) -> None:
         )
 
 
-async def test_other_models(classifier: Path) -> None:
+async def test_routes_of_other_tasks_are_refused(classifier: Path) -> None:
     async with embedding_server(classifier) as server:
         error = await server.refusal("/v1/embeddings", model="tiny", input="a")
         assert error["code"] == "unsupported_value"
@@ -212,15 +218,13 @@ async def test_other_models(classifier: Path) -> None:
             assert error["message"].startswith(f"{path} needs a model of the task embeddings-generation")
 
 
-async def test_the_model_its_log_line_and_its_metrics(
-    embedder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_model_list_log_line_and_metrics(embedder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with embedding_server(embedder) as server:
         (model,) = (await server.http.get("/v1/models")).json()["data"]
         assert (model["task"], model["outputs"]) == ("embeddings-generation", ["dense", "multi_vector"])
         with caplog.at_level(logging.INFO, "penstock"):
             answer = await embeddings(server, input=TEXTS, user="ann")
-        line = [one for one in caplog.records if one.message == "request"][-1].fields  # type: ignore[attr-defined]
+        line = [record for record in caplog.records if record.message == "request"][-1].fields  # type: ignore[attr-defined]
         count = answer["usage"]["prompt_tokens"]
         assert (line["inputs"], line["prompt_tokens"], line["user"]) == (3, count, "ann")
         assert (line["first_token_s"], line["queue_s"] is None) == (None, False)
@@ -230,15 +234,17 @@ async def test_the_model_its_log_line_and_its_metrics(
         assert 'penstock_request_seconds_count{route="/v1/embeddings"} 1.0' in metrics
 
 
-async def test_the_openai_client(embedder: Path, expected: dict[str, np.ndarray]) -> None:
+async def test_the_openai_client_reads_base64_and_floats(
+    embedder: Path, expected: dict[str, np.ndarray]
+) -> None:
     async with embedding_server(embedder) as server:
-        both: tuple[Any, Any] = ({}, {"encoding_format": "float"})  # the client's default is base64
-        for options in both:
+        encodings: tuple[Any, Any] = ({}, {"encoding_format": "float"})  # the client's default is base64
+        for options in encodings:
             answer = await server.openai.embeddings.create(model="tiny", input=TEXTS, **options)
-            rows = np.array([one.embedding for one in answer.data])
+            rows = np.array([item.embedding for item in answer.data])
             np.testing.assert_allclose(rows, expected["plain"], atol=1e-6)
             assert answer.usage.total_tokens > 9
         cut = await server.openai.embeddings.create(
             model="tiny", input=TEXTS, dimensions=8, extra_body={"input_type": "query"}
         )
-        assert {len(one.embedding) for one in cut.data} == {8}
+        assert {len(item.embedding) for item in cut.data} == {8}

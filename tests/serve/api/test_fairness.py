@@ -1,4 +1,4 @@
-"""The client of a request (key or connection), and the share of queue and batch of one client."""
+"""Identification of clients (by key or connection), and the share of queue and batch of a client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def body(n: int = 1, **more: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [user("Hi")], "n": n, "stream": True, "max_tokens": 1000, **more}
 
 
-def test_several_keys_identify_clients() -> None:
+def test_each_api_key_is_a_client() -> None:
     def number(keys: tuple[str, ...], key: bytes) -> int | None:
         return ApiKeys(keys).check([(b"authorization", b"Bearer " + key)])
 
@@ -29,7 +29,7 @@ def test_several_keys_identify_clients() -> None:
 
 
 @pytest.mark.parametrize("keys", [("one",), ("one", "two")])
-async def test_a_context_has_the_id_of_its_client(keys: tuple[str, ...]) -> None:
+async def test_a_context_has_the_client_id_of_its_request(keys: tuple[str, ...]) -> None:
     seen: set[str] = set()
 
     def choose(context: TextContext) -> int:
@@ -61,7 +61,7 @@ async def test_many_choices_do_not_delay_another_client() -> None:
         await eventually(lambda: server.services.worker.stats.num_steps == 20)
         small = Exchange(app, "/v1/chat/completions", body(), client=("10.0.0.1", 2))
         await eventually(lambda: server.services.worker.num_outstanding == 61)
-        gate.let(3)  # the running step, the step that admits it, and one more
+        gate.let(3)  # the running step, the step that admits the request, and one more step
         await small.until_sent(1)
         large.leave()
         small.leave()
@@ -70,7 +70,7 @@ async def test_many_choices_do_not_delay_another_client() -> None:
         await small.ended()
 
 
-async def test_too_many_choices_are_refused_with_the_limit() -> None:
+async def test_more_choices_than_the_limit_are_refused() -> None:
     async with chatting(max_choices_per_request=4) as server:
         refused = await server.post("/v1/chat/completions", messages=[user("Hi")], n=5)
         assert refused.status_code == 400
@@ -86,7 +86,7 @@ async def test_too_many_choices_are_refused_with_the_limit() -> None:
         assert len((await server.complete(prompt=["a", "b"], n=2))["choices"]) == 4
 
 
-async def test_a_full_queue_accepts_another_client() -> None:
+async def test_a_queue_full_of_one_client_accepts_another_client() -> None:
     gate = Gate()
     async with client_of(
         lambda: fake_work(GatedPipeline(gate, choose=letters(2)), max_batch_size=2), max_queue_size=3

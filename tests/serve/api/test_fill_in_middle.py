@@ -1,4 +1,4 @@
-"""Prompts that fill in the middle."""
+"""Prompts for fill-in-the-middle completions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ PSM, SPM = FillInMiddleTokens("^", "~", "|"), FillInMiddleTokens("^", "~", "|", 
 
 
 @pytest.mark.parametrize(("family", "text"), [(PSM, "^ab~cd|"), (SPM, "~cd^ab")])
-def test_order(family: FillInMiddleTokens, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_prefix_suffix_and_markers(
+    family: FillInMiddleTokens, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fill_in_middle, "FAMILIES", (FillInMiddleTokens("<none>", "x", "y"), family))
     ids = fill_in_prompt(FakeTokenizer(), "ab", "cd", "suffix")
     assert bytes(ids).decode() == text
 
 
-async def test_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_completions_with_a_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = FakePipeline.answering(lambda prompt: prompt + "!more")
     async with chatting(pipeline) as server:
         refused = await server.refusal("/v1/completions", prompt="a", suffix="b")
         assert (refused["param"], refused["code"]) == ("suffix", "unsupported_parameter")
         monkeypatch.setattr(fill_in_middle, "FAMILIES", (PSM,))
         monkeypatch.setattr(fill_in_middle, "ENDS", ("!",))
-        found = await server.complete(prompt=["ab", ""], suffix="cd", max_tokens=50)
-        assert [choice["text"] for choice in found["choices"]] == ["^ab~cd|", "^~cd|"]
-        assert [choice["finish_reason"] for choice in found["choices"]] == ["stop", "stop"]
+        response = await server.complete(prompt=["ab", ""], suffix="cd", max_tokens=50)
+        assert [choice["text"] for choice in response["choices"]] == ["^ab~cd|", "^~cd|"]
+        assert [choice["finish_reason"] for choice in response["choices"]] == ["stop", "stop"]
         assert (await server.complete(prompt="ab", suffix="", max_tokens=2))["choices"][0]["text"] == "ab"
         ollama: Any = {"prompt": "ab", "suffix": "cd", "stream": False}
         assert (await server.post("/api/generate", **ollama)).json()["response"] == "^ab~cd|"

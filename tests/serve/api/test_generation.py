@@ -1,4 +1,4 @@
-"""Generation runs: admission before headers, disconnects, errors, time limits, slow readers."""
+"""Runs of generation requests: admission before headers, disconnects, errors, time limits, slow readers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def endless(seconds: float = 0.001) -> FakePipeline:
     return FakePipeline(choose)
 
 
-def open_exchange(server: Chatting, what: tuple[str, dict[str, Any]], **more: Any) -> Exchange:
-    path, body = what
+def open_exchange(server: Chatting, route_and_body: tuple[str, dict[str, Any]], **more: Any) -> Exchange:
+    path, body = route_and_body
     return Exchange(server.http._transport.app, path, {**body, **more})  # type: ignore[attr-defined]
 
 
@@ -40,7 +40,7 @@ async def test_no_headers_before_all_choices_are_admitted() -> None:
         await first.until_sent(2)
         second = open_exchange(server, CHAT, stream=True, n=2, max_tokens=400)
         await eventually(lambda: sum(len(batch) == 2 for batch in server.pipeline.batches) > 20)
-        assert second.status is None  # its first choice runs and its second choice waits
+        assert second.status is None  # the first choice runs, the second choice waits
         first.leave()
         await second.until_sent(2)
         assert second.status == 200
@@ -49,14 +49,14 @@ async def test_no_headers_before_all_choices_are_admitted() -> None:
         await second.ended()
 
 
-@pytest.mark.parametrize("what", [CHAT, COMPLETION])
+@pytest.mark.parametrize("route_and_body", [CHAT, COMPLETION])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_disconnect_cancels_the_request_at_once(
-    what: tuple[str, dict[str, Any]], stream: bool, n: int
+    route_and_body: tuple[str, dict[str, Any]], stream: bool, n: int
 ) -> None:
     async with chatting(endless(0.005)) as server:
-        exchange = open_exchange(server, what, stream=stream, n=n)
+        exchange = open_exchange(server, route_and_body, stream=stream, n=n)
         await eventually(lambda: len(server.pipeline.batches) > 20)
         exchange.leave()
         await exchange.ended()
@@ -98,20 +98,20 @@ async def test_a_stop_string_cancels_the_generation() -> None:
 
 
 async def test_an_error_inside_a_stream_is_an_event_without_done() -> None:
-    armed = threading.Event()
+    fails = threading.Event()
 
     def choose(context: TextContext) -> int:
-        if armed.is_set():
+        if fails.is_set():
             raise RequestFailedError("it broke")
         time.sleep(0.001)
         return ord("a")
 
     async with chatting(FakePipeline(choose)) as server:
         for n in (1, 2):
-            armed.clear()
+            fails.clear()
             exchange = open_exchange(server, CHAT, stream=True, n=n)
             await exchange.until_sent(8)
-            armed.set()
+            fails.set()
             await exchange.ended()
             assert exchange.status == 200
             *chunks, last = events_of(exchange.body.decode())
@@ -123,18 +123,18 @@ async def test_an_error_inside_a_stream_is_an_event_without_done() -> None:
         response = await server.post("/v1/completions", prompt="Hi")
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "internal_error"
-        armed.clear()
+        fails.clear()
         assert (await server.complete(max_tokens=1))["choices"][0]["text"] == "a"
 
 
 async def test_time_limits() -> None:
     async with chatting(endless(0.01), request_timeout=1.5) as server:
-        whole = open_exchange(server, COMPLETION)
+        exchange = open_exchange(server, COMPLETION)
         stream = open_exchange(server, COMPLETION, stream=True)
-        await whole.ended()
+        await exchange.ended()
         await stream.ended()
-        assert whole.status == 503
-        assert dict(whole.messages[0]["headers"])[b"retry-after"]
+        assert exchange.status == 503
+        assert dict(exchange.messages[0]["headers"])[b"retry-after"]
         assert events_of(stream.body.decode())[-1]["error"]["code"] == "timeout"
         await eventually(lambda: server.services.worker.num_outstanding == 0)
 
@@ -150,9 +150,8 @@ async def test_the_stream_timeout_does_not_limit_the_whole_response(stream: bool
         return ord("a")
 
     async with chatting(FakePipeline(choose), stream_timeout=1, stream_ping=0.2) as server:
-        exchange = open_exchange(
-            server, COMPLETION, stream=stream, max_tokens=30
-        )  # takes longer than the stream timeout
+        # Longer than the stream timeout.
+        exchange = open_exchange(server, COMPLETION, stream=stream, max_tokens=30)
         await exchange.ended()
         assert exchange.status == 200
         exchange = open_exchange(server, COMPLETION, stream=stream, max_tokens=60)
@@ -205,24 +204,24 @@ async def test_too_many_requests() -> None:
             await exchange.ended()
 
 
-async def test_short_prompts_do_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    build, go_on = FakeTokenizer.build_context, threading.Event()
+async def test_short_prompts_are_not_delayed_by_encoding_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    build, may_continue = FakeTokenizer.build_context, threading.Event()
 
-    def slowly(self: FakeTokenizer, request: TokenGeneratorRequest, **options: Any) -> TextContext:
-        assert len(request.prompt or "") < 1000 or go_on.wait(60)
+    def build_slowly(self: FakeTokenizer, request: TokenGeneratorRequest, **options: Any) -> TextContext:
+        assert len(request.prompt or "") < 1000 or may_continue.wait(60)
         return build(self, request, **options)
 
-    monkeypatch.setattr(FakeTokenizer, "build_context", slowly)
+    monkeypatch.setattr(FakeTokenizer, "build_context", build_slowly)
     async with chatting() as server:
-        what = {"path": "/v1/completions", "prompt": "a" * 600_000}
-        long = [asyncio.ensure_future(server.post(**what)) for _ in range(4)]
+        request_fields = {"path": "/v1/completions", "prompt": "a" * 600_000}
+        long = [asyncio.ensure_future(server.post(**request_fields)) for _ in range(4)]
         try:
             await asyncio.sleep(0.2)
             async with asyncio.timeout(30):
                 assert (await server.complete())["choices"][0]["text"] == "Hello!"
-            assert not any(one.done() for one in long)
+            assert not any(task.done() for task in long)
         finally:
-            go_on.set()
+            may_continue.set()
             answers = await asyncio.gather(*long)
         assert [answer.json()["error"]["code"] for answer in answers] == ["context_length_exceeded"] * 4
 
@@ -262,5 +261,9 @@ async def test_a_finished_choice_does_not_affect_the_others(stream: bool) -> Non
             reasons[choice["index"]] = choice["finish_reason"]
         assert reasons == {0: "stop", 1: "length"}
         assert texts == {0: "aa", 1: "a" * 100}
-        steps = [batch for batch in server.pipeline.batches if any(one.endswith("-0") for one in batch)]
-        assert len(steps) < 60  # the worker was cancelled
+        steps = [
+            batch
+            for batch in server.pipeline.batches
+            if any(request_id.endswith("-0") for request_id in batch)
+        ]
+        assert len(steps) < 60  # the choice was cancelled in the worker

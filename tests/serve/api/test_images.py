@@ -1,4 +1,4 @@
-"""Images in chat completions: parts, limits, counts, and the official client."""
+"""Images in chat completions: content parts, limits, token counts, and the official clients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def message(text: str, *urls: str, **more: Any) -> dict[str, Any]:
     return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
 
 
-async def test_images(folder: Path, tmp_path: Path) -> None:
+async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(file_of(picture(1)))
     with LLM(folder, quantization_encoding="float32", max_batch_size=4) as llm:
         params = SamplingParams(max_new_tokens=8, top_k=1, ignore_eos=True)
@@ -65,20 +65,20 @@ async def test_images(folder: Path, tmp_path: Path) -> None:
         assert details is not None
         assert details.cached_tokens == 48
         stream = await client.chat.completions.create(**body, stream=True)
-        pieces = [piece.choices[0].delta.content or "" async for piece in stream if piece.choices]
-        assert "".join(pieces) == expected.text
+        texts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+        assert "".join(texts) == expected.text
         body["messages"] = [message("What?", "file:///a.png", url_of(2))]
         local = await client.chat.completions.create(**body)
         assert local.choices[0].message.content == expected.text
         await check_counts(server, expected.prompt_token_ids)
-        await check_refusals(server, client)
+        await check_errors(server, client)
         metrics = (await server.http.get("/metrics")).text
         assert "penstock_image_preparation_seconds_count" in metrics
         assert server.services.images._num_active == 0
 
 
 async def check_counts(server: Chatting, ids: list[int]) -> None:
-    """`/tokenize` and render show the tokens of images."""
+    """Check that `/tokenize` and `/render` count the tokens of images."""
     body = {"model": "tiny", "messages": [message("What?", url_of(1), url_of(2))]}
     tokenized = (await server.http.post("/tokenize", json=body)).json()
     assert tokenized["tokens"] == ids
@@ -87,10 +87,10 @@ async def check_counts(server: Chatting, ids: list[int]) -> None:
     assert rendered["prompt"].count("<image>") == 32
 
 
-async def check_refusals(server: Chatting, client: AsyncOpenAI) -> None:
-    bad = "data:image/png;base64," + base64.b64encode(file_of(picture(1))[:100]).decode()
+async def check_errors(server: Chatting, client: AsyncOpenAI) -> None:
+    truncated_image = "data:image/png;base64," + base64.b64encode(file_of(picture(1))[:100]).decode()
     cases: list[tuple[dict[str, Any], str]] = [
-        (message("?", bad), "the image cannot be decoded"),
+        (message("?", truncated_image), "the image cannot be decoded"),
         (
             message("?", "https://example.org/a.png"),
             r"messages\[0\].content\[0\]: this server does not fetch",
@@ -101,22 +101,22 @@ async def check_refusals(server: Chatting, client: AsyncOpenAI) -> None:
         ({"role": "user", "content": [{"type": "image_url"}]}, "needs image_url"),
         ({"role": "user", "content": [{"type": "input_audio"}]}, "reads text and images only"),
     ]
-    for one, text in cases:
+    for case, text in cases:
         with pytest.raises(BadRequestError, match=text):
-            await client.chat.completions.create(model="tiny", messages=[one])  # type: ignore[list-item]
+            await client.chat.completions.create(model="tiny", messages=[case])  # type: ignore[list-item]
 
 
-async def test_ollama(folder: Path) -> None:
-    """The chat route of Ollama gets what chat completions answer."""
+async def test_the_ollama_route_reads_images(folder: Path) -> None:
+    """Ollama's chat route returns the same text as chat completions."""
     async with vision_server(folder) as server:
         body = {"model": "tiny", "messages": [message("What?", url_of(1))], "max_tokens": 8, "temperature": 0}
         expected = (await server.http.post("/v1/chat/completions", json=body)).json()
         texts = []
         for seed in (1, 2):
             image = base64.b64encode(file_of(picture(seed))).decode()
-            asked = {"role": "user", "content": "What?", "images": [image]}
+            ollama_message = {"role": "user", "content": "What?", "images": [image]}
             options = {"num_predict": 8, "temperature": 0}
-            body = {"model": "tiny", "messages": [asked], "stream": False, "options": options}
+            body = {"model": "tiny", "messages": [ollama_message], "stream": False, "options": options}
             texts.append((await server.http.post("/api/chat", json=body)).json()["message"]["content"])
         assert texts[0] == expected["choices"][0]["message"]["content"] != texts[1]
         assert (
@@ -124,10 +124,10 @@ async def test_ollama(folder: Path) -> None:
         )
 
 
-async def test_responses_and_messages(folder: Path) -> None:
-    """The official clients of the Responses and the Messages API get what chat completions answer."""
+async def test_responses_and_messages_read_images(folder: Path) -> None:
+    """The Responses and the Messages API return the same text as chat completions."""
     anthropic: Any = pytest.importorskip("anthropic", reason="needs the package anthropic")
-    httpx2: Any = pytest.importorskip("httpx2", reason="anthropic's own HTTP package")
+    httpx2: Any = pytest.importorskip("httpx2", reason="needs httpx2, which anthropic uses")
     async with vision_server(folder) as server:
         openai = AsyncOpenAI(
             base_url="http://localhost/v1", api_key="none", http_client=server.http, max_retries=0
@@ -146,25 +146,25 @@ async def test_responses_and_messages(folder: Path) -> None:
             {"type": "input_image", "image_url": url_of(1), "detail": "auto"},
             {"type": "input_text", "text": "What?"},
         ]
-        asked: Any = {
+        fields: Any = {
             "model": "tiny",
             "input": [{"role": "user", "content": parts}],
             "max_output_tokens": 8,
             "temperature": 0,
         }
-        response = await openai.responses.create(**asked)
+        response = await openai.responses.create(**fields)
         assert response.output_text == text
         assert response.usage is not None
         assert response.usage.input_tokens == expected.usage.prompt_tokens
-        stream = await openai.responses.create(**asked, stream=True)
-        pieces = [event.delta async for event in stream if event.type == "response.output_text.delta"]
-        assert "".join(pieces) == text
+        stream = await openai.responses.create(**fields, stream=True)
+        texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(texts) == text
         parts[0] = {"type": "input_image", "image_url": url_of(1), "detail": "high"}
         with pytest.raises(BadRequestError, match="detail 'high' is not supported"):
-            await openai.responses.create(**asked)
+            await openai.responses.create(**fields)
         parts[0] = {"type": "input_image", "image_url": "https://example.org/a.png"}
         with pytest.raises(BadRequestError, match="does not fetch") as refused:
-            await openai.responses.create(**asked)
+            await openai.responses.create(**fields)
         assert refused.value.param == "input"
         http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=server.http._transport.app))
         async with anthropic.AsyncAnthropic(
@@ -174,27 +174,27 @@ async def test_responses_and_messages(folder: Path) -> None:
 
 
 async def check_messages(client: Any, text: str, num_prompt: int) -> None:
-    """The Messages API reads blocks of type image, by data and by URL."""
+    """Check blocks of type image in the Messages API, with data and with a URL."""
     source = {"type": "base64", "media_type": "image/png", "data": url_of(1).partition(",")[2]}
     blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
-    asked: Any = {
+    fields: Any = {
         "model": "tiny",
         "messages": [{"role": "user", "content": blocks}],
         "max_tokens": 8,
         "extra_body": {"temperature": 0},
     }
-    answer = await client.messages.create(**asked)
+    answer = await client.messages.create(**fields)
     assert answer.content[0].text == text
     usage = answer.usage
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == num_prompt
-    counted = await client.messages.count_tokens(model="tiny", messages=asked["messages"])
+    counted = await client.messages.count_tokens(model="tiny", messages=fields["messages"])
     assert counted.input_tokens == num_prompt
-    async with client.messages.stream(**asked) as stream:
+    async with client.messages.stream(**fields) as stream:
         assert await stream.get_final_text() == text
     source["data"] = source["data"][:200]
     with pytest.raises(Exception, match="the image cannot be decoded") as refused:
-        await client.messages.create(**asked)
+        await client.messages.create(**fields)
     assert refused.value.status_code == 400
     blocks[0]["source"] = {"type": "url", "url": "https://example.org/a.png"}
     with pytest.raises(Exception, match="does not fetch"):
-        await client.messages.create(**asked)
+        await client.messages.create(**fields)

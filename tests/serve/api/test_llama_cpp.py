@@ -1,4 +1,4 @@
-"""The native routes of llama.cpp's server."""
+"""Native routes of llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def echoing() -> FakePipeline:
     return FakePipeline.answering(lambda prompt: prompt)
 
 
-async def test_completion() -> None:
+async def test_completion_route() -> None:
     async with chatting(echoing()) as server:
         whole = (
             await server.http.post("/completion", json={"prompt": "Hello", "return_tokens": True})
@@ -34,12 +34,12 @@ async def test_completion() -> None:
         cut = await server.post("/completion", prompt=list(b"Hello"), n_predict=2, cache_prompt=False)
         assert (cut.json()["content"], cut.json()["stop_type"]) == ("He", "limit")
         *first, last = events_of((await server.post("/completion", prompt="Hello", stream=True)).text)
-        assert "".join(one["content"] for one in first) == "Hello"
-        assert not any(one["stop"] for one in first)
+        assert "".join(item["content"] for item in first) == "Hello"
+        assert not any(item["stop"] for item in first)
         assert (last["stop"], last["content"], last["stop_type"]) == (True, "", "eos")
 
 
-async def test_infill(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_infill_route(monkeypatch: pytest.MonkeyPatch) -> None:
     async with chatting(echoing()) as server:
         given: Any = {"input_prefix": "ab", "input_suffix": "cd", "n_predict": 50}
         assert (await server.refusal("/infill", **given))["param"] == "input_suffix"
@@ -66,6 +66,6 @@ async def test_infill(monkeypatch: pytest.MonkeyPatch) -> None:
         ("/infill", {"input_prefix": "a"}, "input_suffix"),
     ],
 )
-async def test_refusals_name_the_field(path: str, body: dict[str, Any], param: str) -> None:
+async def test_invalid_values_are_refused_with_the_field(path: str, body: dict[str, Any], param: str) -> None:
     async with chatting() as server:
         assert (await server.refusal(path, **body))["param"] == param

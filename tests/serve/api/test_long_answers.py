@@ -26,7 +26,7 @@ MAX_BYTES = 100 * MAX_COST
 
 
 def row(token_id: int, top: int) -> Score:
-    return Score(token_id, -0.5, {one % 256: -0.25 - one for one in range(token_id, token_id + top)})
+    return Score(token_id, -0.5, {item % 256: -0.25 - item for item in range(token_id, token_id + top)})
 
 
 SCORES = [row(index % 200, 21) for index in range(3000)]
@@ -55,7 +55,7 @@ def test_the_parts_of_a_long_response_are_bounded(make: Any) -> None:
     json.loads(b"".join(parts))
 
 
-def test_tokens_encoded_for_the_first_time_cost_more() -> None:
+def test_the_first_encoding_of_a_token_counts_more() -> None:
     known = TokenFragments(TOKENIZER)
     lengths = []
     for _ in range(2):
@@ -74,7 +74,7 @@ async def test_the_event_loop_runs_between_slices(monkeypatch: pytest.MonkeyPatc
             yield name.encode()
 
     found = await asyncio.gather(gather(parts("a"), turns), gather(parts("b"), turns))
-    assert [b"".join(one) for one in found] == [b"aaa", b"bbb"]
+    assert [b"".join(item) for item in found] == [b"aaa", b"bbb"]
     assert order == ["a", "b"] * 3
 
 
@@ -112,13 +112,13 @@ async def test_a_long_document_is_sent_in_several_messages() -> None:
     parts = [b"x" * 100_000] * 12
     await JsonResponse(parts)({"type": "http"}, receive, send)
     bodies = [message for message in messages if message["type"] == "http.response.body"]
-    assert b"".join(one["body"] for one in bodies) == b"".join(parts)
-    assert max(len(one["body"]) for one in bodies) < 400_000
-    assert [one["more_body"] for one in bodies] == [True] * (len(bodies) - 1) + [False]
+    assert b"".join(body["body"] for body in bodies) == b"".join(parts)
+    assert max(len(body["body"]) for body in bodies) < 400_000
+    assert [body["more_body"] for body in bodies] == [True] * (len(bodies) - 1) + [False]
     assert dict(messages[0]["headers"])[b"content-length"] == b"1200000"
 
 
-def test_rows_stay_packed_until_they_are_written() -> None:
+def test_rows_are_unpacked_when_they_are_encoded() -> None:
     packed = PackedLogProbabilities.of(LogProbabilities([-1.0], [{3: -1.0, 4: -2.0}]))
     (top,) = packed.top_log_probabilities
     assert not isinstance(top, dict)
@@ -149,7 +149,7 @@ async def check_both(server: Chatting) -> None:
     whole = without_own((await server.post(CHAT, **chat)).json())
     assert joined_chat(events_of((await server.post(CHAT, **chat, **usage)).text)) == whole
     for choice in whole["choices"]:
-        tokens = [one["token"] for one in choice["logprobs"]["content"]]
+        tokens = [score["token"] for score in choice["logprobs"]["content"]]
         assert "".join(tokens) == choice["message"]["content"]
     text = {"prompt": "né", "max_tokens": 70, "n": 3, "logprobs": 2, "echo": True, "seed": 0}
     whole = without_own((await server.post(COMPLETIONS, **text)).json())
@@ -198,6 +198,6 @@ async def test_without_an_output_limit_the_log_probability_limit_ends_the_output
         assert response.status_code == 200, response.text
         for choice in response.json()["choices"]:
             assert choice["finish_reason"] == "length"
-            assert len(choice["logprobs"]["content"]) == 10  # 100 / (2 choices x 5)
+            assert len(choice["logprobs"]["content"]) == 10  # limit 100 / (2 choices x 5 log probabilities)
         error = await server.refusal(CHAT, **{**body, "max_tokens": 11})
         assert "110" in error["message"]

@@ -25,7 +25,7 @@ CALL = 'I look. <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"
 
 
 def script(prompt: str) -> str:
-    """Answer by the last message; repeat the prompt by default."""
+    """Return the answer to the last message. By default, repeat the prompt."""
     if "Say hello" in prompt:
         return "Hello!"
     if "Think" in prompt:
@@ -53,7 +53,7 @@ def client(url: str) -> Iterator[Any]:
         yield opened
 
 
-def test_create(client: Any) -> None:
+def test_create_returns_a_message(client: Any) -> None:
     message = client.messages.create(model="demo", max_tokens=50, messages=user("Say hello"))
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello!"}]
     assert (message.role, message.model, message.stop_reason) == ("assistant", "demo", "end_turn")
@@ -64,7 +64,7 @@ def test_create(client: Any) -> None:
     assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
-def test_the_whole_conversation_reaches_the_template(client: Any) -> None:
+def test_the_whole_conversation_is_rendered_by_the_template(client: Any) -> None:
     messages = [
         *user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
         {
@@ -104,7 +104,7 @@ def test_prefill_continues_the_answer(client: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tools(client: Any, stream: bool) -> None:
+def test_tool_calls_in_responses_and_streams(client: Any, stream: bool) -> None:
     given: Any = {"model": "demo", "max_tokens": 200, "messages": user("weather?"), "tools": [WEATHER]}
     if stream:
         with client.messages.stream(**given) as events:
@@ -133,7 +133,7 @@ def test_tools(client: Any, stream: bool) -> None:
     assert last.content[0].text == "It is 20."
 
 
-def test_thinking_and_raw_events(client: Any, url: str) -> None:
+def test_thinking_blocks_and_raw_events(client: Any, url: str) -> None:
     given: Any = {"model": "demo", "max_tokens": 2000, "messages": user("Think")}
     thinking = {"type": "enabled", "budget_tokens": 1024}
     message = client.messages.create(**given, thinking=thinking)
@@ -153,7 +153,7 @@ def test_thinking_and_raw_events(client: Any, url: str) -> None:
     assert delta["usage"]["output_tokens"] == message.usage.output_tokens
 
 
-def test_stop_reasons(client: Any) -> None:
+def test_each_end_has_its_stop_reason(client: Any) -> None:
     given: Any = {"model": "demo", "messages": user("Say hello")}
     cut = client.messages.create(**given, max_tokens=2)
     assert (cut.content[0].text, cut.stop_reason) == ("He", "max_tokens")
@@ -167,7 +167,7 @@ def test_stop_reasons(client: Any) -> None:
     assert full.stop_reason == "model_context_window_exceeded"
 
 
-async def test_the_asynchronous_client(url: str) -> None:
+async def test_the_asynchronous_client_streams(url: str) -> None:
     async with anthropic.AsyncAnthropic(base_url=url, auth_token="none", max_retries=0) as client:
         async with client.messages.stream(model="demo", max_tokens=50, messages=user("Say hello")) as stream:
             assert "".join([text async for text in stream.text_stream]) == "Hello!"
@@ -191,7 +191,7 @@ def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "place"),
+    ("more", "field"),
     [
         ({"max_tokens": None}, "max_tokens: "),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
@@ -208,15 +208,15 @@ def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
         ({"colour": 1}, "unknown field 'colour'"),
     ],
 )
-def test_refusals_name_the_field(url: str, more: dict[str, Any], place: str) -> None:
+def test_invalid_values_are_refused_with_the_field(url: str, more: dict[str, Any], field: str) -> None:
     body = {"model": "demo", "max_tokens": 5, "messages": user("x"), **more}
     refused = httpx.post(f"{url}v1/messages", json=body)
     assert refused.status_code == 400
-    assert place in refused.json()["error"]["message"]
+    assert field in refused.json()["error"]["message"]
 
 
-def test_claude_code_request(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The fields that Claude Code sends."""
+def test_requests_of_claude_code_are_accepted(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The fields that Claude Code sends are accepted."""
     cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     body = {
         "model": "demo",
@@ -244,7 +244,9 @@ def test_claude_code_request(url: str, caplog: pytest.LogCaptureFixture) -> None
         answer = httpx.post(f"{url}v1/messages?beta=true", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     deltas = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
-    text = "".join([one["delta"].get("text", "") for one in deltas if one["type"] == "content_block_delta"])
+    text = "".join(
+        [delta["delta"].get("text", "") for delta in deltas if delta["type"] == "content_block_delta"]
+    )
     assert text.endswith("system: You are Claude Code\nMoreuser: <system-reminder>\nHi")
     assert '"name": "Bash"' in text
     assert '"web_search"' not in text
@@ -279,7 +281,7 @@ def test_deferred_tools_are_in_the_prompt(url: str) -> None:
     assert "messages[2].content[0].content[0].tool_name is required" in refused.json()["error"]["message"]
 
 
-async def test_keys() -> None:
+async def test_each_header_with_an_api_key_is_accepted() -> None:
     async with chatting(FakePipeline.saying("Hello!"), api_key=("k1",)) as server:
         body = {"model": "demo", "max_tokens": 5, "messages": user("x")}
         refused = await server.http.post("/v1/messages", json=body)

@@ -1,4 +1,4 @@
-"""The id of the served model in lists, requests and responses."""
+"""The id of the served model in model lists, requests and responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_the_id_of_a_local_model_is_the_name_of_its_folder(flat: dict[str,
         assert name in refused.json()["error"]["message"]
 
 
-async def test_routes_of_another_task() -> None:
+async def test_routes_of_another_task_are_refused() -> None:
     async with client_of(replace(make_services(), task=PipelineTask.EMBEDDINGS_GENERATION)) as client:
         for path in ("/v1/chat/completions", "/v1/chat/completions/render", "/v1/completions"):
             refused = await client.post(path, json={"prompt": "a", "messages": []})
@@ -44,7 +44,7 @@ async def test_routes_of_another_task() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"model": "mine"}], ids=str)
-async def test_responses_have_the_id(given: dict[str, str], tmp_path: Path) -> None:
+async def test_responses_have_the_model_id(given: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mine").symlink_to(PipelineConfig().model.checkpoint)
     config = PipelineConfig.from_flat({"model_path": str(tmp_path / "mine")})
     async with chatting(pipeline_config=config) as server:

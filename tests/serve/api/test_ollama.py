@@ -1,4 +1,4 @@
-"""Ollama's API: chats, generations, embeddings, and the list of models."""
+"""Ollama's API: chats, generations, embeddings, and model lists."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ async def test_chat_streams_json_lines_unless_stream_is_false(server: Chatting) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tools(server: Chatting, stream: bool) -> None:
+async def test_tool_calls_have_the_ollama_format(server: Chatting, stream: bool) -> None:
     given: Any = {"messages": user("weather?"), "tools": [WEATHER], "stream": stream}
     if stream:
-        said = [line["message"] for line in await lines(server, "/api/chat", **given)]
-        [calls] = [one["tool_calls"] for one in said if "tool_calls" in one]
-        content = "".join(one["content"] for one in said)
+        streamed_messages = [line["message"] for line in await lines(server, "/api/chat", **given)]
+        [calls] = [message["tool_calls"] for message in streamed_messages if "tool_calls" in message]
+        content = "".join(message["content"] for message in streamed_messages)
     else:
         message = (await server.post("/api/chat", **given)).json()["message"]
         calls, content = message["tool_calls"], message["content"]
@@ -95,17 +95,17 @@ async def test_tools(server: Chatting, stream: bool) -> None:
     assert last.json()["message"]["content"].endswith("tool: 20"), last.text
 
 
-async def test_thinking(server: Chatting) -> None:
+async def test_thinking_is_a_separate_field(server: Chatting) -> None:
     whole = (await server.post("/api/chat", messages=user("Think"), stream=False)).json()
     assert (whole["message"]["thinking"], whole["message"]["content"]) == ("Hm.", "Yes.")
     hidden = (await server.post("/api/chat", messages=user("Think"), stream=False, think=False)).json()
     assert hidden["message"] == {"role": "assistant", "content": "Yes."}
-    said = await lines(server, "/api/generate", prompt="Think", think=True)
-    assert "".join(line.get("thinking", "") for line in said) == "Hm."
-    assert "".join(line["response"] for line in said) == "Yes."
+    streamed_lines = await lines(server, "/api/generate", prompt="Think", think=True)
+    assert "".join(line.get("thinking", "") for line in streamed_lines) == "Hm."
+    assert "".join(line["response"] for line in streamed_lines) == "Yes."
 
 
-async def test_generate(server: Chatting) -> None:
+async def test_generate_completes_a_prompt(server: Chatting) -> None:
     *first, last = await lines(server, "/api/generate", prompt="Hi", system="S")
     assert "".join(line["response"] for line in first) == "system: Suser: Hi"
     assert (last["done_reason"], last["response"]) == ("stop", "")
@@ -118,8 +118,8 @@ async def test_generate(server: Chatting) -> None:
     assert (await server.post("/api/generate")).json()["done_reason"] == "load"
 
 
-async def test_formats_and_description(server: Chatting) -> None:
-    for form in ({"type": "object"}, "json"):  # the fake model has no grammars
+async def test_formats_and_model_description(server: Chatting) -> None:
+    for form in ({"type": "object"}, "json"):  # the fake model supports no grammars
         refused = await server.post("/api/chat", messages=user("x"), format=form)
         assert refused.json()["error"].startswith("format needs the grammar extra")
     shown = (await server.post("/api/show")).json()
@@ -128,7 +128,7 @@ async def test_formats_and_description(server: Chatting) -> None:
     assert shown["template"] == THINKING
 
 
-async def test_models_and_errors(server: Chatting) -> None:
+async def test_model_lists_and_errors(server: Chatting) -> None:
     [model] = (await server.http.get("/api/tags")).json()["models"]
     assert (model["name"], model["model"]) == ("demo", "demo")
     assert (await server.http.get("/api/ps")).json()["models"][0]["name"] == "demo"
@@ -155,16 +155,18 @@ async def test_models_and_errors(server: Chatting) -> None:
         assert words in refused.json()["error"], refused.text
 
 
-async def test_embed(embedder: Path) -> None:
+async def test_embed_returns_the_vectors_of_the_openai_route(embedder: Path) -> None:
     config = PipelineConfig.from_flat({"model_path": str(embedder)})
     async with chatting(
         work=partial(load_runtime, config), tokenizer=load_tokenizer(config), pipeline_config=config
     ) as server:
         name = server.services.model_name
-        ours = await server.http.post("/v1/embeddings", json={"model": name, "input": ["a", "b"]})
-        theirs = await server.http.post("/api/embed", json={"model": name, "input": ["a", "b"]})
-        assert theirs.json()["embeddings"] == [one["embedding"] for one in ours.json()["data"]]
-        assert theirs.json()["prompt_eval_count"] == ours.json()["usage"]["prompt_tokens"]
+        openai_response = await server.http.post("/v1/embeddings", json={"model": name, "input": ["a", "b"]})
+        ollama_response = await server.http.post("/api/embed", json={"model": name, "input": ["a", "b"]})
+        assert ollama_response.json()["embeddings"] == [
+            item["embedding"] for item in openai_response.json()["data"]
+        ]
+        assert ollama_response.json()["prompt_eval_count"] == openai_response.json()["usage"]["prompt_tokens"]
         long = await server.http.post("/api/embed", json={"model": name, "input": "a " * 5000})
         assert len(long.json()["embeddings"]) == 1
         assert (await server.http.post("/api/show", json={})).json()["capabilities"] == ["embedding"]

@@ -34,7 +34,7 @@ WEATHER: Any = {
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[AsyncOpenAI, Chatting]]:
-    """The embedded model behind a real HTTP server."""
+    """Serve the embedded model over HTTP."""
     tokenizer = load_tokenizer(CONFIG)
     async with chatting(
         work=partial(load_runtime, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
@@ -50,17 +50,17 @@ async def serving() -> AsyncIterator[tuple[AsyncOpenAI, Chatting]]:
                     yield client, server
 
 
-async def test_the_embedded_model() -> None:
+async def test_the_client_with_the_embedded_model() -> None:
     async with serving() as (client, server):
         await check_answers(client)
         await check_tools(client)
         await check_completions(client)
         await check_responses(client)
         await check_ollama(server)
-        await check_fields_of_other_servers(client)
+        await check_extra_fields_of_other_servers(client)
         await check_errors(client)
         await check_disconnect(client, server)
-        await check_many(client, server)
+        await check_concurrent_requests(client, server)
 
 
 async def check_answers(client: AsyncOpenAI) -> None:
@@ -168,7 +168,7 @@ async def check_completions(client: AsyncOpenAI) -> None:
 
 
 class City(BaseModel):
-    """The output of `check_responses`."""
+    """The output schema of `check_responses`."""
 
     name: str
 
@@ -209,7 +209,7 @@ async def check_ollama(server: Chatting) -> None:
     assert json.loads(answer.json()["message"]["content"]) == {"n": 1}
 
 
-async def check_fields_of_other_servers(client: AsyncOpenAI) -> None:
+async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
     question: Any = [{"role": "user", "content": "What is the capital of Germany?"}]
 
     async def ask(stream: bool, **extra: Any) -> str:
@@ -245,7 +245,7 @@ async def check_fields_of_other_servers(client: AsyncOpenAI) -> None:
     first, *rows = scored.model_extra["prompt_logprobs"]
     assert first is None
     assert len(rows) == scored.usage.prompt_tokens - 1
-    assert all(len(row) in (2, 3) and any(one["rank"] == 1 for one in row.values()) for row in rows)
+    assert all(len(row) in (2, 3) and any(value["rank"] == 1 for value in row.values()) for row in rows)
     assert scored.choices[0].logprobs is not None
     entries = scored.choices[0].logprobs.content or []
     assert all(entry.token.startswith("token_id:") for entry in entries)
@@ -272,14 +272,15 @@ async def check_errors(client: AsyncOpenAI) -> None:
     assert (await client.models.retrieve("demo")).id == "demo"
 
 
-async def abandon(stream: openai.AsyncStream[Any]) -> None:
+async def close_stream_early(stream: openai.AsyncStream[Any]) -> None:
     """Close a stream before its end, and then the generators inside it.
 
     The client leaves these generators suspended. The garbage collector could then close them in another
     thread while the event loop closes them too ("async generator already executing").
     """
     await stream.close()
-    with suppress(openai.APIConnectionError):  # not raised if the end of the stream had already arrived
+    # Not raised if the client has already received the end of the stream.
+    with suppress(openai.APIConnectionError):
         async for _ in stream:
             pass
 
@@ -290,7 +291,7 @@ async def check_disconnect(client: AsyncOpenAI, server: Chatting) -> None:
     )
     async for _ in stream:
         break
-    await abandon(stream)
+    await close_stream_early(stream)
     await eventually(lambda: server.services.worker.num_outstanding == 0)
     with pytest.raises(openai.APITimeoutError):
         await client.completions.create(
@@ -299,8 +300,8 @@ async def check_disconnect(client: AsyncOpenAI, server: Chatting) -> None:
     await eventually(lambda: server.services.worker.num_outstanding == 0)
 
 
-async def check_many(client: AsyncOpenAI, server: Chatting) -> None:
-    async def one(index: int) -> str:
+async def check_concurrent_requests(client: AsyncOpenAI, server: Chatting) -> None:
+    async def complete(index: int) -> str:
         stream = await client.chat.completions.create(
             model="demo",
             messages=[{"role": "user", "content": f"Tell me a story, number {index}"}],
@@ -312,11 +313,11 @@ async def check_many(client: AsyncOpenAI, server: Chatting) -> None:
         async for chunk in stream:
             text += chunk.choices[0].delta.content or ""
             if index % 4 == 3 and len(text) > 20:
-                await abandon(stream)
+                await close_stream_early(stream)
                 break
         return text
 
-    texts = await asyncio.gather(*(one(index) for index in range(24)))
+    texts = await asyncio.gather(*(complete(index) for index in range(24)))
     assert all(texts)
     await eventually(lambda: server.services.worker.num_outstanding == 0)
     stats = server.services.worker.stats

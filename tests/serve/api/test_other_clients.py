@@ -1,4 +1,4 @@
-"""Fields, roles and routes of clients of other servers."""
+"""Fields, roles and routes that clients of other servers send."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ STRICT = (
 DEAF = "{% for m in messages %}{% if m.role in ['user', 'note'] %}{{ m.content }};{% endif %}{% endfor %}"
 
 
-def pipeline_that_records(contexts: list[TextContext], text: str = "Hello!") -> FakePipeline:
-    """Return a pipeline that records its contexts."""
+def make_recording_pipeline(contexts: list[TextContext], text: str = "Hello!") -> FakePipeline:
+    """Return a pipeline that appends its contexts to a list."""
     answer = [*text.encode(), FakeTokenizer.EOS]
 
     def choose(context: TextContext) -> int:
@@ -39,7 +39,7 @@ def pipeline_that_records(contexts: list[TextContext], text: str = "Hello!") -> 
     return FakePipeline(choose)
 
 
-async def served(server: Chatting, path: str, **body: Any) -> dict[str, Any]:
+async def post_ok(server: Chatting, path: str, **body: Any) -> dict[str, Any]:
     response = await server.http.post(path, json={**BODIES[path], **body})
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -51,7 +51,7 @@ async def test_the_default_model_is_the_served_model(path: str) -> None:
     async with chatting() as server:
         name = server.services.model_name
         for given in ({}, {"model": None}, {"model": name}):
-            assert (await served(server, path, **given))["model"] == name
+            assert (await post_ok(server, path, **given))["model"] == name
             response = await server.http.post(path, json={**BODIES[path], **given, "stream": True})
             assert {chunk["model"] for chunk in events_of(response.text)[:-1]} == {name}
         assert (await server.http.post(path, json={**BODIES[path], "model": ""})).status_code == 404
@@ -69,10 +69,12 @@ async def test_the_default_model_is_the_served_model(path: str) -> None:
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_guided_fields(path: str, given: dict[str, Any], kind: str, text: str) -> None:
+async def test_guided_fields_are_grammars_of_the_context(
+    path: str, given: dict[str, Any], kind: str, text: str
+) -> None:
     contexts: list[TextContext] = []
     async with chatting(work=enable_grammars(contexts)) as server:
-        await served(server, path, **given)
+        await post_ok(server, path, **given)
         grammar = contexts[0].grammar
         assert grammar is not None
         assert (grammar.kind, grammar.text) == (kind, text)
@@ -89,25 +91,25 @@ def enable_grammars(contexts: list[TextContext]) -> Any:
         grammars_enabled=True,
     )
     return lambda: WorkerRuntime(
-        scheduler=Scheduler(pipeline_that_records(contexts), max_batch_size=8), info=info
+        scheduler=Scheduler(make_recording_pipeline(contexts), max_batch_size=8), info=info
     )
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_aliases(path: str) -> None:
+async def test_alias_fields_have_the_same_effect(path: str) -> None:
     contexts: list[TextContext] = []
-    async with chatting(pipeline_that_records(contexts)) as server:
-        await served(server, path, repeat_penalty=1.25, bad_words=["no", "x"])
-        await served(server, path, repeat_penalty=1.5, repetition_penalty=1.5)
+    async with chatting(make_recording_pipeline(contexts)) as server:
+        await post_ok(server, path, repeat_penalty=1.25, bad_words=["no", "x"])
+        await post_ok(server, path, repeat_penalty=1.5, repetition_penalty=1.5)
         params = [context.sampling_params for context in contexts]
-        assert [one.repetition_penalty for one in params] == [1.25, 1.5]
+        assert [sampling.repetition_penalty for sampling in params] == [1.25, 1.5]
         assert params[0].banned_sequences == [[*b"no"], [*b" no"], [*b"x"], [*b" x"]]
         assert params[1].banned_sequences is None
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_stop_string_in_the_output(path: str, stream: bool) -> None:
+async def test_the_stop_string_is_in_the_output_on_request(path: str, stream: bool) -> None:
     async with chatting(FakePipeline.saying("Hello there!")) as server:
         for included, text in ((None, "Hel"), (False, "Hel"), (True, "Hello t")):
             body = {**BODIES[path], "stop": ["lo t", "zzz"], "include_stop_str_in_output": included}
@@ -115,30 +117,30 @@ async def test_the_stop_string_in_the_output(path: str, stream: bool) -> None:
             chunks = events_of(response.text)[:-1] if stream else [response.json()]
             choices = [chunk["choices"][0] for chunk in chunks]
             found = "".join(
-                one.get("text") or one.get("message", one.get("delta", {})).get("content") or ""
-                for one in choices
+                choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or ""
+                for choice in choices
             )
             assert found == text
             assert choices[-1]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize(
-    ("count", "max_tokens", "kept"),
+    ("count", "max_tokens", "expected"),
     [(3, 4, "fgh"), (8, 4, "abcdefgh"), (900, 4, "abcdefgh"), (-1, 2044, "efgh"), (-1, None, "abcdefgh")],
 )
-async def test_truncated_prompts(count: int, max_tokens: int | None, kept: str) -> None:
+async def test_prompts_are_truncated_on_request(count: int, max_tokens: int | None, expected: str) -> None:
     contexts: list[TextContext] = []
-    async with chatting(pipeline_that_records(contexts), template="{{ messages[0].content }}") as server:
+    async with chatting(make_recording_pipeline(contexts), template="{{ messages[0].content }}") as server:
         server.services.tokenizer.max_length = 2048
         body = {"truncate_prompt_tokens": count, "max_tokens": max_tokens}
         for prompt in ("abcdefgh", [*b"abcdefgh"]):
-            answer = await served(server, COMPLETIONS, **body, prompt=prompt, echo=True)
-            assert answer["choices"][0]["text"].startswith(kept)
-            assert answer["usage"]["prompt_tokens"] == len(kept)
-        await served(server, CHAT, **body, messages=[user("abcdefgh")])
-        assert [bytes(context.prompt_tokens.tolist()).decode() for context in contexts] == [kept] * 3
+            answer = await post_ok(server, COMPLETIONS, **body, prompt=prompt, echo=True)
+            assert answer["choices"][0]["text"].startswith(expected)
+            assert answer["usage"]["prompt_tokens"] == len(expected)
+        await post_ok(server, CHAT, **body, messages=[user("abcdefgh")])
+        assert [bytes(context.prompt_tokens.tolist()).decode() for context in contexts] == [expected] * 3
         rendered = (await server.post(RENDER, **body, messages=[user("abcdefgh")])).json()
-        assert (rendered["prompt"], rendered["count"]) == (kept, len(kept))
+        assert (rendered["prompt"], rendered["count"]) == (expected, len(expected))
 
 
 async def test_truncation_keeps_the_bos_token(shared_data: Path) -> None:
@@ -146,9 +148,9 @@ async def test_truncation_keeps_the_bos_token(shared_data: Path) -> None:
     request = TokenGeneratorRequest("1", 0, "m", prompt="Once upon a time there was")
     whole = tokenizer.build_context(request).prompt_tokens.tolist()
     assert tokenizer.special_tokens["bos_token"] == "<s>"
-    for limit, kept in ((1, whole[-1:]), (4, [whole[0], *whole[-3:]]), (len(whole), whole)):
+    for limit, expected in ((1, whole[-1:]), (4, [whole[0], *whole[-3:]]), (len(whole), whole)):
         cut = build_context(tokenizer, request, limit)
-        assert cut.prompt_tokens.tolist() == kept
+        assert cut.prompt_tokens.tolist() == expected
     assert build_context(tokenizer, request, 100).prompt == request.prompt
 
 
@@ -156,14 +158,16 @@ async def test_a_long_prompt_is_truncated_to_the_model_limit() -> None:
     async with chatting() as server:
         server.services.tokenizer.max_length = 2048
         await server.refusal(COMPLETIONS, prompt="x" * 5000)
-        answer = await served(server, COMPLETIONS, prompt="x" * 5000, truncate_prompt_tokens=-1, max_tokens=8)
+        answer = await post_ok(
+            server, COMPLETIONS, prompt="x" * 5000, truncate_prompt_tokens=-1, max_tokens=8
+        )
         assert answer["usage"]["prompt_tokens"] == 2040
 
 
-async def test_log_probabilities_of_prompts() -> None:
+async def test_prompt_log_probabilities_are_returned() -> None:
     async with chatting(FakePipeline.saying("Hello!")) as server:
         for extra in ({}, {"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}):
-            answer = await served(server, CHAT, prompt_logprobs=1, **extra)
+            answer = await post_ok(server, CHAT, prompt_logprobs=1, **extra)
             text = "user: Hiassistant: "
             check_rows(answer["prompt_logprobs"], text)
             for choice in answer["choices"]:
@@ -175,11 +179,11 @@ async def test_log_probabilities_of_prompts() -> None:
             {"logprobs": 2, "echo": True, "n": 2},
             {"max_tokens": 0},
         ):
-            answer = await served(server, COMPLETIONS, prompt=["ab", "cdé"], prompt_logprobs=0, **extra)
+            answer = await post_ok(server, COMPLETIONS, prompt=["ab", "cdé"], prompt_logprobs=0, **extra)
             for index, choice in enumerate(answer["choices"]):
                 check_rows(choice["prompt_logprobs"], ["ab", "cdé"][index // extra.get("n", 1)])
                 assert (choice["logprobs"] is not None) == ("logprobs" in extra)
-        assert "prompt_logprobs" not in await served(server, CHAT)
+        assert "prompt_logprobs" not in await post_ok(server, CHAT)
         for path, body in BODIES.items():
             error = await server.refusal(path, **body, prompt_logprobs=1, stream=True)
             assert error["param"] == "prompt_logprobs"
@@ -190,8 +194,12 @@ def check_rows(rows: list[Any], text: str) -> None:
     assert first is None
     ids = list(text.encode())
     for token_id, row in zip(ids[1:], others, strict=True):
-        shown = {"logprob": 0.0, "rank": 1, "decoded_token": bytes([token_id]).decode(errors="replace")}
-        assert row == {str(token_id): shown}
+        expected_entry = {
+            "logprob": 0.0,
+            "rank": 1,
+            "decoded_token": bytes([token_id]).decode(errors="replace"),
+        }
+        assert row == {str(token_id): expected_entry}
 
 
 @pytest.mark.parametrize(
@@ -212,7 +220,7 @@ async def test_the_number_of_prompt_log_probabilities_is_limited(
         assert server.pipeline.batches == []
 
 
-async def test_tokens_as_token_ids() -> None:
+async def test_tokens_are_returned_as_token_ids_on_request() -> None:
     async with chatting(FakePipeline.saying("né")) as server:
         for stream in (False, True):
             body = {"return_tokens_as_token_ids": True, "stream": stream}
@@ -223,21 +231,21 @@ async def test_tokens_as_token_ids() -> None:
                 for chunk in chunks
                 for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
             ]
-            assert [entry["token"] for entry in entries] == [f"token_id:{one}" for one in "né".encode()]
-            assert [entry["bytes"] for entry in entries] == [[one] for one in "né".encode()]
+            assert [entry["token"] for entry in entries] == [f"token_id:{byte}" for byte in "né".encode()]
+            assert [entry["bytes"] for entry in entries] == [[byte] for byte in "né".encode()]
             assert entries[0]["top_logprobs"][0]["token"] == "token_id:110"
             response = await server.post(COMPLETIONS, **BODIES[COMPLETIONS], **body, logprobs=1)
             chunks = events_of(response.text)[:-1] if stream else [response.json()]
             rows = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
             tokens = [token for row in rows for token in row["tokens"]]
-            assert tokens == [f"token_id:{one}" for one in "né".encode()]
+            assert tokens == [f"token_id:{byte}" for byte in "né".encode()]
             assert [*rows[0]["top_logprobs"][0]] == ["token_id:110"]
-        plain = await served(server, CHAT, logprobs=True)  # has token texts, not ids
+        plain = await post_ok(server, CHAT, logprobs=True)  # contains token texts, not ids
         assert plain["choices"][0]["logprobs"]["content"][0]["token"] == "n"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_response_without_reasoning(stream: bool) -> None:
+async def test_reasoning_is_omitted_on_request(stream: bool) -> None:
     pipeline = FakePipeline.saying("<think>\nWhy?\n</think>\n\nHello")
     async with chatting(pipeline, template=THINKING) as server:
         for included in (None, True, False):
@@ -252,35 +260,37 @@ async def test_a_response_without_reasoning(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, RENDER, "/tokenize"])
-async def test_roles_that_the_template_knows(path: str) -> None:
-    said = [user("a"), {"role": "ipython", "content": "18"}, {"role": "note", "content": "b"}]
+async def test_only_roles_in_the_template_are_accepted(path: str) -> None:
+    messages = [user("a"), {"role": "ipython", "content": "18"}, {"role": "note", "content": "b"}]
     async with chatting(template=STRICT) as server:
-        response = await server.http.post(RENDER, json={"messages": said[:2]})
+        response = await server.http.post(RENDER, json={"messages": messages[:2]})
         assert response.json()["prompt"] == "<user>a<ipython>18"
-        error = await server.refusal(path, messages=said)
+        error = await server.refusal(path, messages=messages)
         assert error["param"] == "messages"
         assert "roles are user, assistant and ipython" in error["message"]
     async with chatting(template=DEAF) as server:
-        response = await server.http.post(RENDER, json={"messages": [said[0], said[2]]})
+        response = await server.http.post(RENDER, json={"messages": [messages[0], messages[2]]})
         assert response.json()["prompt"] == "a;b;"
-        error = await server.refusal(path, messages=said)
+        error = await server.refusal(path, messages=messages)
         assert error["param"] == "messages[1].role"
         assert "ipython" in error["message"]
 
 
-async def test_roles_with_content_parts_and_continue_final_message() -> None:
+async def test_custom_roles_with_content_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    template = "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"  # accepts only text
+    template = (
+        "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"  # the template accepts only strings
+    )
     async with chatting(template=template) as server:
-        said = [user(parts), {"role": "my role", "content": parts}, {"role": "note", "content": "x"}]
-        body = {"messages": said, "continue_final_message": True}
+        messages = [user(parts), {"role": "my role", "content": parts}, {"role": "note", "content": "x"}]
+        body = {"messages": messages, "continue_final_message": True}
         response = await server.http.post(RENDER, json=body)
         assert response.json()["prompt"] == "[usera\nb][my rolea\nb][notex"
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": []}, {"content": ""}, {}])
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "ipython"])
-async def test_empty_content_is_empty_text(role: str, content: dict[str, Any]) -> None:
+async def test_missing_content_is_empty_text(role: str, content: dict[str, Any]) -> None:
     template = "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"
     message = {"role": role, **content, **({"tool_call_id": "1"} if role == "tool" else {})}
     async with chatting(template=template) as server:
@@ -290,11 +300,11 @@ async def test_empty_content_is_empty_text(role: str, content: dict[str, Any]) -
 
 async def test_an_empty_output_has_empty_text() -> None:
     async with chatting(FakePipeline.saying("")) as server:
-        assert (await served(server, CHAT))["choices"][0]["message"]["content"] == ""
-        assert (await served(server, COMPLETIONS))["choices"][0]["text"] == ""
+        assert (await post_ok(server, CHAT))["choices"][0]["message"]["content"] == ""
+        assert (await post_ok(server, COMPLETIONS))["choices"][0]["text"] == ""
 
 
-async def test_ping_and_load() -> None:
+async def test_ping_and_load_routes() -> None:
     async with chatting(api_key=("secret",)) as server:
         for method in ("GET", "POST"):
             response = await server.http.request(method, "/ping")
@@ -320,6 +330,6 @@ async def test_default_values_of_fields_of_other_servers_are_accepted() -> None:
     }
     async with chatting() as server:
         for path in (CHAT, COMPLETIONS):
-            assert (await served(server, path, **given))["choices"]
+            assert (await post_ok(server, path, **given))["choices"]
         for level in ("low", "medium", "high"):
-            assert (await served(server, CHAT, verbosity=level, prompt_cache_retention="24h"))["choices"]
+            assert (await post_ok(server, CHAT, verbosity=level, prompt_cache_retention="24h"))["choices"]

@@ -1,4 +1,4 @@
-"""Every request field of OpenAI, and every unknown field: supported, logged, or refused by name."""
+"""Each request field of OpenAI is supported, logged, or refused by name; unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -23,33 +23,35 @@ PATHS: dict[type[RequestBody], tuple[str, dict[str, Any]]] = {
 TABLES = [(kind, name) for kind in PATHS for name in UNSUPPORTED[kind]]
 
 
-def names_of(*kinds: type) -> set[str]:
+def field_names(*kinds: type) -> set[str]:
     return {name for kind in kinds for name in typing.get_type_hints(kind)}
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("request_class", "openai_fields"),
     [
         (
             ChatBody,
-            names_of(
+            field_names(
                 chat_params.CompletionCreateParamsNonStreaming, chat_params.CompletionCreateParamsStreaming
             ),
         ),
         (
             CompletionBody,
-            names_of(
+            field_names(
                 completion_create_params.CompletionCreateParamsNonStreaming,
                 completion_create_params.CompletionCreateParamsStreaming,
             ),
         ),
-        (StreamOptions, names_of(chat_completion_stream_options_param.ChatCompletionStreamOptionsParam)),
+        (StreamOptions, field_names(chat_completion_stream_options_param.ChatCompletionStreamOptionsParam)),
     ],
 )
-def test_every_openai_field_is_handled(ours: type[RequestBody], theirs: set[str]) -> None:
-    assert len(theirs) > 1
+def test_each_openai_field_is_in_a_table(request_class: type[RequestBody], openai_fields: set[str]) -> None:
+    assert len(openai_fields) > 1
     assert (
-        theirs - ours.model_fields.keys() - UNSUPPORTED[ours].keys() == set() if ours in UNSUPPORTED else True
+        openai_fields - request_class.model_fields.keys() - UNSUPPORTED[request_class].keys() == set()
+        if request_class in UNSUPPORTED
+        else True
     )
 
 
@@ -60,14 +62,19 @@ def test_no_field_is_in_two_tables() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), TABLES)
-async def test_an_unsupported_field(kind: type[RequestBody], name: str) -> None:
+async def test_an_unsupported_field_is_refused_unless_it_has_a_default_value(
+    kind: type[RequestBody], name: str
+) -> None:
     path, body = PATHS[kind]
     async with chatting() as server:
         for value in (None, *UNSUPPORTED[kind][name].accepted):
             response = await server.post(path, **body, **{name: value})
             assert response.status_code == 200, response.text
         for value in (True, 7, "else", ["audio"], {"a": 1}):
-            if any(type(value) is type(one) and value == one for one in UNSUPPORTED[kind][name].accepted):
+            if any(
+                type(value) is type(accepted) and value == accepted
+                for accepted in UNSUPPORTED[kind][name].accepted
+            ):
                 continue
             error = await server.refusal(path, **body, **{name: value})
             assert (error["param"], error["code"]) == (name, "unsupported_parameter")
@@ -127,7 +134,7 @@ async def test_null_means_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "given", "param"),
+    ("path", "fields", "param"),
     [
         ("chat", {"temperture": 1}, "temperture"),
         ("chat", {"messages": [{**user("Hi"), "colour": 1}]}, "messages[0].colour"),
@@ -147,19 +154,19 @@ async def test_null_means_absent() -> None:
         ("completion", {"reasoning_effort": "low"}, "reasoning_effort"),
     ],
 )
-async def test_an_unknown_field(
-    path: str, given: dict[str, Any], param: str, caplog: pytest.LogCaptureFixture
+async def test_an_unknown_field_is_refused_or_ignored(
+    path: str, fields: dict[str, Any], param: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     kind = ChatBody if path == "chat" else CompletionBody
     route, body = PATHS[kind]
     async with chatting() as server:
-        error = await server.refusal(route, **{**body, **given})
+        error = await server.refusal(route, **{**body, **fields})
         assert (error["param"], error["code"]) == (param, "unknown_parameter")
     async with chatting(unknown_fields="warn") as server:
-        response = await server.post(route, **{**body, **given})
+        response = await server.post(route, **{**body, **fields})
         assert response.status_code == 200, response.text
         assert param in caplog.text
-        assert (await server.refusal(route, **{**body, **given, "store": 1}))["param"] == "store"
+        assert (await server.refusal(route, **{**body, **fields, "store": 1}))["param"] == "store"
 
 
 async def test_the_nearest_name_is_suggested() -> None:
@@ -169,7 +176,7 @@ async def test_the_nearest_name_is_suggested() -> None:
 
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-WRONG: list[tuple[str, dict[str, Any], str]] = [
+INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"temperature": 2.1}, "temperature"),
     ("chat", {"temperature": -0.1}, "temperature"),
     ("chat", {"temperature": "1"}, "temperature"),
@@ -309,18 +316,18 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_invalid_values_are_refused_by_name() -> None:
+async def test_invalid_values_are_refused_with_the_field() -> None:
     async with chatting() as server:
-        for kind, given, param in WRONG:
+        for kind, fields, param in INVALID:
             path, body = PATHS[ChatBody if kind == "chat" else CompletionBody]
-            error = await server.refusal(path, **{**body, **given})
-            assert error["param"] == param, (given, error)
+            error = await server.refusal(path, **{**body, **fields})
+            assert error["param"] == param, (fields, error)
             assert error["type"] == "invalid_request_error"
-            if not any(name.startswith("stream") for name in given):
-                assert await server.refusal(path, **{**body, **given, "stream": True}) == error
+            if not any(name.startswith("stream") for name in fields):
+                assert await server.refusal(path, **{**body, **fields, "stream": True}) == error
 
 
-async def test_a_required_field() -> None:
+async def test_a_missing_required_field_is_refused() -> None:
     async with chatting() as server:
         for path, field in (("chat/completions", "messages"), ("completions", "prompt")):
             error = await server.refusal(f"/v1/{path}")
@@ -328,7 +335,7 @@ async def test_a_required_field() -> None:
             assert error["code"] == "missing_required_parameter"
 
 
-async def test_logged_fields(caplog: pytest.LogCaptureFixture) -> None:
+async def test_fields_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with chatting() as server:
         answer = await server.chat(
@@ -340,35 +347,35 @@ async def test_logged_fields(caplog: pytest.LogCaptureFixture) -> None:
         assert value in text
 
 
-async def test_refused_requests_leave_no_state() -> None:
+async def test_no_state_of_refused_requests_remains() -> None:
     async with chatting() as server:
-        await refuse_some(server)
+        await send_invalid_requests(server)
         assert server.services.worker.num_outstanding == 0
         assert server.pipeline.batches == []
 
 
-async def refuse_some(server: Chatting) -> None:
-    for given in ({"n": 0}, {"store": True}, {"stop": 1}):
-        await server.refusal("/v1/chat/completions", messages=[user("Hi")], **given)
+async def send_invalid_requests(server: Chatting) -> None:
+    for fields in ({"n": 0}, {"store": True}, {"stop": 1}):
+        await server.refusal("/v1/chat/completions", messages=[user("Hi")], **fields)
 
 
-@pytest.mark.parametrize("place", [0, 1, 70, 199])
-def test_the_invalid_one_of_many_messages_is_named(place: int) -> None:
+@pytest.mark.parametrize("index", [0, 1, 70, 199])
+def test_the_invalid_one_of_many_messages_is_named(index: int) -> None:
     messages: list[Any] = [{"role": "user", "content": "a"} for _ in range(200)]
-    messages[place] = {"role": "user", "content": 5}
-    messages[150] = messages[150] | ({"role": "emperor"} if place <= 150 else {})
+    messages[index] = {"role": "user", "content": 5}
+    messages[150] = messages[150] | ({"role": "emperor"} if index <= 150 else {})
     with pytest.raises(RequestProblem) as caught:
         validated(ChatBody, {"model": "demo", "messages": messages})
-    assert caught.value.param == f"messages[{place}].content"
+    assert caught.value.param == f"messages[{index}].content"
 
 
-def test_long_lists_are_validated_as_a_whole_list_is() -> None:
+def test_long_lists_are_validated_in_parts_with_equal_results() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}], "x": 1} for _ in range(200)]
     body = {"model": "demo", "messages": messages}
     assert validated(ChatBody, body) == ChatBody.model_validate(body)
     assert validated(ChatBody, body).messages[7].model_extra == {"x": 1}
 
 
-def test_the_number_of_fields_is_limited() -> None:
+def test_too_many_fields_are_refused() -> None:
     with pytest.raises(RequestProblem, match="the body has 2001 fields; the maximum is 1000"):
         validated(ChatBody, {"model": "demo", **{str(number): 1 for number in range(2000)}})

@@ -1,4 +1,4 @@
-"""Reranking, scores and classes with tiny encoders and a real worker."""
+"""Routes for reranking, scores and classes, with tiny encoders and a real worker."""
 
 from __future__ import annotations
 
@@ -16,73 +16,73 @@ QUERY = "a red car"
 TEXTS = ["the cat sat on the mat", "a big red car", "hello world", "the dog ran"]
 
 
-async def served(server: Chatting, path: str, **body: Any) -> Any:
-    """The answer to a request that is served."""
+async def post_ok(server: Chatting, path: str, **body: Any) -> Any:
+    """Send a request and return its response, which must be successful."""
     response = await server.http.post(path, json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 @pytest.mark.parametrize("kind", ["embedder", "cross_encoder"])
-async def test_rerank_and_score(kind: str, request: pytest.FixtureRequest) -> None:
+async def test_rerank_and_score_equal_the_library(kind: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(kind)
     expected = LLM.from_config(embedder_config(folder)).score(QUERY, TEXTS, False)
     order = [int(i) for i in np.argsort(-expected, kind="stable")]
     async with embedding_server(folder) as server:
         for path, version in (("/v1/rerank", "1"), ("/rerank", "1"), ("/v2/rerank", "2")):
-            answer = await served(server, path, query=QUERY, documents=TEXTS, model="tiny")
-            assert [one["index"] for one in answer["results"]] == order
-            scores = [one["relevance_score"] for one in answer["results"]]
+            answer = await post_ok(server, path, query=QUERY, documents=TEXTS, model="tiny")
+            assert [result["index"] for result in answer["results"]] == order
+            scores = [result["relevance_score"] for result in answer["results"]]
             np.testing.assert_allclose(scores, expected[order], atol=1e-6)
             assert "document" not in answer["results"][0]
             assert answer["meta"]["api_version"] == {"version": version}
             assert (answer["model"], answer["id"][:7]) == ("tiny", "rerank-")
             assert answer["usage"]["total_tokens"] == answer["meta"]["tokens"]["input_tokens"] > 20
         objects = [{"text": text} if i % 2 else text for i, text in enumerate(TEXTS)]
-        best = await served(
+        best = await post_ok(
             server, "/v1/rerank", query=QUERY, documents=objects, top_n=2, return_documents=True
         )
-        assert [one["document"] for one in best["results"]] == [{"text": TEXTS[i]} for i in order[:2]]
+        assert [result["document"] for result in best["results"]] == [{"text": TEXTS[i]} for i in order[:2]]
         for path in ("/v1/score", "/score"):
-            answer = await served(server, path, text_1=QUERY, text_2=TEXTS)
-            np.testing.assert_allclose([one["score"] for one in answer["data"]], expected, atol=1e-6)
-            assert [(one["index"], one["object"]) for one in answer["data"]] == [
+            answer = await post_ok(server, path, text_1=QUERY, text_2=TEXTS)
+            np.testing.assert_allclose([item["score"] for item in answer["data"]], expected, atol=1e-6)
+            assert [(item["index"], item["object"]) for item in answer["data"]] == [
                 (i, "score") for i in range(4)
             ]
-        pairs = await served(server, "/v1/score", text_1=[QUERY, TEXTS[0]], text_2=[TEXTS[2], TEXTS[0]])
+        pairs = await post_ok(server, "/v1/score", text_1=[QUERY, TEXTS[0]], text_2=[TEXTS[2], TEXTS[0]])
         assert pairs["data"][0]["score"] == pytest.approx(float(expected[2]), abs=1e-6)
-        [one] = (await served(server, "/v1/score", text_1=[QUERY], text_2=TEXTS[1]))["data"]
-        assert one["score"] == pytest.approx(float(expected[1]), abs=1e-6)
+        [item] = (await post_ok(server, "/v1/score", text_1=[QUERY], text_2=TEXTS[1]))["data"]
+        assert item["score"] == pytest.approx(float(expected[1]), abs=1e-6)
 
 
 async def test_an_embedder_computes_the_query_once(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
         tokenizer = server.services.tokenizer
         texts = [f"query: {QUERY}", *(f"passage: {text}" for text in TEXTS)]
-        answer = await served(server, "/v1/rerank", query=QUERY, documents=TEXTS)
-        assert answer["usage"]["prompt_tokens"] == sum(len(tokenizer.encode_text(one)) for one in texts)
+        answer = await post_ok(server, "/v1/rerank", query=QUERY, documents=TEXTS)
+        assert answer["usage"]["prompt_tokens"] == sum(len(tokenizer.encode_text(text)) for text in texts)
 
 
-async def test_the_logits_of_a_cross_encoder(cross_encoder: Path) -> None:
+async def test_raw_scores_of_a_cross_encoder_are_logits(cross_encoder: Path) -> None:
     async with embedding_server(cross_encoder) as server:
-        scores = await served(server, "/v1/score", text_1=QUERY, text_2=TEXTS)
-        logits = await served(server, "/v1/score", text_1=QUERY, text_2=TEXTS, activation=False)
-        found = np.array([one["score"] for one in logits["data"]])
-        expected = [one["score"] for one in scores["data"]]
+        scores = await post_ok(server, "/v1/score", text_1=QUERY, text_2=TEXTS)
+        logits = await post_ok(server, "/v1/score", text_1=QUERY, text_2=TEXTS, activation=False)
+        found = np.array([item["score"] for item in logits["data"]])
+        expected = [item["score"] for item in scores["data"]]
         np.testing.assert_allclose(1 / (1 + np.exp(-found)), expected, atol=1e-6)
 
 
-async def test_long_documents(cross_encoder: Path) -> None:
+async def test_long_documents_are_truncated_or_refused(cross_encoder: Path) -> None:
     async with embedding_server(cross_encoder) as server:
         documents = ["hello world", "cat " * 80]
         error = await server.refusal("/v1/rerank", model="tiny", query="a cat", documents=documents)
         assert (error["param"], error["code"]) == ("documents[1]", "context_length_exceeded")
         assert error["message"].startswith("documents[1] has 85 tokens, but the maximum length is 64")
-        cut = await served(server, "/v1/rerank", query="a cat", documents=documents, truncate=True)
+        cut = await post_ok(server, "/v1/rerank", query="a cat", documents=documents, truncate=True)
         assert cut["usage"]["prompt_tokens"] == 7 + 64
-        short = await served(server, "/v1/rerank", query="a cat", documents=documents, max_tokens_per_doc=6)
+        short = await post_ok(server, "/v1/rerank", query="a cat", documents=documents, max_tokens_per_doc=6)
         assert short["usage"]["prompt_tokens"] == 7 + 5 + 6
-        same = await served(server, "/v1/rerank", query="a cat", documents=["hello world", "cat " * 6])
+        same = await post_ok(server, "/v1/rerank", query="a cat", documents=["hello world", "cat " * 6])
         assert short["results"] == same["results"]
 
 
@@ -108,27 +108,29 @@ async def test_long_documents(cross_encoder: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-async def test_refusals(embedder: Path, path: str, body: dict[str, Any], param: Any, message: str) -> None:
+async def test_invalid_fields_are_refused(
+    embedder: Path, path: str, body: dict[str, Any], param: Any, message: str
+) -> None:
     async with embedding_server(embedder, max_inputs_per_request=5) as server:
         error = await server.refusal(path, model="tiny", **body)
         assert error["param"] == param
         assert message in error["message"]
 
 
-async def test_classify(classifier: Path) -> None:
+async def test_classify_equals_the_library(classifier: Path) -> None:
     expected = LLM.from_config(embedder_config(classifier)).classify(TEXTS, False)
     async with embedding_server(classifier) as server:
         for path in ("/v1/classify", "/classify"):
-            answer = await served(server, path, input=TEXTS)
-            for i, (one, truth) in enumerate(zip(answer["data"], expected, strict=True)):
-                assert (one["index"], one["label"], one["num_classes"]) == (i, truth.label, 3)
-                np.testing.assert_allclose(one["probs"], truth.scores, atol=1e-6)
-        [alone] = (await served(server, "/v1/classify", input=TEXTS[1], activation=False))["data"]
+            answer = await post_ok(server, path, input=TEXTS)
+            for i, (item, truth) in enumerate(zip(answer["data"], expected, strict=True)):
+                assert (item["index"], item["label"], item["num_classes"]) == (i, truth.label, 3)
+                np.testing.assert_allclose(item["probs"], truth.scores, atol=1e-6)
+        [alone] = (await post_ok(server, "/v1/classify", input=TEXTS[1], activation=False))["data"]
         assert abs(sum(alone["probs"]) - 1) > 0.01
         ids = server.services.tokenizer.encode_text(TEXTS[1]).tolist()
-        [same] = (await served(server, "/v1/classify", input=ids, activation=False))["data"]
+        [same] = (await post_ok(server, "/v1/classify", input=ids, activation=False))["data"]
         assert same == alone
         error = await server.refusal("/v1/rerank", model="tiny", query="a", documents=["b"])
         assert "the model has 3 labels: a cross-encoder has one" in error["message"]
-        [raw] = (await served(server, "/pooling", input=TEXTS[1], activation=False))["data"]
+        [raw] = (await post_ok(server, "/pooling", input=TEXTS[1], activation=False))["data"]
         np.testing.assert_allclose(raw["scores"], alone["probs"], atol=1e-6)

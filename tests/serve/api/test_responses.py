@@ -30,40 +30,42 @@ PATCH: Any = {
 }
 
 
-def echoing() -> FakePipeline:
-    """A model that repeats the whole prompt, with line ends as bars."""
+def make_echo_pipeline() -> FakePipeline:
+    """Return a pipeline that repeats the prompt, with bars instead of line ends."""
     return FakePipeline.answering(lambda prompt: prompt.removesuffix("assistant: ").replace("\n", "|"))
 
 
-async def test_create_and_retrieve() -> None:
+async def test_a_response_is_created_retrieved_and_deleted() -> None:
     async with chatting() as server:
         client = server.openai
-        made = await client.responses.create(
+        created = await client.responses.create(
             model="demo", input="Hi", instructions="Be brief", metadata={"a": "b"}, temperature=0.5, user="u"
         )
-        assert (made.output_text, made.status, made.model) == ("Hello!", "completed", "demo")
-        assert made.usage is not None
-        assert made.usage.output_tokens == 7
-        assert made.usage.total_tokens == made.usage.input_tokens + 7
-        assert (made.metadata, made.temperature, made.user) == ({"a": "b"}, 0.5, "u")
-        assert (made.instructions, made.parallel_tool_calls, made.store) == ("Be brief", True, None) or (
-            made.to_dict()["store"] is True
-        )
-        again = await client.responses.retrieve(made.id)
-        assert again.to_dict() == made.to_dict()
-        items = await client.responses.input_items.list(made.id)
+        assert (created.output_text, created.status, created.model) == ("Hello!", "completed", "demo")
+        assert created.usage is not None
+        assert created.usage.output_tokens == 7
+        assert created.usage.total_tokens == created.usage.input_tokens + 7
+        assert (created.metadata, created.temperature, created.user) == ({"a": "b"}, 0.5, "u")
+        assert (created.instructions, created.parallel_tool_calls, created.store) == (
+            "Be brief",
+            True,
+            None,
+        ) or (created.to_dict()["store"] is True)
+        second = await client.responses.retrieve(created.id)
+        assert second.to_dict() == created.to_dict()
+        items = await client.responses.input_items.list(created.id)
         assert [item.to_dict()["content"] for item in items.data] == [[{"type": "input_text", "text": "Hi"}]]
-        await client.responses.delete(made.id)
+        await client.responses.delete(created.id)
         with pytest.raises(openai.NotFoundError):
-            await client.responses.retrieve(made.id)
+            await client.responses.retrieve(created.id)
         unstored = await client.responses.create(model="demo", input="Hi", store=False)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(unstored.id)
         assert (await client.responses.input_tokens.count(model="demo", input="Hi")).input_tokens > 2
 
 
-async def test_the_whole_conversation_reaches_the_template() -> None:
-    async with chatting(echoing()) as server:
+async def test_the_whole_conversation_is_rendered_by_the_template() -> None:
+    async with chatting(make_echo_pipeline()) as server:
         items: Any = [
             {"role": "developer", "content": "D"},
             {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
@@ -76,15 +78,15 @@ async def test_the_whole_conversation_reaches_the_template() -> None:
             {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city":"Rome"}'},
             {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
         ]
-        made = await server.openai.responses.create(model="demo", instructions="I", input=items)
-        assert made.output_text == (
+        created = await server.openai.responses.create(model="demo", instructions="I", input=items)
+        assert created.output_text == (
             'system: I||Duser: Weather?assistant: Let me see<tool_call>{"name": "get_weather", '
             '"arguments": {"city": "Rome"}}</tool_call>tool: sunny'
         )
 
 
-async def test_previous_response() -> None:
-    async with chatting(echoing()) as server:
+async def test_a_previous_response_is_part_of_the_conversation() -> None:
+    async with chatting(make_echo_pipeline()) as server:
         client = server.openai
         first = await client.responses.create(model="demo", instructions="I", input="A")
         assert first.output_text == "system: Iuser: A"
@@ -106,7 +108,7 @@ async def test_previous_response() -> None:
         assert unknown.value.code == "previous_response_not_found"
 
 
-async def test_stream_events_in_order() -> None:
+async def test_stream_events_have_the_documented_order() -> None:
     async with chatting() as server:
         names = []
         async with server.openai.responses.stream(model="demo", input="Hi") as stream:
@@ -135,21 +137,21 @@ async def test_stream_events_in_order() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tools_and_reasoning(stream: bool) -> None:
+async def test_tool_calls_and_reasoning_are_output_items(stream: bool) -> None:
     text = "<think>Hm.</think>" + CALL
     async with chatting(FakePipeline.saying(text), template=THINKING) as server:
-        given: Any = {
+        fields: Any = {
             "model": "demo",
             "input": "Weather?",
             "tools": [WEATHER],
             "include": ["reasoning.encrypted_content"],
         }
         if stream:
-            async with server.openai.responses.stream(**given) as events:
-                made = await events.get_final_response()
+            async with server.openai.responses.stream(**fields) as events:
+                created = await events.get_final_response()
         else:
-            made = await server.openai.responses.create(**given)
-        thought, message, call = [item.to_dict() for item in made.output]
+            created = await server.openai.responses.create(**fields)
+        thought, message, call = [item.to_dict() for item in created.output]
         assert thought["content"] == [{"type": "reasoning_text", "text": "Hm."}]
         assert message["content"][0]["text"] == "I look."  # type: ignore[index]
         assert (call["type"], call["name"], json.loads(str(call["arguments"]))) == (
@@ -157,66 +159,68 @@ async def test_tools_and_reasoning(stream: bool) -> None:
             "get_weather",
             {"city": "Paris"},
         )
-        assert made.usage is not None
-        assert made.usage.output_tokens_details.reasoning_tokens > 3
-        # Agents return the items of the output; the encoded reasoning stands for its text.
+        assert created.usage is not None
+        assert created.usage.output_tokens_details.reasoning_tokens > 3
+        # Agents send the output items back. The encoded reasoning item contains the text.
         del thought["content"]
         follow_up = [thought, message, call, {**_output_of(call)}]
-        async with chatting(echoing(), template=THINKING + "{{ messages[0].reasoning_content }}") as other:
-            again = await other.openai.responses.create(model="demo", input=follow_up)  # type: ignore[arg-type]
-            assert again.output_text.endswith("tool: 20assistant: Hm.")
+        async with chatting(
+            make_echo_pipeline(), template=THINKING + "{{ messages[0].reasoning_content }}"
+        ) as other:
+            second = await other.openai.responses.create(model="demo", input=follow_up)  # type: ignore[arg-type]
+            assert second.output_text.endswith("tool: 20assistant: Hm.")
 
 
 def _output_of(call: Any) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call["call_id"], "output": "20"}
 
 
-async def test_custom_tools() -> None:
+async def test_custom_tools_are_called_with_text() -> None:
     text = '<tool_call>{"name": "apply_patch", "arguments": {"input": "*** \\"x\\""}}</tool_call>'
     async with chatting(FakePipeline.saying(text)) as server:
         names = []
         async with server.openai.responses.stream(model="demo", input="Patch", tools=[PATCH]) as stream:
             async for event in stream:
                 names.append(event.type)
-            made = await stream.get_final_response()
+            created = await stream.get_final_response()
         assert names[-4:-1] == [
             "response.custom_tool_call_input.delta",
             "response.custom_tool_call_input.done",
             "response.output_item.done",
         ]
-        call = made.output[0]
+        call = created.output[0]
         assert call.type == "custom_tool_call"
         assert (call.name, call.input) == ("apply_patch", '*** "x"')
-        assert [tool.type for tool in made.tools] == ["custom"]
+        assert [tool.type for tool in created.tools] == ["custom"]
 
 
-async def test_incomplete_and_logprobs() -> None:
+async def test_incomplete_responses_and_log_probabilities() -> None:
     async with chatting() as server:
-        made = await server.openai.responses.create(model="demo", input="Hi", max_output_tokens=3)
-        assert (made.status, made.output_text) == ("incomplete", "Hel")
-        assert made.incomplete_details is not None
-        assert made.incomplete_details.reason == "max_output_tokens"
+        created = await server.openai.responses.create(model="demo", input="Hi", max_output_tokens=3)
+        assert (created.status, created.output_text) == ("incomplete", "Hel")
+        assert created.incomplete_details is not None
+        assert created.incomplete_details.reason == "max_output_tokens"
         scored = await server.openai.responses.create(
             model="demo", input="Hi", top_logprobs=1, include=["message.output_text.logprobs"]
         )
         part = scored.output[0].content[0]  # type: ignore[union-attr,index]
-        assert [one.token for one in part.logprobs] == list("Hello!")  # type: ignore[union-attr]
+        assert [score.token for score in part.logprobs] == list("Hello!")  # type: ignore[union-attr]
         async with server.openai.responses.stream(
             model="demo", input="Hi", include=["message.output_text.logprobs"]
         ) as stream:
             final = await stream.get_final_response()
         part = final.output[0].content[0]  # type: ignore[union-attr,index]
-        assert [one.token for one in part.logprobs] == list("Hello!")  # type: ignore[union-attr]
+        assert [score.token for score in part.logprobs] == list("Hello!")  # type: ignore[union-attr]
 
 
-async def test_background() -> None:
+async def test_a_background_response_can_be_polled_and_streamed() -> None:
     async with chatting() as server:
         client = server.openai
-        made = await client.responses.create(model="demo", input="Hi", background=True)
-        assert made.status in ("queued", "in_progress")
-        made = await _ended(client, made.id)
-        assert (made.status, made.output_text, made.background) == ("completed", "Hello!", True)
-        assert (await client.responses.cancel(made.id)).status == "completed"
+        created = await client.responses.create(model="demo", input="Hi", background=True)
+        assert created.status in ("queued", "in_progress")
+        created = await _wait_until_ended(client, created.id)
+        assert (created.status, created.output_text, created.background) == ("completed", "Hello!", True)
+        assert (await client.responses.cancel(created.id)).status == "completed"
         stream = await client.responses.create(model="demo", input="Hi", background=True, stream=True)
         events = [event async for event in stream]
         assert events[-1].type == "response.completed"
@@ -232,25 +236,25 @@ async def test_background() -> None:
             await client.responses.cancel(plain.id)
 
 
-async def _ended(client: openai.AsyncOpenAI, name: str) -> Any:
+async def _wait_until_ended(client: openai.AsyncOpenAI, name: str) -> Any:
     async with asyncio.timeout(30):
-        while (found := await client.responses.retrieve(name)).status in ("queued", "in_progress"):
+        while (response := await client.responses.retrieve(name)).status in ("queued", "in_progress"):
             await asyncio.sleep(0.01)
-    return found
+    return response
 
 
-async def test_cancel_a_background_response() -> None:
+async def test_a_background_response_can_be_cancelled() -> None:
     slow = FakePipeline.saying("x" * 100_000)
     async with chatting(slow) as server:
-        made = await server.openai.responses.create(model="demo", input="Hi", background=True)
-        cancelled = await server.openai.responses.cancel(made.id)
+        created = await server.openai.responses.create(model="demo", input="Hi", background=True)
+        cancelled = await server.openai.responses.cancel(created.id)
         assert cancelled.status == "cancelled"
-        assert (await server.openai.responses.retrieve(made.id)).status == "cancelled"
+        assert (await server.openai.responses.retrieve(created.id)).status == "cancelled"
         assert server.services.gate.num_active == 0
 
 
-async def test_codex_request(caplog: pytest.LogCaptureFixture) -> None:
-    """The fields that Codex CLI sends; hosted tools are skipped and reported once."""
+async def test_requests_of_codex_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    """The fields that Codex CLI sends are accepted. Hosted tools are ignored, with one warning."""
     body = {
         "model": "demo",
         "instructions": "You are a coding agent",
@@ -277,7 +281,7 @@ async def test_codex_request(caplog: pytest.LogCaptureFixture) -> None:
         "service_tier": None,
         "client_metadata": None,
     }
-    async with chatting(echoing()) as server:
+    async with chatting(make_echo_pipeline()) as server:
         first = await server.http.post("/v1/responses", json=body)
         assert first.status_code == 200, first.text
         final = events_of(first.text)[-1]
@@ -285,11 +289,11 @@ async def test_codex_request(caplog: pytest.LogCaptureFixture) -> None:
         text = final["response"]["output"][0]["content"][0]["text"]
         assert "exec_command" in text
         assert "web_search" not in text
-        skipped = [one for one in caplog.messages if "hosted tool" in one]
+        skipped = [message for message in caplog.messages if "hosted tool" in message]
         assert len(skipped) == 3
         caplog.clear()
         assert (await server.http.post("/v1/responses", json=body)).status_code == 200
-        assert not [one for one in caplog.messages if "hosted tool" in one]
+        assert not [message for message in caplog.messages if "hosted tool" in message]
         refused = await server.refusal("/v1/responses", **{**body, "tool_choice": {"type": "web_search"}})
         assert refused["param"] == "tool_choice.type"
     async with chatting(hosted_tools="refuse") as server:
@@ -324,7 +328,7 @@ async def test_codex_request(caplog: pytest.LogCaptureFixture) -> None:
         ({"input": "x" * 3000}, "input"),
     ],
 )
-async def test_refusals_name_the_field(body: dict[str, Any], param: str) -> None:
+async def test_invalid_values_are_refused_with_the_field(body: dict[str, Any], param: str) -> None:
     async with chatting() as server:
         server.services.tokenizer.max_length = 2048
         refused = await server.refusal("/v1/responses", **body)
@@ -342,59 +346,61 @@ async def test_truncation_drops_the_oldest_turns() -> None:
                 {"role": "user", "content": f"Q{index} " + "x" * 200},
                 {"role": "assistant", "content": "A"},
             ]
-        given: Any = [*turns, {"role": "user", "content": "last"}]
-        made = await server.openai.responses.create(
-            model="demo", instructions="I", input=given, truncation="auto", max_output_tokens=1000
+        conversation: Any = [*turns, {"role": "user", "content": "last"}]
+        created = await server.openai.responses.create(
+            model="demo", instructions="I", input=conversation, truncation="auto", max_output_tokens=1000
         )
-        assert made.output_text.startswith("system: Iuser: Q16 ")
-        assert made.usage is not None
-        assert made.usage.input_tokens <= 1048
-        with pytest.raises(openai.BadRequestError) as whole:
-            await server.openai.responses.create(model="demo", input=given)
-        assert whole.value.code == "context_length_exceeded"
+        assert created.output_text.startswith("system: Iuser: Q16 ")
+        assert created.usage is not None
+        assert created.usage.input_tokens <= 1048
+        with pytest.raises(openai.BadRequestError) as error:
+            await server.openai.responses.create(model="demo", input=conversation)
+        assert error.value.code == "context_length_exceeded"
 
 
 async def test_state_survives_a_restart(tmp_path: Path) -> None:
     async with chatting(state_dir=str(tmp_path)) as server:
-        made = await server.openai.responses.create(model="demo", input="Hi")
-    async with chatting(echoing(), state_dir=str(tmp_path)) as server:
-        assert (await server.openai.responses.retrieve(made.id)).output_text == "Hello!"
-        after = await server.openai.responses.create(model="demo", input="B", previous_response_id=made.id)
+        created = await server.openai.responses.create(model="demo", input="Hi")
+    async with chatting(make_echo_pipeline(), state_dir=str(tmp_path)) as server:
+        assert (await server.openai.responses.retrieve(created.id)).output_text == "Hello!"
+        after = await server.openai.responses.create(model="demo", input="B", previous_response_id=created.id)
         assert after.output_text == "user: Hiassistant: Hello!user: B"
 
 
-async def test_the_store_is_bounded() -> None:
+async def test_the_number_of_stored_responses_is_bounded() -> None:
     async with chatting(response_store_size=4000) as server:
-        made = [await server.openai.responses.create(model="demo", input="Hi") for _ in range(4)]
+        created = [await server.openai.responses.create(model="demo", input="Hi") for _ in range(4)]
         with pytest.raises(openai.NotFoundError):
-            await server.openai.responses.retrieve(made[0].id)
-        assert (await server.openai.responses.retrieve(made[3].id)).id == made[3].id
+            await server.openai.responses.retrieve(created[0].id)
+        assert (await server.openai.responses.retrieve(created[3].id)).id == created[3].id
 
 
 async def test_clients_see_only_their_own_responses() -> None:
     async with chatting(api_key=("one", "two")) as server:
-        one, two = server.openai.with_options(api_key="one"), server.openai.with_options(api_key="two")
-        made = await one.responses.create(model="demo", input="Hi", background=True)
+        first_client, second_client = (
+            server.openai.with_options(api_key="one"),
+            server.openai.with_options(api_key="two"),
+        )
+        created = await first_client.responses.create(model="demo", input="Hi", background=True)
         for wait in (False, True):
             if wait:
-                await _ended(one, made.id)
+                await _wait_until_ended(first_client, created.id)
             with pytest.raises(openai.NotFoundError):
-                await two.responses.retrieve(made.id)
+                await second_client.responses.retrieve(created.id)
 
 
 class Answer(BaseModel):
-    """The output of `parse`."""
+    """The output schema of `parse`."""
 
     city: str
 
 
-async def test_parse() -> None:
+async def test_parse_returns_structured_output() -> None:
     async with chatting(
         FakePipeline.saying('{"city": "Bonn"}'), template=HERMES, grammars_enabled=True
     ) as server:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "penstock.serve.api.conversation._grammar", lambda *_: None
-            )  # the fake engine has no grammars
+            # The fake engine supports no grammars.
+            patch.setattr("penstock.serve.api.conversation._grammar", lambda *_: None)
             parsed = await server.openai.responses.parse(model="demo", input="Where?", text_format=Answer)
         assert parsed.output_parsed == Answer(city="Bonn")

@@ -1,4 +1,4 @@
-"""Tool servers in the Responses API: OpenAI's client, a real tool server, a scripted model."""
+"""Tool servers in the Responses API: OpenAI's client, a real tool server, and a scripted model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ def call(name: str, **arguments: object) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def scripted(*turns: str) -> FakePipeline:
-    """A model that writes the n-th text when the prompt has n outputs of tools; the last one after that."""
+def make_scripted_model(*turns: str) -> FakePipeline:
+    """Return a model whose answer is selected by the number of tool outputs in the prompt.
+
+    Further prompts get the last answer.
+    """
     return FakePipeline.answering(lambda prompt: turns[min(prompt.count("tool: "), len(turns) - 1)])
 
 
@@ -48,32 +51,32 @@ def _fresh(tools: ServedTools) -> None:
     tools.calls.clear()
 
 
-def calling(tools: ServedTools, *turns: str, **config: Any) -> Any:
+def run_server(tools: ServedTools, *turns: str, **config: Any) -> Any:
     """Run a server with the tool server ``calc`` and a scripted model."""
-    return chatting(scripted(*turns), mcp_server=(f"calc={tools.url}",), **config)
+    return chatting(make_scripted_model(*turns), mcp_server=(f"calc={tools.url}",), **config)
 
 
 def kinds(response: Any) -> list[str]:
-    """Return the types of the items of the output."""
+    """Return the types of the output items."""
     return [item.type for item in response.output]
 
 
 async def create(server: Chatting, text: Any = "Add", **more: Any) -> Any:
-    """Return a response to a text."""
+    """Create a response to a text."""
     return await server.openai.responses.create(model="demo", input=text, **more)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("named", [False, True])
-async def test_a_tool_is_called(tools: ServedTools, stream: bool, named: bool) -> None:
-    given: Any = {"tools": [CALC]} if named else {}
-    async with calling(tools, "I add. " + call("add", a=2, b=3), "It is 5.") as server:
+async def test_a_tool_is_called_and_its_output_is_used(tools: ServedTools, stream: bool, named: bool) -> None:
+    fields: Any = {"tools": [CALC]} if named else {}
+    async with run_server(tools, "I add. " + call("add", a=2, b=3), "It is 5.") as server:
         if stream:
-            async with server.openai.responses.stream(model="demo", input="Add", **given) as events:
-                made = await events.get_final_response()
+            async with server.openai.responses.stream(model="demo", input="Add", **fields) as events:
+                response = await events.get_final_response()
         else:
-            made = await create(server, **given)
-        listed, before, called, after = made.output
+            response = await create(server, **fields)
+        listed, before, called, after = response.output
         assert (listed.type, listed.server_label, listed.error) == ("mcp_list_tools", "calc", None)
         assert [tool.name for tool in listed.tools] == ["add", "fail", "slow", "long", "get/picture"]
         assert listed.tools[0].input_schema["required"] == ["a", "b"]
@@ -83,21 +86,21 @@ async def test_a_tool_is_called(tools: ServedTools, stream: bool, named: bool) -
         assert (json.loads(called.arguments), called.output) == ({"a": 2, "b": 3}, "5")
         assert (called.error, called.status, called.approval_request_id) == (None, "completed", None)
         assert after.content[0].text == "It is 5."
-        assert (made.status, made.output_text) == ("completed", "I add.It is 5.")
-        assert [tool.type for tool in made.tools] == ["mcp"]
+        assert (response.status, response.output_text) == ("completed", "I add.It is 5.")
+        assert [tool.type for tool in response.tools] == ["mcp"]
         assert tools.calls == [("add", (2, 3))]
         first = len("I add. " + call("add", a=2, b=3)) + 1
-        assert made.usage.output_tokens == first + len("It is 5.") + 1
-        assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
-        again = await server.openai.responses.retrieve(made.id)
-        assert [item.id for item in again.output] == [item.id for item in made.output]
-        assert again.output[2].to_dict() == called.to_dict()
+        assert response.usage.output_tokens == first + len("It is 5.") + 1
+        assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+        retrieved = await server.openai.responses.retrieve(response.id)
+        assert [item.id for item in retrieved.output] == [item.id for item in response.output]
+        assert retrieved.output[2].to_dict() == called.to_dict()
 
 
-async def test_stream_events_in_order(tools: ServedTools) -> None:
-    async with calling(tools, call("add", a=2, b=3), "5") as server:
-        raw = await server.post("/v1/responses", input="Add", stream=True, tools=[CALC])
-        events = events_of(raw.text)
+async def test_stream_events_have_the_documented_order(tools: ServedTools) -> None:
+    async with run_server(tools, call("add", a=2, b=3), "5") as server:
+        http_response = await server.post("/v1/responses", input="Add", stream=True, tools=[CALC])
+        events = events_of(http_response.text)
         names = [event["type"].removeprefix("response.") for event in events]
         deltas = names.count("mcp_call_arguments.delta")
         assert deltas >= 1
@@ -117,28 +120,28 @@ async def test_stream_events_in_order(tools: ServedTools) -> None:
             item["id"] for item in events[-1]["response"]["output"]
         ]
         assert done[0]["item"]["tools"][0]["name"] == "add"
-        pieces = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
-        assert json.loads("".join(pieces)) == {"a": 2, "b": 3}
+        deltas = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
+        assert json.loads("".join(deltas)) == {"a": 2, "b": 3}
         assert all(event["output_index"] == 1 for event in events if ".mcp_call" in event["type"])
 
 
-async def test_calls_of_one_turn_run_together(tools: ServedTools) -> None:
-    both = call("add", a=1, b=1) + call("fail")
-    two_error = "Error: Error executing tool fail"
-    async with calling(tools, both, "no", "Done.") as server:
-        with spied(server) as prompts:
-            made = await create(server)
-        assert kinds(made) == ["mcp_list_tools", "mcp_call", "mcp_call", "message"]
-        _, one, two, last = made.output
-        assert (one.output, two.output, two.status) == ("2", None, "failed")
-        assert two.error.type == "mcp_tool_execution_error"
+async def test_calls_of_one_turn_run_concurrently(tools: ServedTools) -> None:
+    calls = call("add", a=1, b=1) + call("fail")
+    second_error = "Error: Error executing tool fail"
+    async with run_server(tools, calls, "no", "Done.") as server:
+        with record_prompts(server) as prompts:
+            response = await create(server)
+        assert kinds(response) == ["mcp_list_tools", "mcp_call", "mcp_call", "message"]
+        _, first, second, last = response.output
+        assert (first.output, second.output, second.status) == ("2", None, "failed")
+        assert second.error.type == "mcp_tool_execution_error"
         assert last.content[0].text == "Done."
-        assert prompts[1].endswith(f"assistant: {both}tool: 2tool: {two_error}assistant: ")
+        assert prompts[1].endswith(f"assistant: {calls}tool: 2tool: {second_error}assistant: ")
 
 
 @contextmanager
-def spied(server: Chatting) -> Iterator[list[str]]:
-    """Collect the prompts that the model gets."""
+def record_prompts(server: Chatting) -> Iterator[list[str]]:
+    """Yield a list that receives the prompts of the model."""
     prompts: list[str] = []
     original = server.services.worker.submit
 
@@ -151,13 +154,13 @@ def spied(server: Chatting) -> Iterator[list[str]]:
         yield prompts
 
 
-async def test_the_conversation_continues(tools: ServedTools) -> None:
-    async with calling(tools, call("add", a=2, b=3), "5") as server:
+async def test_a_later_response_continues_the_conversation(tools: ServedTools) -> None:
+    async with run_server(tools, call("add", a=2, b=3), "5") as server:
         first = await create(server)
         before = tools.num_lists
-        with spied(server) as prompts:
+        with record_prompts(server) as prompts:
             second = await create(server, "And?", previous_response_id=first.id)
-        assert kinds(second) == ["message"]  # the tools were listed before
+        assert kinds(second) == ["message"]  # the tools are already listed
         call_text = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
         assert f"user: Addassistant: {call_text}tool: 5assistant: 5user: And?" in prompts[0]
         items = [item.to_dict() for item in first.output]
@@ -170,49 +173,49 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-async def test_functions_of_the_client_end_the_response(tools: ServedTools) -> None:
-    async with calling(tools, call("add", a=1, b=2) + call("get_weather"), "Good.") as server:
-        made = await create(server, tools=[CALC, WEATHER])
-        assert kinds(made) == ["mcp_list_tools", "mcp_call", "function_call"]
-        assert (made.output[1].output, made.status) == ("3", "completed")
+async def test_a_function_call_of_the_client_ends_the_response(tools: ServedTools) -> None:
+    async with run_server(tools, call("add", a=1, b=2) + call("get_weather"), "Good.") as server:
+        response = await create(server, tools=[CALC, WEATHER])
+        assert kinds(response) == ["mcp_list_tools", "mcp_call", "function_call"]
+        assert (response.output[1].output, response.status) == ("3", "completed")
         answer: Any = {
             "type": "function_call_output",
-            "call_id": made.output[2].call_id,
+            "call_id": response.output[2].call_id,
             "output": "sunny",
         }
-        last = await create(server, [answer], previous_response_id=made.id, tools=[CALC, WEATHER])
+        last = await create(server, [answer], previous_response_id=response.id, tools=[CALC, WEATHER])
         assert last.output_text == "Good."
 
 
-async def test_names_that_are_taken(tools: ServedTools) -> None:
+async def test_tools_with_the_name_of_a_function_are_renamed(tools: ServedTools) -> None:
     own = {**WEATHER, "name": "add"}
-    async with calling(tools, call("calc_add", a=1, b=2) + call("get_picture"), "x", "Good.") as server:
-        made = await create(server, tools=[own, CALC])
-        assert [(one.type, one.name) for one in made.output[1:3]] == [
+    async with run_server(tools, call("calc_add", a=1, b=2) + call("get_picture"), "x", "Good.") as server:
+        response = await create(server, tools=[own, CALC])
+        assert [(item.type, item.name) for item in response.output[1:3]] == [
             ("mcp_call", "add"),
             ("mcp_call", "get/picture"),
         ]
-        assert made.output[2].output == "A dot:\n[image image/png, not text]"
+        assert response.output[2].output == "A dot:\n[image image/png, not text]"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_approval(tools: ServedTools, stream: bool) -> None:
+async def test_an_approved_call_is_executed(tools: ServedTools, stream: bool) -> None:
     entry = {**CALC, "require_approval": "always"}
-    async with calling(tools, call("add", a=2, b=3), "Done.") as server:
-        asked = await create(server, tools=[entry])
-        assert kinds(asked) == ["mcp_list_tools", "mcp_approval_request"]
-        request = asked.output[1]
+    async with run_server(tools, call("add", a=2, b=3), "Done.") as server:
+        pending = await create(server, tools=[entry])
+        assert kinds(pending) == ["mcp_list_tools", "mcp_approval_request"]
+        request = pending.output[1]
         assert (request.name, request.server_label) == ("add", "calc")
         assert json.loads(request.arguments) == {"a": 2, "b": 3}
         assert not tools.calls
         reply: Any = {"type": "mcp_approval_response", "approval_request_id": request.id, "approve": True}
-        given: Any = {"tools": [entry], "previous_response_id": asked.id}
+        fields: Any = {"tools": [entry], "previous_response_id": pending.id}
         if stream:
-            raw = await server.post("/v1/responses", input=[reply], stream=True, **given)
-            made = events_of(raw.text)[-1]["response"]
+            http_response = await server.post("/v1/responses", input=[reply], stream=True, **fields)
+            response = events_of(http_response.text)[-1]["response"]
         else:
-            made = (await create(server, [reply], **given)).to_dict()
-        called, last = made["output"]
+            response = (await create(server, [reply], **fields)).to_dict()
+        called, last = response["output"]
         assert (called["type"], called["output"], called["approval_request_id"]) == (
             "mcp_call",
             "5",
@@ -220,19 +223,21 @@ async def test_approval(tools: ServedTools, stream: bool) -> None:
         )
         assert last["content"][0]["text"] == "Done."
         assert tools.calls == [("add", (2, 3))]
-        items: Any = [_user("Add"), *(item.to_dict() for item in asked.output), reply, *made["output"]]
+        items: Any = [_user("Add"), *(item.to_dict() for item in pending.output), reply, *response["output"]]
         assert (await create(server, [*items, _user("And?")], tools=[entry])).output_text == "Done."
-        assert len(tools.calls) == 1  # the approved call has been made
-        with spied(server) as prompts:
-            refused = await create(server, [{**reply, "approve": False, "reason": "too dear"}], **given)
+        assert len(tools.calls) == 1  # the approved call is not repeated
+        with record_prompts(server) as prompts:
+            refused = await create(server, [{**reply, "approve": False, "reason": "too dear"}], **fields)
         assert (kinds(refused), refused.output_text) == (["message"], "Done.")
         assert len(tools.calls) == 1
         assert prompts[0].endswith("tool: Error: the user has not approved this call: too dearassistant: ")
-        raw = await server.post("/v1/responses", input=[{**reply, "approval_request_id": "x"}], **given)
-        assert raw.json()["error"]["param"] == "input[0].approval_request_id"
+        http_response = await server.post(
+            "/v1/responses", input=[{**reply, "approval_request_id": "x"}], **fields
+        )
+        assert http_response.json()["error"]["param"] == "input[0].approval_request_id"
 
 
-async def test_which_calls_need_approval(tools: ServedTools) -> None:
+async def test_rules_select_the_calls_that_need_approval(tools: ServedTools) -> None:
     rules: list[tuple[Any, bool]] = [
         ("never", False),
         ("always", True),
@@ -242,32 +247,32 @@ async def test_which_calls_need_approval(tools: ServedTools) -> None:
         ({"always": {"read_only": False}}, False),
         (None, False),
     ]
-    async with calling(tools, call("add", a=2, b=3), "Done.") as server:
+    async with run_server(tools, call("add", a=2, b=3), "Done.") as server:
         for rule, asks in rules:
             tools.calls.clear()
-            made = await create(server, tools=[{**CALC, "require_approval": rule}])
-            assert ("mcp_approval_request" in kinds(made)) is asks, rule
+            response = await create(server, tools=[{**CALC, "require_approval": rule}])
+            assert ("mcp_approval_request" in kinds(response)) is asks, rule
             assert bool(tools.calls) is not asks, rule
 
 
-async def test_the_operator_requires_approval(tools: ServedTools) -> None:
-    async with calling(tools, call("add", a=2, b=3), "Done.", mcp_require_approval="always") as server:
+async def test_the_server_setting_requires_approval(tools: ServedTools) -> None:
+    async with run_server(tools, call("add", a=2, b=3), "Done.", mcp_require_approval="always") as server:
         assert kinds(await create(server))[1] == "mcp_approval_request"
 
 
-async def test_allowed_tools(tools: ServedTools) -> None:
-    async with calling(tools, "Hi") as server:
+async def test_only_allowed_tools_are_listed(tools: ServedTools) -> None:
+    async with run_server(tools, "Hi") as server:
         for allowed, names in (
             (["add", "slow"], ["add", "slow"]),
             ({"read_only": True}, ["add"]),
             ({"tool_names": ["fail"]}, ["fail"]),
         ):
-            made = await create(server, tools=[{**CALC, "allowed_tools": allowed}])
-            assert [tool.name for tool in made.output[0].tools] == names
+            response = await create(server, tools=[{**CALC, "allowed_tools": allowed}])
+            assert [tool.name for tool in response.output[0].tools] == names
 
 
-async def test_tool_choice(tools: ServedTools) -> None:
-    async with calling(tools, "Hi") as server:
+async def test_tool_choice_selects_the_tools(tools: ServedTools) -> None:
+    async with run_server(tools, "Hi") as server:
         none = await create(server, tool_choice="none")
         assert kinds(none) == ["message"]
         refused = await server.refusal(
@@ -287,11 +292,10 @@ async def test_tool_choice(tools: ServedTools) -> None:
 @pytest.mark.parametrize("named", [False, True])
 async def test_a_forced_call_is_forced_once(tools: ServedTools, named: bool) -> None:
     choice: Any = {"type": "mcp", "server_label": "calc", **({"name": "add"} if named else {})}
-    async with calling(tools, call("add", a=2, b=3), "It is 5.", grammars_enabled=True) as server:
+    async with run_server(tools, call("add", a=2, b=3), "It is 5.", grammars_enabled=True) as server:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "penstock.serve.api.conversation._grammar", lambda *_: None
-            )  # the fake engine has no grammars
+            # The fake engine supports no grammars.
+            patch.setattr("penstock.serve.api.conversation._grammar", lambda *_: None)
             choices: list[Any] = []
             new = server.services.parsers.new
 
@@ -300,111 +304,111 @@ async def test_a_forced_call_is_forced_once(tools: ServedTools, named: bool) -> 
                 return new(**options)
 
             object.__setattr__(server.services.parsers, "new", spy)
-            made = await create(server, tool_choice=choice)
+            response = await create(server, tool_choice=choice)
             assert (choices[0] == "auto", choices[1]) == (False, "auto")
-        assert kinds(made) == ["mcp_list_tools", "mcp_call", "message"]
-        assert (made.output[1].output, made.output_text) == ("5", "It is 5.")
+        assert kinds(response) == ["mcp_list_tools", "mcp_call", "message"]
+        assert (response.output[1].output, response.output_text) == ("5", "It is 5.")
 
 
-async def test_turns_are_limited(tools: ServedTools) -> None:
-    """The turn after the limit has no tools in its prompt; this model answers without tools only."""
+async def test_the_number_of_turns_is_limited(tools: ServedTools) -> None:
+    """The turn after the limit has no tools in its prompt. The model answers only without tools."""
 
     def answer(prompt: str) -> str:
         return call("add", a=1, b=1) if "<tools>" in prompt else "I stop."
 
     model = FakePipeline.answering(answer)
     async with chatting(model, mcp_server=(f"calc={tools.url}",), mcp_max_turns=3) as server:
-        made = await create(server)
-        assert kinds(made) == ["mcp_list_tools", *["mcp_call"] * 3, "message"]
-        assert (made.output_text, made.status) == ("I stop.", "completed")
+        response = await create(server)
+        assert kinds(response) == ["mcp_list_tools", *["mcp_call"] * 3, "message"]
+        assert (response.output_text, response.status) == ("I stop.", "completed")
         limited = await create(server, max_tool_calls=1)
         assert kinds(limited) == ["mcp_list_tools", "mcp_call", "message"]
         assert limited.max_tool_calls == 1
 
 
-async def test_calls_beyond_max_tool_calls(tools: ServedTools) -> None:
-    async with calling(tools, call("add", a=1, b=1) * 2, "x", "Done.") as server:
-        made = await create(server, max_tool_calls=1)
-        _, one, two, _ = made.output
-        assert (one.status, two.status) == ("completed", "failed")
-        assert "max_tool_calls, 1" in two.error.message
+async def test_calls_after_max_tool_calls_fail(tools: ServedTools) -> None:
+    async with run_server(tools, call("add", a=1, b=1) * 2, "x", "Done.") as server:
+        response = await create(server, max_tool_calls=1)
+        _, first, second, _ = response.output
+        assert (first.status, second.status) == ("completed", "failed")
+        assert "max_tool_calls, 1" in second.error.message
         assert len(tools.calls) == 1
 
 
-async def test_max_output_tokens_counts_all_turns(tools: ServedTools) -> None:
+async def test_max_output_tokens_applies_to_all_turns(tools: ServedTools) -> None:
     text = call("add", a=1, b=1)
-    async with calling(tools, text, "It is two.") as server:
-        made = await create(server, max_output_tokens=len(text) + 1 + 5)
-        assert (made.status, made.output_text) == ("incomplete", "It is")
-        assert made.incomplete_details.reason == "max_output_tokens"
-        made = await create(server, max_output_tokens=len(text) + 1)
-        assert (made.status, kinds(made)) == ("incomplete", ["mcp_list_tools", "mcp_call"])
-        made = await create(server, max_output_tokens=len(text) - 20)
-        assert made.status == "incomplete"
-        assert (made.output[-1].type, made.output[-1].status) == ("mcp_call", "incomplete")
+    async with run_server(tools, text, "It is two.") as server:
+        response = await create(server, max_output_tokens=len(text) + 1 + 5)
+        assert (response.status, response.output_text) == ("incomplete", "It is")
+        assert response.incomplete_details.reason == "max_output_tokens"
+        response = await create(server, max_output_tokens=len(text) + 1)
+        assert (response.status, kinds(response)) == ("incomplete", ["mcp_list_tools", "mcp_call"])
+        response = await create(server, max_output_tokens=len(text) - 20)
+        assert response.status == "incomplete"
+        assert (response.output[-1].type, response.output[-1].status) == ("mcp_call", "incomplete")
         assert len(tools.calls) == 2
 
 
-async def test_an_output_that_is_too_long(tools: ServedTools) -> None:
-    async with calling(tools, call("long"), "Done.") as server:
+async def test_a_too_long_tool_output_ends_the_response(tools: ServedTools) -> None:
+    async with run_server(tools, call("long"), "Done.") as server:
         server.services.tokenizer.max_length = 2048
-        made = await create(server)
-        assert (made.status, kinds(made)) == ("incomplete", ["mcp_list_tools", "mcp_call"])
-        assert made.output[1].output.startswith("xxx")
+        response = await create(server)
+        assert (response.status, kinds(response)) == ("incomplete", ["mcp_list_tools", "mcp_call"])
+        assert response.output[1].output.startswith("xxx")
 
 
-async def test_arguments_that_are_no_object(tools: ServedTools) -> None:
+async def test_arguments_that_are_not_an_object_fail_the_call(tools: ServedTools) -> None:
     text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "x"}}</tool_call>'
-    async with calling(tools, text, "Done.") as server:
-        made = await create(server)
-        assert made.output[1].status == "failed"
-        assert made.output_text == "Done."
+    async with run_server(tools, text, "Done.") as server:
+        response = await create(server)
+        assert response.output[1].status == "failed"
+        assert response.output_text == "Done."
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_server_that_is_away(stream: bool) -> None:
+async def test_an_unreachable_tool_server_is_reported_in_the_output(stream: bool) -> None:
     model = FakePipeline.saying("Hello!")
     with broken_server() as url:
         async with chatting(model, mcp_server=("a=http://127.0.0.1:9/mcp", f"b={url}")) as server:
             if stream:
-                raw = await server.post("/v1/responses", input="Hi", stream=True)
-                events = events_of(raw.text)
+                http_response = await server.post("/v1/responses", input="Hi", stream=True)
+                events = events_of(http_response.text)
                 assert [event["type"] for event in events].count("response.mcp_list_tools.failed") == 2
-                made = openai.types.responses.Response.model_validate(events[-1]["response"])
+                response = openai.types.responses.Response.model_validate(events[-1]["response"])
             else:
-                made = await create(server, "Hi")
-            assert kinds(made) == ["mcp_list_tools", "mcp_list_tools", "message"]
-            for item in made.output[:2]:
+                response = await create(server, "Hi")
+            assert kinds(response) == ["mcp_list_tools", "mcp_list_tools", "message"]
+            for item in response.output[:2]:
                 assert "cannot be used" in item.error  # type: ignore[union-attr,operator]
-            assert made.status == "completed"
+            assert response.status == "completed"
 
 
-async def test_a_call_that_takes_too_long(tools: ServedTools) -> None:
-    async with calling(tools, call("slow"), "Done.", mcp_timeout=0.4, stream_ping=0.1) as server:
-        raw = await server.post("/v1/responses", input="Hi", stream=True)
-        assert ": ping" in raw.text
-        made = events_of(raw.text)[-1]["response"]
-        assert made["output"][1]["error"]["code"] == 504
-        assert made["output"][2]["content"][0]["text"] == "Done."
+async def test_a_call_above_the_time_limit_fails(tools: ServedTools) -> None:
+    async with run_server(tools, call("slow"), "Done.", mcp_timeout=0.4, stream_ping=0.1) as server:
+        http_response = await server.post("/v1/responses", input="Hi", stream=True)
+        assert ": ping" in http_response.text
+        response = events_of(http_response.text)[-1]["response"]
+        assert response["output"][1]["error"]["code"] == 504
+        assert response["output"][2]["content"][0]["text"] == "Done."
 
 
-async def test_background(tools: ServedTools) -> None:
-    async with calling(tools, call("add", a=2, b=3), "5") as server:
-        made = await create(server, background=True)
+async def test_tools_are_called_in_background_responses(tools: ServedTools) -> None:
+    async with run_server(tools, call("add", a=2, b=3), "5") as server:
+        response = await create(server, background=True)
         async with asyncio.timeout(30):
-            while (found := await server.openai.responses.retrieve(made.id)).status != "completed":
+            while (response := await server.openai.responses.retrieve(response.id)).status != "completed":
                 await asyncio.sleep(0.01)
-        assert kinds(found) == ["mcp_list_tools", "mcp_call", "message"]
+        assert kinds(response) == ["mcp_list_tools", "mcp_call", "message"]
 
 
-async def test_cancel_during_a_call(tools: ServedTools) -> None:
-    limits = {"mcp_timeout": 1000.0, "stream_ping": 1000.0}  # nothing else ends the call
-    async with calling(tools, call("slow"), "Done.", **limits) as server:
-        made = await create(server, background=True)
+async def test_a_response_is_cancelled_during_a_call(tools: ServedTools) -> None:
+    limits = {"mcp_timeout": 1000.0, "stream_ping": 1000.0}  # only the cancellation ends the call
+    async with run_server(tools, call("slow"), "Done.", **limits) as server:
+        response = await create(server, background=True)
         async with asyncio.timeout(30):
             while not tools.calls:
                 await asyncio.sleep(0.01)
-        cancelled = await server.openai.responses.cancel(made.id)
+        cancelled = await server.openai.responses.cancel(response.id)
         assert cancelled.status == "cancelled"
         assert (cancelled.output[-1].type, cancelled.output[-1].status) == ("mcp_call", "incomplete")
         assert server.services.gate.num_active == 0
@@ -423,31 +427,33 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_refusals_name_the_field(tools: ServedTools) -> None:
-    async with calling(tools, "Hi") as server, chatting() as bare:
+async def test_invalid_values_are_refused_with_the_field(tools: ServedTools) -> None:
+    async with run_server(tools, "Hi") as server, chatting() as bare:
         for entry, param in REFUSED:
             body = {"input": "Hi", "tools": [{"type": "mcp", **entry}]}
             assert (await server.refusal("/v1/responses", **body))["param"] == param
             assert (await bare.refusal("/v1/responses", **body))["param"].startswith("tools[0].")
 
 
-async def test_a_configured_url_may_be_named(tools: ServedTools) -> None:
-    async with calling(tools, "Hi") as server:
-        made = await create(server, tools=[{**CALC, "server_label": "mine", "server_url": tools.url}])
-        assert made.output[0].server_label == "mine"
+async def test_the_url_of_a_configured_server_is_accepted(tools: ServedTools) -> None:
+    async with run_server(tools, "Hi") as server:
+        response = await create(server, tools=[{**CALC, "server_label": "mine", "server_url": tools.url}])
+        assert response.output[0].server_label == "mine"
         twice = await server.refusal("/v1/responses", input="Hi", tools=[CALC, CALC])
         assert twice["param"] == "tools[1].server_label"
 
 
-async def test_a_template_without_tools(tools: ServedTools, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_template_without_tools_disables_tool_servers(
+    tools: ServedTools, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = HERMES.replace("tools", "no_such_name")
-    async with calling(tools, "Hi", template=plain) as server:
+    async with run_server(tools, "Hi", template=plain) as server:
         assert kinds(await create(server)) == ["message"]
-        assert [one for one in caplog.messages if "tool servers" in one]
+        assert [message for message in caplog.messages if "tool servers" in message]
 
 
-async def test_several_models_share_the_lists(tools: ServedTools) -> None:
-    async with calling(tools, "Hi") as server:
+async def test_several_models_share_the_tool_lists(tools: ServedTools) -> None:
+    async with run_server(tools, "Hi") as server:
         before = tools.num_lists
         await asyncio.gather(*(create(server) for _ in range(4)))
         assert tools.num_lists <= before + 1

@@ -58,11 +58,11 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_adapter(DEMO, folder / str(seed), seed) for seed in range(2)]
 
 
-async def test_adapters(adapters: list[Path]) -> None:
+async def test_requests_with_adapters_run_in_one_batch(adapters: list[Path]) -> None:
     async with serving(lora=[f"first={adapters[0]}"], enable_lora=True) as server:
 
         async def listed() -> list[str]:
-            return [one["id"] for one in (await server.http.get("/v1/models")).json()["data"]]
+            return [item["id"] for item in (await server.http.get("/v1/models")).json()["data"]]
 
         assert await listed() == ["demo", "first"]
         plain, first = await completion_text(server), await completion_text(server, model="first")
@@ -70,7 +70,7 @@ async def test_adapters(adapters: list[Path]) -> None:
         load = {"lora_name": "second", "lora_path": str(adapters[1])}
         assert (await server.http.post("/v1/load_lora_adapter", json=load)).status_code == 200
         assert await listed() == ["demo", "first", "second"]
-        # All three run in one batch, with the same results as separately.
+        # All three requests run in one batch, with the same results as alone.
         second = await completion_text(server, model="second")
         assert second not in (plain, first)
         together = await asyncio.gather(
@@ -80,7 +80,7 @@ async def test_adapters(adapters: list[Path]) -> None:
         )
         assert together == [plain, first, second]
 
-        # A running request keeps the adapter that it began with.
+        # A running request keeps its adapter after a reload.
         body = {"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
         expected = await completion_text(server, model="second", **body)
         running = asyncio.create_task(

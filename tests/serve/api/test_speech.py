@@ -54,7 +54,7 @@ async def speech_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Iterator[Any]:
-    """A function that returns the PCM bytes of `LLM.speak`."""
+    """Return a function that returns the PCM bytes of `LLM.speak`."""
     config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 4 << 20})
     with LLM.from_config(config, catalog=catalog()) as llm:
 
@@ -65,7 +65,7 @@ def expected(folder: Path) -> Iterator[Any]:
         yield speak
 
 
-async def spoken(server: Chatting, **body: Any) -> bytes:
+async def synthesize(server: Chatting, **body: Any) -> bytes:
     response = await server.http.post(ROUTE, json={"input": "Hello.", **SAMPLING, **body})
     assert response.status_code == 200, response.text
     return response.content
@@ -74,56 +74,56 @@ async def spoken(server: Chatting, **body: Any) -> bytes:
 async def test_audio_equals_that_of_the_library(folder: Path, expected: Any) -> None:
     async with speech_server(folder) as server:
         for text in ("Hello.", LONG):
-            pcm = await spoken(server, input=text, response_format="pcm")
+            pcm = await synthesize(server, input=text, response_format="pcm")
             assert pcm == expected(text)
             assert len(pcm) > 20
-        with wave.open(io.BytesIO(await spoken(server, response_format="wav"))) as file:
+        with wave.open(io.BytesIO(await synthesize(server, response_format="wav"))) as file:
             assert file.getframerate() == RATE
             assert file.readframes(1 << 20) == expected("Hello.")
-        assert await spoken(server, voice="default", response_format="pcm") == expected("Hello.")
+        assert await synthesize(server, voice="default", response_format="pcm") == expected("Hello.")
         options = {"audio_prompt_tokens": [4, 5], "audio_prompt_transcription": "Ho"}
-        cloned = await spoken(server, response_format="pcm", **options)
+        cloned = await synthesize(server, response_format="pcm", **options)
         assert cloned == expected("Hello.", **options) != expected("Hello.")
         types = {
             name: (await server.http.post(ROUTE, json={"input": "a", "response_format": name, **SAMPLING}))
             for name in ("wav", "pcm")
         }
-        assert {name: one.headers["content-type"] for name, one in types.items()} == {
+        assert {name: item.headers["content-type"] for name, item in types.items()} == {
             "wav": "audio/wav",
             "pcm": "audio/pcm",
         }
 
 
-async def test_audio_is_sent_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_audio_bytes_are_sent_unchanged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that are a line end of Unicode in UTF-8 text are samples in audio."""
     audio = "\u0085\u2028\u2029".encode()
     monkeypatch.setattr("penstock.serve.api.speech.AudioEncoder.add", lambda encoder, samples: audio)
     async with speech_server(folder) as server:
         for name in ("pcm", "wav"):
-            content = await spoken(server, response_format=name)
+            content = await synthesize(server, response_format=name)
             assert content.count(audio) == len(content) // len(audio) > 0
 
 
-async def test_events(folder: Path, expected: Any) -> None:
+async def test_audio_is_streamed_as_events(folder: Path, expected: Any) -> None:
     async with speech_server(folder) as server:
         body = {"input": LONG, "response_format": "pcm", "stream_format": "sse", **SAMPLING}
         response = await server.http.post(ROUTE, json=body)
         assert response.headers["content-type"].startswith("text/event-stream")
         *deltas, done = events_of(response.text)
-        assert {one["type"] for one in deltas} == {"speech.audio.delta"}
+        assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
         assert len(deltas) > 2
-        assert b"".join(base64.b64decode(one["audio"]) for one in deltas) == expected(LONG)
+        assert b"".join(base64.b64decode(delta["audio"]) for delta in deltas) == expected(LONG)
         assert done["type"] == "speech.audio.done"
         usage = done["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
         assert usage["output_tokens"] >= len(expected(LONG)) / 2 / 8
 
 
-async def test_voices(folder: Path) -> None:
+async def test_voices_are_listed_and_used(folder: Path) -> None:
     async with speech_server(folder) as server:
         answer = (await server.http.get("/v1/audio/voices")).json()
         assert answer["voices"] == ["zoe", "amy"]
-        assert [one["type"] for one in answer["data"]] == ["imitated", "trained"]
+        assert [item["type"] for item in answer["data"]] == ["imitated", "trained"]
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,10 @@ async def test_voices(folder: Path) -> None:
         ({"audio_prompt_tokens": [99], "audio_prompt_transcription": "a"}, "input", "from 0 to 15"),
     ],
 )
-async def test_refusals(folder: Path, body: dict[str, Any], param: str | None, message: str) -> None:
-    async with _shared(folder) as server:
+async def test_invalid_fields_are_refused(
+    folder: Path, body: dict[str, Any], param: str | None, message: str
+) -> None:
+    async with _shared_server(folder) as server:
         wanted = {"input": "a", "response_format": "wav", **body}
         response = await server.http.post(ROUTE, json=wanted)
         error = response.json()["error"]
@@ -157,25 +159,25 @@ _SERVERS: dict[Path, Any] = {}
 
 
 @asynccontextmanager
-async def _shared(folder: Path) -> AsyncIterator[Chatting]:
-    """A server whose model is not loaded: refusals need no worker step."""
+async def _shared_server(folder: Path) -> AsyncIterator[Chatting]:
+    """Yield a server whose model is not loaded. Errors need no step of a worker."""
     options = _SERVERS.setdefault(folder, options_of(folder))
     async with chatting(**options) as server:
         yield server
 
 
-async def test_values_that_ask_for_the_default(folder: Path, expected: Any) -> None:
+async def test_fields_with_default_values_are_accepted(folder: Path, expected: Any) -> None:
     async with speech_server(folder) as server:
         body = {"speed": 1.0, "instructions": "", "user": "ann", "response_format": "pcm"}
-        assert await spoken(server, **body) == expected("Hello.")
+        assert await synthesize(server, **body) == expected("Hello.")
 
 
-async def test_a_missing_library_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_audio_library_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.media import audio_files
 
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     audio_files._soundfile.cache_clear()
-    async with _shared(folder) as server:
+    async with _shared_server(folder) as server:
         response = await server.http.post(ROUTE, json={"input": "a"})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "response_format"
@@ -183,7 +185,7 @@ async def test_a_missing_library_is_named(folder: Path, monkeypatch: pytest.Monk
     audio_files._soundfile.cache_clear()
 
 
-async def test_a_text_model_does_not_speak() -> None:
+async def test_a_text_model_refuses_speech() -> None:
     async with chatting() as server:
         response = await server.http.post(ROUTE, json={"input": "a"})
         assert response.status_code == 400
@@ -191,13 +193,13 @@ async def test_a_text_model_does_not_speak() -> None:
         assert (await server.http.get("/v1/audio/voices")).status_code == 400
 
 
-async def test_a_speech_model_does_not_chat(folder: Path) -> None:
-    async with _shared(folder) as server:
+async def test_a_speech_model_refuses_chats(folder: Path) -> None:
+    async with _shared_server(folder) as server:
         error = await server.refusal("/v1/chat/completions", messages=[{"role": "user", "content": "a"}])
         assert "text-generation" in error["message"]
 
 
-async def test_no_speech_is_an_error_with_a_status(folder: Path) -> None:
+async def test_an_output_without_speech_is_an_error(folder: Path) -> None:
     async with speech_server(folder) as server:
         server.services.tokenizer.speech_format.description.sampling["allowed_token_ids"] = [65]  # type: ignore[attr-defined]
         try:
@@ -225,7 +227,7 @@ async def test_sixteen_streams_with_disconnects(folder: Path, expected: Any) -> 
         await eventually(lambda: server.services.worker.stats.num_used_blocks == 0)
 
 
-async def test_a_disconnect_cancels_the_next_parts(folder: Path) -> None:
+async def test_a_disconnect_cancels_the_remaining_parts(folder: Path) -> None:
     async with speech_server(folder) as server:
         app = server.http._transport.app  # type: ignore[attr-defined]
         body = {"input": LONG * 4, "response_format": "pcm", **SAMPLING}
@@ -238,9 +240,9 @@ async def test_a_disconnect_cancels_the_next_parts(folder: Path) -> None:
         await eventually(lambda: server.services.worker.num_outstanding == 0)
 
 
-async def test_metrics(folder: Path) -> None:
+async def test_speech_metrics_are_counted(folder: Path) -> None:
     async with speech_server(folder) as server:
-        pcm = await spoken(server, response_format="pcm")
+        pcm = await synthesize(server, response_format="pcm")
         text = (await server.http.get("/metrics")).text
         assert "penstock_time_to_first_audio_seconds_count 1.0" in text
         assert "penstock_real_time_factor_count 1.0" in text
@@ -248,7 +250,7 @@ async def test_metrics(folder: Path) -> None:
         assert seconds == pytest.approx(len(pcm) / 2 / RATE)
 
 
-def test_the_official_client(folder: Path, expected: Any) -> None:
+def test_the_openai_client_plays_speech(folder: Path, expected: Any) -> None:
     with live_server(**options_of(folder)) as server:
         client = OpenAI(base_url=f"{server.url}v1", api_key="none", max_retries=0)
         extra = {name: SAMPLING[name] for name in ("seed", "temperature", "max_tokens")}
@@ -256,7 +258,7 @@ def test_the_official_client(folder: Path, expected: Any) -> None:
         with client.audio.speech.with_streaming_response.create(
             input=LONG, response_format="pcm", **request
         ) as response:
-            pieces = list(response.iter_bytes())
-        assert b"".join(pieces) == expected(LONG)
-        whole = client.audio.speech.create(input="Hello.", response_format="wav", **request)
-        assert np.frombuffer(whole.content[44:], "<i2").tobytes() == expected("Hello.")
+            chunks = list(response.iter_bytes())
+        assert b"".join(chunks) == expected(LONG)
+        response = client.audio.speech.create(input="Hello.", response_format="wav", **request)
+        assert np.frombuffer(response.content[44:], "<i2").tobytes() == expected("Hello.")

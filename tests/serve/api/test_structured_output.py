@@ -52,7 +52,7 @@ PARIS = [user("What's the weather like in Paris today?")]
 CHAT = "/v1/chat/completions"
 
 
-def config_of(**fields: Any) -> PipelineConfig:
+def make_config(**fields: Any) -> PipelineConfig:
     return PipelineConfig.from_flat(
         {"model_path": "demo", "kv_cache_memory": 32 * 2**20, "max_length": 1024, **fields}
     )
@@ -60,7 +60,7 @@ def config_of(**fields: Any) -> PipelineConfig:
 
 @asynccontextmanager
 async def serving(in_thread: bool = True, **fields: Any) -> AsyncIterator[Chatting]:
-    config = config_of(**fields)
+    config = make_config(**fields)
     tokenizer: TextTokenizer = load_tokenizer(config)
     work = partial(load_runtime, config)
     async with chatting(
@@ -76,7 +76,7 @@ def text_of(answer: dict[str, Any]) -> str:
     return content
 
 
-async def streamed(server: Chatting, **body: Any) -> dict[str, Any]:
+async def post_stream(server: Chatting, **body: Any) -> dict[str, Any]:
     """Return the message of a stream, joined from its chunks."""
     response = await server.post(CHAT, **{"messages": PARIS, "stream": True, **body})
     assert response.status_code == 200, response.text
@@ -91,7 +91,7 @@ async def streamed(server: Chatting, **body: Any) -> dict[str, Any]:
     return message
 
 
-def called(answer: dict[str, Any]) -> list[dict[str, Any]]:
+def first_call(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return [call["function"] for call in answer["choices"][0]["message"]["tool_calls"]]
 
 
@@ -131,7 +131,7 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 
 
 async def check_forms(server: Chatting) -> None:
-    """Many grammars run in one batch with plain requests; streams give the same outputs."""
+    """Run many grammars in one batch with unconstrained requests. Streams give the same outputs."""
     common: dict[str, Any] = {"messages": PARIS, "seed": 1, "temperature": 1.0, "max_tokens": 200}
     other = {"messages": PARIS, "seed": 2, "max_tokens": 30}
     alone = await server.chat(**other)
@@ -142,10 +142,10 @@ async def check_forms(server: Chatting) -> None:
         assert answer["choices"][0]["finish_reason"] == "stop", form
         assert check(text_of(answer)) is not False, (form, text_of(answer))
     assert {text_of(answer) for answer in answers[len(FORMS) :]} == {text_of(alone)}
-    parts = await asyncio.gather(*(streamed(server, **common, **form) for form, _ in FORMS))
+    parts = await asyncio.gather(*(post_stream(server, **common, **form) for form, _ in FORMS))
     assert [part["content"] for part in parts] == [text_of(answer) for answer in answers[: len(FORMS)]]
-    whole = await server.complete(prompt="x", structured_outputs={"regex": "[ab]{5}"}, max_tokens=20)
-    assert re.fullmatch("[ab]{5}", whole["choices"][0]["text"])
+    completion = await server.complete(prompt="x", structured_outputs={"regex": "[ab]{5}"}, max_tokens=20)
+    assert re.fullmatch("[ab]{5}", completion["choices"][0]["text"])
 
 
 async def check_tools(server: Chatting) -> None:
@@ -157,16 +157,16 @@ async def check_tools(server: Chatting) -> None:
         for choice in choices:
             body = {**tools, "tool_choice": choice, "temperature": temperature, "parallel_tool_calls": False}
             answer = await server.chat(**body)
-            [call] = called(answer)
+            [call] = first_call(answer)
             schema = SCHEMA if call["name"] == "get_weather" else LOOSE["function"]["parameters"]
             jsonschema.validate(json.loads(call["arguments"]), schema)
-            assert (await streamed(server, **body))["tool_calls"] == [call]
+            assert (await post_stream(server, **body))["tool_calls"] == [call]
     answer = await server.chat(**tools, temperature=0)
-    [call] = called(answer)
+    [call] = first_call(answer)
     jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
     assert json.loads(call["arguments"])["city"] == "Paris"
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
-    assert (await streamed(server, **tools, temperature=0))["tool_calls"] == [call]
+    assert (await post_stream(server, **tools, temperature=0))["tool_calls"] == [call]
     body = {**tools, "messages": [user("Hi")], "temperature": 0}
     assert text_of(await server.chat(**body)) == text_of(
         await server.chat(**{**body, "tools": [plain(STRICT), LOOSE]})
@@ -175,7 +175,7 @@ async def check_tools(server: Chatting) -> None:
     either = await server.chat(**tools, temperature=0, response_format={"type": "json_object"})
     message = either["choices"][0]["message"]
     if message.get("tool_calls"):
-        jsonschema.validate(json.loads(called(either)[0]["arguments"]), SCHEMA)
+        jsonschema.validate(json.loads(first_call(either)[0]["arguments"]), SCHEMA)
     else:
         assert isinstance(json.loads(message["content"]), dict)
 
@@ -199,11 +199,11 @@ async def check_openai_parse_helpers(server: Chatting) -> None:
     assert isinstance(answer.choices[0].message.parsed, Weather)
 
 
-async def check_refusals(server: Chatting) -> None:
-    """Refusals come before the headers, also for streams: 400 with the field and the keyword, if any."""
-    bad = {"type": "array", "uniqueItems": True}
+async def check_errors(server: Chatting) -> None:
+    """Check that invalid grammars get status 400 before the headers, with the field and the keyword."""
+    unsupported = {"type": "array", "uniqueItems": True}
     refused: list[tuple[dict[str, Any], str, str]] = [
-        (json_schema(bad), "response_format.json_schema", "uniqueItems"),
+        (json_schema(unsupported), "response_format.json_schema", "uniqueItems"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "regular expression"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
         (json_schema() | {"ignore_eos": True}, "ignore_eos", "stop_token_ids"),
@@ -222,7 +222,7 @@ async def check_refusals(server: Chatting) -> None:
         {"structured_outputs": {"grammar": "root ::= ("}},
         {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": {"type": "no"}}}},
     ):
-        for stream in (False, True):  # detected only by the compilation
+        for stream in (False, True):  # detected during compilation
             response = await server.post(CHAT, messages=PARIS, stream=stream, **form)
             assert response.status_code == 400, response.text
             assert "not valid" in response.text or "no format 'no'" in response.text, response.json()[
@@ -231,24 +231,27 @@ async def check_refusals(server: Chatting) -> None:
             assert response.headers["content-type"].startswith("application/json")
 
 
-async def test_the_embedded_model() -> None:
+async def test_grammars_with_the_embedded_model() -> None:
     async with serving() as server:
         await check_forms(server)
         await check_tools(server)
-        await check_refusals(server)
+        await check_errors(server)
         await check_openai_parse_helpers(server)
         await check_with_other_fields(server)
 
 
-async def test_a_worker_in_its_own_process() -> None:
+async def test_a_worker_in_a_separate_process() -> None:
     async with serving(in_thread=False) as server:
         await check_forms(server)
         await check_tools(server)
-        await check_refusals(server)
+        await check_errors(server)
 
 
 async def check_with_other_fields(server: Chatting) -> None:
-    """Other fields do not change where a grammar ends; a request that allows no token ends with an error."""
+    """Check that other fields do not change where a grammar ends.
+
+    A request that allows no token ends with an error.
+    """
     choice = {"structured_outputs": {"choice": ["yes", "no"]}}
     short = {"messages": PARIS, "max_tokens": 50, **choice}
     results = await asyncio.gather(
@@ -267,10 +270,10 @@ async def check_with_other_fields(server: Chatting) -> None:
     for answer in (late, biased):
         assert text_of(answer) in ("yes", "no")
         assert answer["choices"][0]["finish_reason"] == "stop"
-    for one in several["choices"]:
-        assert one["message"]["content"] in ("yes", "no")
-        scores = one["logprobs"]["content"]
-        assert "".join(score["token"] for score in scores) == one["message"]["content"]
+    for item in several["choices"]:
+        assert item["message"]["content"] in ("yes", "no")
+        scores = item["logprobs"]["content"]
+        assert "".join(score["token"] for score in scores) == item["message"]["content"]
         assert all(len(score["top_logprobs"]) == 2 for score in scores)
     assert endless.status_code == 400
     assert "ignore_eos" in endless.json()["error"]["message"]
@@ -308,9 +311,9 @@ async def test_grammar_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_reasoning_before_formatted_output(tmp_path: Any) -> None:
-    """A template that opens a reasoning block makes the model reason."""
+    """A template that opens a reasoning block enables reasoning."""
     template = tmp_path / "template.jinja"
-    source = load_tokenizer(config_of()).chat_template_source
+    source = load_tokenizer(make_config()).chat_template_source
     assert source is not None
     template.write_text(
         f"{{# <think> </think> #}}{source}{{% if add_generation_prompt %}}<think>\n{{% endif %}}"

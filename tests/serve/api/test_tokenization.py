@@ -1,4 +1,4 @@
-"""Tokenisation and detokenisation over HTTP, and the token texts of log probabilities."""
+"""Tokenization and detokenization over HTTP, and the token texts of log probabilities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.text.chat_template import ChatTemplate
 from penstock.text.tokenizer import TextTokenizer
 
 
-async def test_tokenize() -> None:
+async def test_tokenize_returns_ids_and_count() -> None:
     async with chatting() as server:
         plain = (await server.post("/tokenize", prompt="né<|end|>")).json()
         assert plain == {
@@ -31,7 +31,7 @@ async def test_tokenize() -> None:
         texts = (await server.http.post("/tokenize", json={"prompt": "né", "return_token_strs": True})).json()
         assert texts["token_strs"] == ["n", "\ufffd", "\ufffd"]
         long = (await server.post("/tokenize", prompt="x" * 5000)).json()
-        assert long["count"] == 5000  # more than the maximum length, which is allowed here
+        assert long["count"] == 5000  # longer than the maximum length, which is allowed here
         chat = (
             await server.post("/tokenize", messages=[user("x" * 5000)], add_generation_prompt=False)
         ).json()
@@ -65,12 +65,12 @@ async def test_special_tokens_in_messages(allowed: bool, num_special: int) -> No
         ({"prompt": "a", "text": "b"}, "text"),
     ],
 )
-async def test_tokenize_refuses(body: dict[str, Any], param: str) -> None:
+async def test_tokenize_refuses_invalid_fields(body: dict[str, Any], param: str) -> None:
     async with chatting() as server:
         assert (await server.refusal("/tokenize", **body))["param"] == param
 
 
-async def test_detokenize() -> None:
+async def test_detokenize_returns_the_text() -> None:
     async with chatting() as server:
         response = await server.post("/detokenize", tokens=[110, 195, 169, 256])
         assert response.json() == {"prompt": "né<|end|>"}
@@ -85,7 +85,7 @@ def loaded(parts: Iterable[bytes]) -> Any:
     return json.loads(b"".join(parts))
 
 
-def test_scores_of_chats() -> None:
+def test_token_texts_of_chat_log_probabilities() -> None:
     scores = ChatScores(TokenFragments(FakeTokenizer()), top=2)
     score = Score(195, float("-inf"), {97: -2.0, 195: float("-inf"), 98: -1.0})
     [entry] = loaded(scores.parts([score]))["content"]
@@ -100,7 +100,7 @@ def test_scores_of_chats() -> None:
     }
 
 
-def test_scores_of_completions() -> None:
+def test_token_texts_of_completion_log_probabilities() -> None:
     tokenizer = FakeTokenizer()
     scores = CompletionScores(tokenizer, TokenFragments(tokenizer), top=1)
     first = loaded(scores.parts([110, 256], [None, -3.0], [None, {97: -1.0, 256: -3.0}]))
@@ -128,7 +128,7 @@ def test_concatenated_token_bytes_are_the_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama2xs", "tinyllama"])
-def test_token_bytes_of_real_tokenizers(name: str, shared_data: Path) -> None:
+def test_token_bytes_of_published_tokenizers(name: str, shared_data: Path) -> None:
     folders = [path.parent for path in shared_data.rglob("tokenizer.json") if path.parent.name == name]
     if not folders:
         pytest.skip(f"no tokenizer {name}")
@@ -138,7 +138,7 @@ def test_token_bytes_of_real_tokenizers(name: str, shared_data: Path) -> None:
     assert b"".join(map(tokenizer.token_bytes, ids)).decode().removeprefix(" ") == TEXT
 
 
-def test_variables_that_a_template_reads() -> None:
+def test_the_variables_of_a_template_are_found() -> None:
     def template(source: str) -> ChatTemplate:
         return ChatTemplate({"default": source}, {}, "test")
 

@@ -16,7 +16,7 @@ from penstock.serve.batches.batch_manager import BatchManager
 from penstock.testing import FakePipeline
 
 
-def lines(count: int, **more: Any) -> bytes:
+def request_lines(count: int, **more: Any) -> bytes:
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **more}
     return b"".join(
         json.dumps(
@@ -27,7 +27,7 @@ def lines(count: int, **more: Any) -> bytes:
     )
 
 
-async def started(server: Chatting, data: bytes, endpoint: Any = "/v1/chat/completions") -> Any:
+async def start_batch(server: Chatting, data: bytes, endpoint: Any = "/v1/chat/completions") -> Any:
     file = await server.openai.files.create(file=("in.jsonl", data), purpose="batch")
     assert (file.bytes, file.filename, file.purpose) == (len(data), "in.jsonl", "batch")
     return await server.openai.batches.create(
@@ -35,7 +35,7 @@ async def started(server: Chatting, data: bytes, endpoint: Any = "/v1/chat/compl
     )
 
 
-async def ended(server: Chatting, name: str) -> Any:
+async def wait_until_ended(server: Chatting, name: str) -> Any:
     async with asyncio.timeout(30):
         while (batch := await server.openai.batches.retrieve(name)).status in (
             "validating",
@@ -46,36 +46,39 @@ async def ended(server: Chatting, name: str) -> Any:
     return batch
 
 
-async def results(server: Chatting, file_id: str | None) -> dict[str, Any]:
+async def read_results(server: Chatting, file_id: str | None) -> dict[str, Any]:
     assert file_id is not None
     content = await server.openai.files.content(file_id)
-    return {one["custom_id"]: one for one in map(json.loads, content.text.splitlines())}
+    return {result["custom_id"]: result for result in map(json.loads, content.text.splitlines())}
 
 
-async def test_a_batch(tmp_path: Path) -> None:
+async def test_a_batch_writes_results_and_errors(tmp_path: Path) -> None:
     async with chatting(state_dir=str(tmp_path)) as server:
         client = server.openai
-        data = lines(3) + lines(1, colour=1).replace(b'"n0"', b'"bad"') + b"{}\n"
-        made = await started(server, data)
-        assert (made.status, made.metadata) == ("validating", {"a": "b"})
-        batch = await ended(server, made.id)
+        data = request_lines(3) + request_lines(1, colour=1).replace(b'"n0"', b'"bad"') + b"{}\n"
+        created = await start_batch(server, data)
+        assert (created.status, created.metadata) == ("validating", {"a": "b"})
+        batch = await wait_until_ended(server, created.id)
         assert (batch.status, batch.request_counts.to_dict()) == (
             "completed",
             {"total": 5, "completed": 3, "failed": 2},
         )
-        good, bad = await results(server, batch.output_file_id), await results(server, batch.error_file_id)
-        assert sorted(good) == ["n0", "n1", "n2"]
-        assert good["n1"]["response"]["body"]["choices"][0]["message"]["content"] == "Hello!"
-        assert bad["bad"]["response"]["body"]["error"]["param"] == "colour"
-        assert bad["line-5"]["error"]["code"] == "invalid_request"
-        assert [one.id async for one in client.batches.list()] == [batch.id]
-        files = [one async for one in client.files.list()]
-        assert {one.id for one in files} == {
+        successes, failures = (
+            await read_results(server, batch.output_file_id),
+            await read_results(server, batch.error_file_id),
+        )
+        assert sorted(successes) == ["n0", "n1", "n2"]
+        assert successes["n1"]["response"]["body"]["choices"][0]["message"]["content"] == "Hello!"
+        assert failures["bad"]["response"]["body"]["error"]["param"] == "colour"
+        assert failures["line-5"]["error"]["code"] == "invalid_request"
+        assert [item.id async for item in client.batches.list()] == [batch.id]
+        files = [file async for file in client.files.list()]
+        assert {file.id for file in files} == {
             batch.input_file_id,
             batch.output_file_id,
             batch.error_file_id,
         }
-        assert [one.id async for one in client.files.list(purpose="batch")] == [batch.input_file_id]
+        assert [file.id async for file in client.files.list(purpose="batch")] == [batch.input_file_id]
         assert (await client.files.delete(batch.input_file_id)).deleted
         with pytest.raises(openai.NotFoundError):
             await client.files.retrieve(batch.input_file_id)
@@ -85,11 +88,11 @@ async def test_a_batch(tmp_path: Path) -> None:
 async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
     slow = FakePipeline.answering(lambda prompt: "x" * 2000)
     async with chatting(slow, max_batch_size=2, state_dir=str(tmp_path)) as server:
-        made = await started(server, lines(9, max_tokens=60))
+        created = await start_batch(server, request_lines(9, max_tokens=60))
         async with asyncio.timeout(30):
             while (
                 server.services.states.of(BatchManager)
-                .state_of({"id": made.id})
+                .state_of({"id": created.id})
                 .get("request_counts", {})
                 .get("completed", 0)
                 < 3
@@ -97,50 +100,53 @@ async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
                 await asyncio.sleep(0.005)
         server.services.gate.close()
         await asyncio.sleep(0.1)
-    written = list((tmp_path / "files").glob("*.jsonl"))
-    num_first = sum(path.read_text().count('"batch_req_') for path in written)
+    result_files = list((tmp_path / "files").glob("*.jsonl"))
+    num_first = sum(path.read_text().count('"batch_req_') for path in result_files)
     assert 3 <= num_first < 9
     async with chatting(state_dir=str(tmp_path)) as server:
-        server.services.states.of(BatchManager).start()  # as the server does
-        batch = await ended(server, made.id)
+        server.services.states.of(BatchManager).start()  # as a restarted server does
+        batch = await wait_until_ended(server, created.id)
         assert (batch.status, batch.request_counts.completed) == ("completed", 9)
-        found = await results(server, batch.output_file_id)
-        texts = [one["response"]["body"]["choices"][0]["message"]["content"] for one in found.values()]
+        results = await read_results(server, batch.output_file_id)
+        texts = [value["response"]["body"]["choices"][0]["message"]["content"] for value in results.values()]
         assert (texts.count("x" * 60), texts.count("Hello!")) == (num_first, 9 - num_first)
 
 
-async def test_cancel(tmp_path: Path) -> None:
+async def test_a_batch_can_be_cancelled(tmp_path: Path) -> None:
     async with chatting(FakePipeline.saying("x" * 100_000), state_dir=str(tmp_path)) as server:
-        first, second = await started(server, lines(2)), await started(server, lines(1))
-        for made in (second, first):
-            cancelled = await server.openai.batches.cancel(made.id)
+        first, second = (
+            await start_batch(server, request_lines(2)),
+            await start_batch(server, request_lines(1)),
+        )
+        for created in (second, first):
+            cancelled = await server.openai.batches.cancel(created.id)
             assert cancelled.status == "cancelling"
-        for made in (first, second):
-            batch = await ended(server, made.id)
+        for created in (first, second):
+            batch = await wait_until_ended(server, created.id)
             assert (batch.status, batch.output_file_id) == ("cancelled", None)
         assert server.services.worker.num_outstanding == 0
 
 
-async def test_the_order_of_files(tmp_path: Path) -> None:
+async def test_files_are_listed_in_order(tmp_path: Path) -> None:
     async with chatting(state_dir=str(tmp_path)) as server:
         client = server.openai
         for _ in range(3):
-            await client.files.create(file=lines(1), purpose="batch")
-        newest = [one.id async for one in client.files.list()]
+            await client.files.create(file=request_lines(1), purpose="batch")
+        newest = [file.id async for file in client.files.list()]
         assert len(newest) == 3
-        assert [one.id async for one in client.files.list(order="desc")] == newest
-        assert [one.id async for one in client.files.list(order="asc", limit=2)] == newest[::-1]
+        assert [file.id async for file in client.files.list(order="desc")] == newest
+        assert [file.id async for file in client.files.list(order="asc", limit=2)] == newest[::-1]
         refused = await server.http.get("/v1/files", params={"order": "size"})
         assert refused.json()["error"]["param"] == "order"
 
 
-async def test_refusals(tmp_path: Path) -> None:
+async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
     async with chatting(state_dir=str(tmp_path), max_file_size=3000, api_key=("one", "two")) as server:
-        one = server.openai.with_options(api_key="one")
+        client = server.openai.with_options(api_key="one")
         with pytest.raises(openai.BadRequestError, match="purpose must be batch"):
-            await one.files.create(file=b"x", purpose="vision")
+            await client.files.create(file=b"x", purpose="vision")
         with pytest.raises(openai.APIStatusError) as long:
-            await one.files.create(file=b"x" * 4000, purpose="batch")
+            await client.files.create(file=b"x" * 4000, purpose="batch")
         assert long.value.status_code == 413
         headers = {"authorization": "Bearer one"}
         for data, kind, status in (
@@ -157,18 +163,20 @@ async def test_refusals(tmp_path: Path) -> None:
                 "/v1/files", content=data, headers={**headers, "content-type": kind}
             )
             assert refused.status_code == status, data
-        file = await one.files.create(file=lines(1) + lines(1), purpose="batch")
-        given: Any = {"completion_window": "24h"}
+        file = await client.files.create(file=request_lines(1) + request_lines(1), purpose="batch")
+        fields: Any = {"completion_window": "24h"}
         with pytest.raises(openai.BadRequestError, match="there is no file"):
-            await one.batches.create(input_file_id="file-../x", endpoint="/v1/responses", **given)
+            await client.batches.create(input_file_id="file-../x", endpoint="/v1/responses", **fields)
         with pytest.raises(openai.BadRequestError, match="endpoint must be one of"):
-            await one.batches.create(input_file_id=file.id, endpoint="/v1/x", **given)  # type: ignore[arg-type]
+            await client.batches.create(input_file_id=file.id, endpoint="/v1/x", **fields)  # type: ignore[arg-type]
         two = server.openai.with_options(api_key="two")
         with pytest.raises(openai.NotFoundError):
             await two.files.retrieve(file.id)
-        made = await one.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", **given)
+        created = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", **fields
+        )
         async with asyncio.timeout(30):
-            while (batch := await one.batches.retrieve(made.id)).status != "failed":
+            while (batch := await client.batches.retrieve(created.id)).status != "failed":
                 await asyncio.sleep(0.02)
         assert batch.errors is not None
         assert "two lines have the custom_id 'n0'" in str(batch.errors.data)
@@ -198,7 +206,7 @@ MALFORMED_FORMS = {
 
 
 @pytest.mark.parametrize("message", MALFORMED_FORMS)
-async def test_malformed_forms(tmp_path: Path, message: str) -> None:
+async def test_malformed_forms_are_refused(tmp_path: Path, message: str) -> None:
     async with chatting(state_dir=str(tmp_path)) as server:
         response = await server.http.post(
             "/v1/files",
@@ -211,16 +219,16 @@ async def test_malformed_forms(tmp_path: Path, message: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-async def test_a_form_in_pieces(tmp_path: Path, size: int) -> None:
+async def test_a_form_in_small_chunks_is_parsed(tmp_path: Path, size: int) -> None:
     form = FILE + PURPOSE + b"--x--\r\n"
 
-    async def pieces() -> AsyncIterator[bytes]:
+    async def chunks() -> AsyncIterator[bytes]:
         for start in range(0, len(form), size):
             yield form[start : start + size]
 
     async with chatting(state_dir=str(tmp_path)) as server:
         response = await server.http.post(
-            "/v1/files", content=pieces(), headers={"content-type": 'multipart/form-data; boundary="x"'}
+            "/v1/files", content=chunks(), headers={"content-type": 'multipart/form-data; boundary="x"'}
         )
         file = response.json()
         assert (file["filename"], file["bytes"]) == ("b.jsonl", 5)
@@ -228,9 +236,9 @@ async def test_a_form_in_pieces(tmp_path: Path, size: int) -> None:
         assert content.content == b"\r\n--y"
 
 
-async def test_another_endpoint_than_that_of_the_batch(tmp_path: Path) -> None:
+async def test_a_line_for_another_endpoint_than_the_batch_fails(tmp_path: Path) -> None:
     async with chatting(state_dir=str(tmp_path)) as server:
-        made = await started(server, lines(1), "/v1/responses")
-        batch = await ended(server, made.id)
+        created = await start_batch(server, request_lines(1), "/v1/responses")
+        batch = await wait_until_ended(server, created.id)
         assert batch.request_counts.failed == 1
-        assert (await results(server, batch.error_file_id))["n0"]["error"]["code"] == "mismatched_url"
+        assert (await read_results(server, batch.error_file_id))["n0"]["error"]["code"] == "mismatched_url"

@@ -1,4 +1,4 @@
-"""The lines of a batch, and their way through the routes."""
+"""`BatchRunner`: the lines of a batch are sent to the routes of the server."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from penstock.testing import FakePipeline
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
 
 
-def line(name: str, url: str = "/v1/chat/completions", **body: Any) -> bytes:
+def request_line(name: str, url: str = "/v1/chat/completions", **body: Any) -> bytes:
     body = {key: value for key, value in {**CHAT, **body}.items() if value is not None}
     return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}).encode()
 
 
 def requests(*lines: bytes) -> Iterator[BatchRequest | BadLine]:
-    return (parsed(one, number, 1000, 1000) for number, one in enumerate(lines, 1))
+    return (parsed(text, number, 1000, 1000) for number, text in enumerate(lines, 1))
 
 
 async def run(
     server: Chatting, lines: Iterable[BatchRequest | BadLine], concurrency: int = 4
 ) -> tuple[dict[str, Any], list[tuple[bool, int]]]:
-    """Return the results by their custom_id, and the reports of each."""
+    """Return the results by custom_id, and the reports of each result."""
     results, reports = {}, []
 
     def keep(result: bytes, is_good: bool, num_tokens: int) -> None:
@@ -54,37 +54,37 @@ async def run(
     return results, reports
 
 
-async def test_a_result_is_one_line_for_every_reader() -> None:
-    written: list[bytes] = []
+async def test_a_result_is_one_line_for_readers_that_split_at_unicode_line_ends() -> None:
+    rows: list[bytes] = []
     async with chatting(FakePipeline.saying("a\u2028b\x85")) as server:
         app = server.http._transport.app  # type: ignore[attr-defined]
         keep = BatchDispatcher(
-            app, 1, is_stopping=lambda: False, on_result=lambda result, *_: written.append(result)
+            app, 1, is_stopping=lambda: False, on_result=lambda result, *_: rows.append(result)
         )
-        await keep.run(requests(line("good\u2029"), line("bad\u2029", url="/x")))
-    good, bad = (json.loads(row) for row in b"\n".join(written).decode().splitlines())
+        await keep.run(requests(request_line("good\u2029"), request_line("bad\u2029", url="/x")))
+    good, bad = (json.loads(row) for row in b"\n".join(rows).decode().splitlines())
     assert good["response"]["body"]["choices"][0]["message"]["content"] == "a\u2028b\x85"
     assert (good["custom_id"], bad["custom_id"]) == ("good\u2029", "bad\u2029")
 
 
-async def test_good_and_bad_lines() -> None:
+async def test_valid_and_invalid_lines_have_results() -> None:
     async with chatting() as server:
         results, reports = await run(
             server,
             requests(
-                line("chat"),
-                line("text", "/v1/completions", messages=None, prompt="Hi", max_tokens=3),
-                line("response", "/v1/responses", messages=None, input="Hi"),
-                line("bad", colour=1),
-                line("model", model="other"),
-                line("stream", stream=True),
-                line("url", "/v1/files"),
+                request_line("chat"),
+                request_line("text", "/v1/completions", messages=None, prompt="Hi", max_tokens=3),
+                request_line("response", "/v1/responses", messages=None, input="Hi"),
+                request_line("bad", colour=1),
+                request_line("model", model="other"),
+                request_line("stream", stream=True),
+                request_line("url", "/v1/files"),
                 b"{",
                 b"[]",
-                line("task", "/v1/embeddings", messages=None, input="Hi"),
+                request_line("task", "/v1/embeddings", messages=None, input="Hi"),
             ),
         )
-    bodies = {name: one["response"] and one["response"]["body"] for name, one in results.items()}
+    bodies = {name: result["response"] and result["response"]["body"] for name, result in results.items()}
     assert bodies["chat"]["choices"][0]["message"]["content"] == "Hello!"
     assert bodies["text"]["choices"][0]["text"] == "Hel"
     assert bodies["response"]["output"][0]["content"][0]["text"] == "Hello!"
@@ -95,7 +95,7 @@ async def test_good_and_bad_lines() -> None:
         404,
         "unsupported_task",
     )
-    errors = {name: one["error"]["message"] for name, one in results.items() if one["error"]}
+    errors = {name: result["error"]["message"] for name, result in results.items() if result["error"]}
     assert "stream and background are not available" in errors["stream"]
     assert "url is '/v1/files'" in errors["url"]
     assert errors["line-9"] == "line 9 is not a JSON object"
@@ -104,7 +104,7 @@ async def test_good_and_bad_lines() -> None:
 
 
 async def test_batches_need_no_key_and_have_the_lowest_priority() -> None:
-    (given,) = requests(line("a", priority=5))
+    (given,) = requests(request_line("a", priority=5))
     assert isinstance(given, BatchRequest)
     assert given.body["priority"] == PRIORITY + 5
     async with chatting(api_key=("one", "two")) as server:
@@ -114,28 +114,30 @@ async def test_batches_need_no_key_and_have_the_lowest_priority() -> None:
         assert outside.status_code == 401
 
 
-async def test_a_full_queue_is_waited_for() -> None:
+async def test_the_runner_waits_for_a_full_queue() -> None:
     async with chatting(max_queue_size=1, max_batch_size=1) as server:
-        results, _ = await run(server, requests(*[line(f"n{index}") for index in range(12)]), concurrency=12)
-        assert {one["response"]["status_code"] for one in results.values()} == {200}
+        results, _ = await run(
+            server, requests(*[request_line(f"n{index}") for index in range(12)]), concurrency=12
+        )
+        assert {value["response"]["status_code"] for value in results.values()} == {200}
         assert len(results) == 12
 
 
-async def test_stopping_leaves_lines_without_results() -> None:
+async def test_lines_after_a_stop_have_no_result() -> None:
     async with chatting(FakePipeline.saying("x" * 200)) as server:
         app = server.http._transport.app  # type: ignore[attr-defined]
         results: list[bytes] = []
         runner = BatchDispatcher(
-            app, 2, is_stopping=lambda: len(results) >= 3, on_result=lambda one, *_: results.append(one)
+            app, 2, is_stopping=lambda: len(results) >= 3, on_result=lambda result, *_: results.append(result)
         )
         with pytest.raises(StoppedError):
-            await runner.run(requests(*[line(f"n{index}") for index in range(9)]))
+            await runner.run(requests(*[request_line(f"n{index}") for index in range(9)]))
         assert 3 <= len(results) <= 4
 
 
 async def test_cancelling_a_batch_cancels_its_requests() -> None:
     async with chatting(FakePipeline.saying("x" * 100_000)) as server:
-        task = asyncio.create_task(run(server, requests(line("a"), line("b"))))
+        task = asyncio.create_task(run(server, requests(request_line("a"), request_line("b"))))
         async with asyncio.timeout(30):
             while server.services.worker.num_outstanding < 2:
                 await asyncio.sleep(0.01)
@@ -145,17 +147,17 @@ async def test_cancelling_a_batch_cancels_its_requests() -> None:
                 await asyncio.sleep(0.01)
 
 
-def test_results_that_exist_are_not_run_again(tmp_path: Path) -> None:
+def test_lines_with_a_result_are_not_run_again(tmp_path: Path) -> None:
     given, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    given.write_bytes(b"\n".join([line("a"), b"", line("b"), b"{}"]) + b"\n")
+    given.write_bytes(b"\n".join([request_line("a"), b"", request_line("b"), b"{}"]) + b"\n")
     assert finished_ids(results) == set()
     results.write_text('{"custom_id": "a", "response": null}\n{"custom_id": "b", "resp')
     assert finished_ids(results) == {"a"}
     assert results.read_text() == '{"custom_id": "a", "response": null}\n'
-    left = [one.custom_id for one in remaining(read_lines(given, 100, 100), {"a"})]
-    assert left == ["b", "line-4"]
+    remaining_ids = [request.custom_id for request in remaining(read_lines(given, 100, 100), {"a"})]
+    assert remaining_ids == ["b", "line-4"]
     assert check_unique(read_lines(given, 100, 100)) == 3
-    given.write_bytes(line("a") + b"\n" + line("a"))
+    given.write_bytes(request_line("a") + b"\n" + request_line("a"))
     with pytest.raises(InputError, match="two lines have the custom_id 'a'"):
         check_unique(read_lines(given, 100, 100))
     results.write_text("text\n")

@@ -1,4 +1,4 @@
-"""A batch of a server that is killed and started again: one result for each request."""
+"""A batch of a server that is killed and restarted: each request has one result."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from support.server_process import ServerProcess, server_process
 COUNT = 100
 
 
-def client_of(server: ServerProcess) -> OpenAI:
+def open_client(server: ServerProcess) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def until_done(client: OpenAI, batch_id: str, count: int) -> str:
-    """Wait until a batch has this number of results, and return its status."""
+def wait_for_results(client: OpenAI, batch_id: str, count: int) -> str:
+    """Wait until a batch has ``count`` results. Return its status."""
     deadline = time.monotonic() + 90
     while True:
         batch = client.batches.retrieve(batch_id)
@@ -40,19 +40,21 @@ def test_a_batch_survives_a_kill_of_the_server(tmp_path: Path) -> None:
         for number, body in enumerate(bodies)
     ]
     flags = ("--state-dir", str(tmp_path / "state"), "--max-batch-size", "4")
-    with server_process(tmp_path / "first", *flags) as server, client_of(server) as client:
+    with server_process(tmp_path / "first", *flags) as server, open_client(server) as client:
         file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
-        assert until_done(client, batch.id, 30) == "in_progress"
+        assert wait_for_results(client, batch.id, 30) == "in_progress"
         server.process.kill()
         server.process.wait(30)
-    with server_process(tmp_path / "second", *flags) as server, client_of(server) as client:
-        assert until_done(client, batch.id, COUNT) == "completed"
+    with server_process(tmp_path / "second", *flags) as server, open_client(server) as client:
+        assert wait_for_results(client, batch.id, COUNT) == "completed"
         batch = client.batches.retrieve(batch.id)
         assert batch.error_file_id is None
         assert batch.output_file_id is not None
-        results = [json.loads(one) for one in client.files.content(batch.output_file_id).text.splitlines()]
-    assert sorted(one["custom_id"] for one in results) == sorted(f"n{number}" for number in range(COUNT))
-    assert {one["response"]["status_code"] for one in results} == {200}
+        results = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert sorted(result["custom_id"] for result in results) == sorted(
+        f"n{number}" for number in range(COUNT)
+    )
+    assert {result["response"]["status_code"] for result in results} == {200}

@@ -1,4 +1,4 @@
-"""API keys."""
+"""Authentication by API keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYS = ("one", "sëcond")
     "header",
     [b"Bearer one", b"bearer one", b"Bearer  one ", "Bearer sëcond".encode()],
 )
-def test_right_keys(header: bytes) -> None:
+def test_valid_keys_are_accepted(header: bytes) -> None:
     ApiKeys(KEYS).check([(b"host", b"x"), (b"authorization", header)])
 
 
@@ -40,7 +40,7 @@ def test_right_keys(header: bytes) -> None:
         [(b"x-api-key", b"one"), (b"authorization", b"Bearer on")],
     ],
 )
-def test_wrong_keys(headers: list[tuple[bytes, bytes]]) -> None:
+def test_invalid_keys_are_refused(headers: list[tuple[bytes, bytes]]) -> None:
     with pytest.raises(RequestProblem) as caught:
         ApiKeys(KEYS).check(headers)
     assert caught.value.status_code == 401
@@ -49,21 +49,21 @@ def test_wrong_keys(headers: list[tuple[bytes, bytes]]) -> None:
     assert "one" not in caught.value.message.replace("one of this server's", "")
 
 
-def test_without_keys_every_client_is_admitted() -> None:
+def test_without_keys_every_client_is_accepted() -> None:
     ApiKeys(()).check([])
 
 
-async def test_the_server_asks_for_a_key() -> None:
+async def test_the_server_requires_a_key() -> None:
     async with client_of(make_services(api_key=KEYS)) as client:
         bare = await client.get("/v1/models")
-        wrong = await client.get("/v1/models", headers={"authorization": "Bearer x"})
+        invalid = await client.get("/v1/models", headers={"authorization": "Bearer x"})
         hidden = await client.post("/v1/nothing", content=b"x")
-        right = await client.get("/v1/nothing", headers={"authorization": "Bearer one"})
+        valid = await client.get("/v1/nothing", headers={"authorization": "Bearer one"})
         probes = [await client.get(path) for path in ("/health", "/ready", "/version", "/metrics")]
     assert bare.status_code == 401
     assert bare.json()["error"]["code"] == "missing_api_key"
-    assert wrong.json()["error"]["code"] == "invalid_api_key"
-    assert wrong.headers["www-authenticate"].startswith("Bearer")
-    assert hidden.status_code == 401  # unknown routes also need a key
-    assert right.status_code == 404
+    assert invalid.json()["error"]["code"] == "invalid_api_key"
+    assert invalid.headers["www-authenticate"].startswith("Bearer")
+    assert hidden.status_code == 401  # unknown routes require a key too
+    assert valid.status_code == 404
     assert [probe.status_code for probe in probes] == [200] * 4

@@ -1,4 +1,4 @@
-"""Request bodies: limits, strict JSON, and no 500 for any body."""
+"""Request bodies: limits, strict JSON, and no internal error for any body."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_json_is_decoded_as_json(value: Any) -> None:
+def test_valid_json_is_decoded(value: Any) -> None:
     assert decode_json(json.dumps(value).encode()) == value
     assert decode_json(json.dumps(value, ensure_ascii=False).encode()) == value
 
 
 @given(st.binary() | st.text().map(str.encode))
 def test_any_body_is_decoded_or_refused(body: bytes) -> None:
-    with suppress(RequestProblem):  # any other exception would be a 500
+    with suppress(RequestProblem):  # any other exception would cause status 500
         decode_json(body)
 
 
-HOSTILE = {
+INVALID_BODIES = {
     "empty text": (b" ", "Expecting value, at line 1, column 2"),
     "not JSON": (b"{'a': 1}", "at line 1, column 2"),
     "unfinished": (b'{"a": "b', "at line 1"),
@@ -59,13 +59,13 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("body", "words"), HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_bodies(body: bytes, words: str) -> None:
+@pytest.mark.parametrize(("body", "message"), INVALID_BODIES.values(), ids=INVALID_BODIES.keys())
+def test_invalid_bodies_are_refused_with_the_reason(body: bytes, message: str) -> None:
     with pytest.raises(RequestProblem) as caught:
         decode_json(body)
     assert caught.value.status_code == 400
     assert caught.value.code == "invalid_json"
-    assert words in caught.value.message
+    assert message in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_hostile_bodies(body: bytes, words: str) -> None:
         b'["\\\\ud83d"]',
     ],
 )
-def test_bodies_that_only_look_hostile(body: bytes) -> None:
+def test_unusual_valid_bodies_are_decoded(body: bytes) -> None:
     assert decode_json(body) == json.loads(body)
 
 
@@ -97,17 +97,17 @@ def echo() -> APIRouter:
 
 
 @pytest.mark.parametrize("path", ["/echo", "/raw"])
-@pytest.mark.parametrize(("body", "words"), HOSTILE.values(), ids=HOSTILE.keys())
-async def test_hostile_requests(path: str, body: bytes, words: str) -> None:
+@pytest.mark.parametrize(("body", "message"), INVALID_BODIES.values(), ids=INVALID_BODIES.keys())
+async def test_requests_with_invalid_bodies_get_400(path: str, body: bytes, message: str) -> None:
     async with client_of(make_services(), echo()) as client:
         response = await post(client, body, path=path)
     assert response.status_code == 400
-    assert words in response.json()["error"]["message"]
+    assert message in response.json()["error"]["message"]
     assert response.json()["error"]["code"] == "invalid_json"
 
 
-async def test_a_body_may_be_as_long_as_the_limit() -> None:
-    body = json.dumps({"a": "b" * 100_000}).encode()  # decoded in the other process
+async def test_a_body_of_the_maximum_size_is_accepted() -> None:
+    body = json.dumps({"a": "b" * 100_000}).encode()  # decoded in a separate process
     async with client_of(make_services(max_body_size=len(body)), echo()) as client:
         assert (await post(client, body)).json() == {"a": "b" * 100_000}
     async with client_of(make_services(max_body_size=len(body) - 1), echo()) as client:
@@ -127,15 +127,15 @@ async def test_the_number_of_concurrent_large_bodies_is_limited() -> None:
             services.large_bodies.acquire()
         refused = await post(client, long, path="/raw")
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
-        assert (await post(client, b"{}", path="/raw")).status_code == 200, "short bodies are accepted"
+        assert (await post(client, b"{}", path="/raw")).status_code == 200, "short bodies need no slot"
         services.large_bodies.release()
         assert (await post(client, long, path="/raw")).status_code == 200
         assert (await post(client, b"[" + long, path="/raw")).status_code == 400
-        assert services.large_bodies.num_active == 7, "each request releases its slot, refused ones too"
+        assert services.large_bodies.num_active == 7, "each request releases its slot, even if it is refused"
 
 
-async def test_bytes_are_counted_while_they_arrive() -> None:
-    """A body without Content-Length is refused long before its end."""
+async def test_the_size_limit_applies_while_a_body_arrives() -> None:
+    """A body without Content-Length is refused before its end."""
     sent = 0
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -164,7 +164,7 @@ async def test_a_body_with_a_too_large_content_length_is_not_read() -> None:
     assert (response.status_code, sent) == (413, 0)
 
 
-async def test_a_body_that_does_not_arrive_in_time() -> None:
+async def test_a_body_that_is_not_received_in_time_gets_408() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         yield b'{"a":'
         await asyncio.sleep(60)
@@ -192,7 +192,7 @@ async def test_a_body_that_does_not_arrive_in_time() -> None:
         ("", 415),
     ],
 )
-async def test_media_types(media_type: str, status: int) -> None:
+async def test_only_json_media_types_are_accepted(media_type: str, status: int) -> None:
     async with client_of(make_services(), echo()) as client:
         response = await post(client, b'{"a": 1}', media_type)
     assert response.status_code == status
@@ -201,7 +201,7 @@ async def test_media_types(media_type: str, status: int) -> None:
 
 
 async def test_a_body_without_a_content_type_is_refused() -> None:
-    """Pages of other sites can send such requests without a preflight."""
+    """Pages of other sites can send such requests without a preflight request."""
     async with client_of(make_services(), echo()) as client:
         response = await client.post("/raw", content=b'{"a": 1}')
     assert response.status_code == 415

@@ -1,4 +1,4 @@
-"""Connections, byte by byte: framing, pipelining, half-closed clients, and how they close."""
+"""Connections at the level of bytes: framing, pipelining, half-closed clients, and closing."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ def _parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class App:
-    """Answers with the path and the length of the body. The path selects the behaviour."""
+    """An application that answers with the path and the length of the body.
+
+    The path selects the behaviour.
+    """
 
     def __init__(self) -> None:
         self.paths: list[str] = []
-        self.go_on = asyncio.Event()
+        self.may_continue = asyncio.Event()
         self.disconnects = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +58,7 @@ class App:
                     break
         if "wait" in path:
             leaving = asyncio.ensure_future(receive())
-            waiting = asyncio.ensure_future(self.go_on.wait())
+            waiting = asyncio.ensure_future(self.may_continue.wait())
             await asyncio.wait((leaving, waiting), return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
             if leaving.done():
@@ -77,7 +80,7 @@ class App:
 
 
 @asynccontextmanager
-async def served(app: Any) -> AsyncIterator[int]:
+async def run_server(app: Any) -> AsyncIterator[int]:
     """Serve an application and return its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with HttpServer(app, ServeConfig()).listening(listener):
@@ -99,35 +102,35 @@ async def exchange(port: int, *sent: bytes, half_close: bool = False) -> bytes:
         writer.close()
 
 
-def answers(data: bytes) -> list[tuple[int, dict[str, Any]]]:
-    """Return status and body of each response."""
-    found = []
+def parse_responses(data: bytes) -> list[tuple[int, dict[str, Any]]]:
+    """Return (status, body) of each response."""
+    responses = []
     while data:
         head, _, rest = data.partition(b"\r\n\r\n")
         lines = head.decode().lower().split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines[1:])
         size = int(headers["content-length"])
-        found.append((int(lines[0].split()[1]), json.loads(rest[:size])))
+        responses.append((int(lines[0].split()[1]), json.loads(rest[:size])))
         data = rest[size:]
-    return found
+    return responses
 
 
 async def test_answers_are_sent_without_delay() -> None:
-    """Each write is a separate segment: every connection of every listener has TCP_NODELAY."""
-    found: list[int] = []
+    """Each write is a separate segment: TCP_NODELAY is set on every connection of every listener."""
+    nodelay_flags: list[int] = []
 
     class WriteRecorder(App):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             for connection in server.server_state.connections:
                 accepted = connection.transport.get_extra_info("socket")
-                found.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+                nodelay_flags.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             await super().__call__(scope, receive, send)
 
     server = HttpServer(WriteRecorder(), ServeConfig())  # type: ignore[arg-type]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with server.listening(listener):
             await exchange(listener.getsockname()[1], GET % b"close")
-    assert found == [1]
+    assert nodelay_flags == [1]
 
 
 async def test_a_unix_socket_is_served(tmp_path: Any) -> None:
@@ -155,116 +158,118 @@ AMBIGUOUS = {
 @pytest.mark.parametrize("rest", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
 async def test_ambiguous_framing_closes_the_connection(rest: bytes) -> None:
     app = App()
-    async with served(app) as port:
+    async with run_server(app) as port:
         data = await exchange(port, POST % b"a" + rest + GET % b"smuggled")
-    [(status, body)] = answers(data)
+    [(status, body)] = parse_responses(data)
     assert status == 400
     assert body["error"]["code"] == "invalid_http"
     assert b"connection: close" in data
     assert "/smuggled" not in app.paths
 
 
-async def test_chunks_are_unknown_to_http_1_0() -> None:
+async def test_chunked_bodies_are_refused_in_http_1_0() -> None:
     app = App()
-    async with served(app) as port:
+    async with run_server(app) as port:
         sent = b"POST /a HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + GET % b"smuggled"
         data = await exchange(port, sent)
-    assert answers(data)[0][0] == 400
+    assert parse_responses(data)[0][0] == 400
     assert "/smuggled" not in app.paths
 
 
 async def test_chunk_extensions_and_trailers_are_not_part_of_the_body() -> None:
-    async with served(App()) as port:
+    async with run_server(App()) as port:
         head = POST % b"a" + b"transfer-encoding: chunked\r\n\r\n"
         sent = head + b'3;name="value"\r\nabc\r\n0;last\r\nx-trailer: 1\r\n\r\n' + GET % b"close"
-        found = answers(await exchange(port, sent))
-    assert found == [(200, {"path": "/a", "size": 3}), (200, {"path": "/close", "size": 0})]
+        responses = parse_responses(await exchange(port, sent))
+    assert responses == [(200, {"path": "/a", "size": 3}), (200, {"path": "/close", "size": 0})]
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
-    async with served(App()) as port:
+    async with run_server(App()) as port:
         sent = GET % b"1" + POST % b"2" + b"content-length: 3\r\n\r\nabc" + GET % b"3" + GET % b"close"
-        found = answers(await exchange(port, sent))
-    assert [body["path"] for _, body in found] == ["/1", "/2", "/3", "/close"]
+        responses = parse_responses(await exchange(port, sent))
+    assert [body["path"] for _, body in responses] == ["/1", "/2", "/3", "/close"]
 
 
-async def test_garbage_after_a_request_is_refused_after_its_response() -> None:
+async def test_invalid_bytes_after_a_request_are_refused_after_its_response() -> None:
     app = App()
-    async with served(app) as port:
+    async with run_server(app) as port:
         waiting = asyncio.ensure_future(exchange(port, GET % b"wait", b"\x00 no HTTP\r\n\r\n"))
         await asyncio.sleep(0.1)
-        app.go_on.set()
-        found = answers(await waiting)
-    assert [status for status, _ in found] == [200, 400]
+        app.may_continue.set()
+        responses = parse_responses(await waiting)
+    assert [status for status, _ in responses] == [200, 400]
 
 
-async def test_http_1_0_closes_after_the_answer() -> None:
-    async with served(App()) as port:
+async def test_http_1_0_connections_close_after_the_answer() -> None:
+    async with run_server(App()) as port:
         data = await exchange(port, b"GET /a HTTP/1.0\r\n\r\n")
-        kept = await exchange(port, b"GET /a HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
-    assert answers(data) == answers(kept) == [(200, {"path": "/a", "size": 0})]
+        keep_alive_data = await exchange(port, b"GET /a HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+    assert parse_responses(data) == parse_responses(keep_alive_data) == [(200, {"path": "/a", "size": 0})]
 
 
-async def test_http_1_0_is_sent_no_chunks() -> None:
-    async with served(App()) as port:
+async def test_http_1_0_responses_are_not_chunked() -> None:
+    async with run_server(App()) as port:
         data = await exchange(port, b"GET /stream HTTP/1.0\r\n\r\n")
     assert data.endswith(b"\r\n\r\nonetwo")
     assert b"chunked" not in data
 
 
-@pytest.mark.parametrize("whole", [True, False])
-async def test_a_head_that_is_too_long(whole: bool) -> None:
+@pytest.mark.parametrize("is_one_write", [True, False])
+async def test_a_too_long_head_is_refused(is_one_write: bool) -> None:
     app = App()
     line = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
     parts = [b"x%d: " % number + b"y" * 1000 + b"\r\n" for number in range(MAX_HEAD_SIZE // 500)]
-    async with served(app) as port:
-        data = await exchange(port, line, *([b"".join(parts)] if whole else [b"".join(parts[:80])] * 3))
-    [(status, body)] = answers(data)
+    async with run_server(app) as port:
+        data = await exchange(
+            port, line, *([b"".join(parts)] if is_one_write else [b"".join(parts[:80])] * 3)
+        )
+    [(status, body)] = parse_responses(data)
     assert (status, body["error"]["code"], app.paths) == (431, "invalid_http", [])
 
 
 async def test_the_head_limit_applies_to_each_request() -> None:
-    async with served(App()) as port:
-        one = b"GET /a HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 8000 + b"\r\n\r\n"
-        found = answers(await exchange(port, *[one] * 12, GET % b"close"))
-    assert len(found) == 13
+    async with run_server(App()) as port:
+        request = b"GET /a HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 8000 + b"\r\n\r\n"
+        responses = parse_responses(await exchange(port, *[request] * 12, GET % b"close"))
+    assert len(responses) == 13
 
 
 async def test_100_continue_is_sent_when_the_body_is_read() -> None:
-    async with served(App()) as port:
+    async with run_server(App()) as port:
         head = POST % b"close" + b"content-length: 3\r\nexpect: 100-continue\r\n\r\n"
         data = await exchange(port, head, b"abc")
-        early = await exchange(port, head.replace(b"/close", b"/early-close"))
+        early_answer = await exchange(port, head.replace(b"/close", b"/early-close"))
     assert data.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
-    assert early.startswith(b"HTTP/1.1 413")
+    assert early_answer.startswith(b"HTTP/1.1 413")
 
 
 # -- Clients that stop sending ---------------------------------------------------------------------------
 
 
 async def test_a_half_closed_client_gets_its_answer() -> None:
-    async with served(App()) as port:
-        found = answers(await exchange(port, GET % b"a", half_close=True))
-        both = answers(await exchange(port, GET % b"1" + GET % b"2", half_close=True))
+    async with run_server(App()) as port:
+        responses = parse_responses(await exchange(port, GET % b"a", half_close=True))
+        pipelined = parse_responses(await exchange(port, GET % b"1" + GET % b"2", half_close=True))
         nothing = await exchange(port, half_close=True)
-        idle = answers(await exchange(port, GET % b"a", b"", b"", half_close=True))
-    assert [body["path"] for _, body in found + both + idle] == ["/a", "/1", "/2", "/a"]
+        idle = parse_responses(await exchange(port, GET % b"a", b"", b"", half_close=True))
+    assert [body["path"] for _, body in responses + pipelined + idle] == ["/a", "/1", "/2", "/a"]
     assert nothing == b""
 
 
-async def test_a_half_closed_client_may_wait_for_its_answer() -> None:
-    """The bytes that probe the connection are the first bytes of the answer."""
+async def test_a_half_closed_client_can_wait_for_its_answer() -> None:
+    """The server probes the connection with the first bytes of the answer."""
     app = App()
-    async with served(app) as port:
+    async with run_server(app) as port:
         waiting = asyncio.ensure_future(exchange(port, GET % b"wait", half_close=True))
         await asyncio.sleep(0.7)
-        app.go_on.set()
-        assert answers(await waiting) == [(200, {"path": "/wait", "size": 0})]
+        app.may_continue.set()
+        assert parse_responses(await waiting) == [(200, {"path": "/wait", "size": 0})]
 
 
-async def test_a_disconnect_is_detected_while_nothing_is_sent() -> None:
+async def test_a_disconnect_is_detected_before_the_answer() -> None:
     app = App()
-    async with served(app) as port:
+    async with run_server(app) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(GET % b"wait")
         await until(lambda: bool(app.paths))
@@ -274,18 +279,18 @@ async def test_a_disconnect_is_detected_while_nothing_is_sent() -> None:
 
 async def test_an_incomplete_request_is_not_served() -> None:
     app = App()
-    async with served(app) as port:
+    async with run_server(app) as port:
         head = POST % b"a" + b"content-length: 10\r\n\r\nabc"
         assert await exchange(port, head, half_close=True) == b""
         await until(lambda: app.disconnects == 1)
 
 
-# -- Answers that come before the end of the request -----------------------------------------------------
+# -- Answers before the end of the request ---------------------------------------------------------------
 
 
-async def test_an_early_answer_is_read_by_a_client_that_sends_first() -> None:
+async def test_a_client_that_sends_the_whole_body_first_reads_an_early_answer() -> None:
     """Python's http.client sends the whole body before it reads the response."""
-    async with served(App()) as port:
+    async with run_server(App()) as port:
 
         def send() -> tuple[int, bytes]:
             client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -297,9 +302,9 @@ async def test_an_early_answer_is_read_by_a_client_that_sends_first() -> None:
     assert (status, json.loads(body)["path"]) == (413, "/early-close")
 
 
-async def test_discarded_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_discarded_bytes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "LINGER_BYTES", 100_000)
-    async with served(App()) as port:
+    async with run_server(App()) as port:
 
         def send() -> int:
             sent = 0
@@ -315,7 +320,7 @@ async def test_discarded_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         assert await asyncio.to_thread(send) < 100_000_000
 
 
-async def test_the_time_of_discarding_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_time_for_discarding_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "LINGER_IDLE_SECONDS", 0.05)
     app = App()
     server = HttpServer(app, ServeConfig())  # type: ignore[arg-type]
@@ -328,12 +333,12 @@ async def test_the_time_of_discarding_is_bounded(monkeypatch: pytest.MonkeyPatch
             writer.close()
 
 
-async def test_the_end_of_the_server_waits_for_no_client_that_was_answered(
+async def test_shutdown_does_not_wait_for_answered_clients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "LINGER_IDLE_SECONDS", 60.0)
     app = App()
-    async with served(app) as port:
+    async with run_server(app) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(POST % b"early-close" + b"content-length: 1000\r\n\r\n")
         await until(lambda: bool(app.paths))
@@ -342,11 +347,11 @@ async def test_the_end_of_the_server_waits_for_no_client_that_was_answered(
     writer.close()
 
 
-async def test_a_connection_outlives_an_early_answer() -> None:
-    async with served(App()) as port:
+async def test_a_connection_is_reused_after_an_early_answer() -> None:
+    async with run_server(App()) as port:
         sent = POST % b"early" + b"content-length: 1000\r\n\r\n", b"x" * 1000, GET % b"close"
-        found = answers(await exchange(port, *sent))
-    assert [body["path"] for _, body in found] == ["/early", "/close"]
+        responses = parse_responses(await exchange(port, *sent))
+    assert [body["path"] for _, body in responses] == ["/early", "/close"]
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""The gate and its count of active requests."""
+"""The gate, which counts active requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_closed_gate_stays_closed() -> None:
 
 @pytest.mark.parametrize(("length", "is_read"), [(20_000, True), (10_000_000, False)])
 async def test_a_short_body_is_read_before_its_request_is_refused(length: int, is_read: bool) -> None:
-    """Closing a connection with unread bytes could reset it, and the client could lose the response."""
+    """Closing a connection with unread bytes could reset it. The client could then lose the response."""
     sent = 0
 
     async def chunks() -> AsyncIterator[bytes]:

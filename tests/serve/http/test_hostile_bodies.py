@@ -1,4 +1,4 @@
-"""Hundreds of invalid bodies: each gets a result or a client error, never a server error."""
+"""Hundreds of random invalid bodies: each gets a result or a client error, never a server error."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ formats = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "json_object", "json_schema", "structural_tag"]) | anything},
     optional={"json_schema": anything, "format": anything},
 )
-OF_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+FIELD_STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "messages": messages,
     "tools": tools,
     "response_format": formats,
@@ -98,14 +98,17 @@ OF_FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def bodies(kind: Any, required: str) -> st.SearchStrategy[dict[str, Any]]:
+def body_strategy(kind: Any, required: str) -> st.SearchStrategy[dict[str, Any]]:
     names = [*kind.model_fields, *UNSUPPORTED.get(kind, {}), "unheard_of"]
-    fields = {name: OF_FIELDS.get(name, anything) | anything for name in names}
-    one = {required: OF_FIELDS[required], "model": st.just("demo") | st.just("demo") | anything}
-    rest = {name: strategy for name, strategy in fields.items() if name not in one}
+    fields = {name: FIELD_STRATEGIES.get(name, anything) | anything for name in names}
+    required_fields = {
+        required: FIELD_STRATEGIES[required],
+        "model": st.just("demo") | st.just("demo") | anything,
+    }
+    rest = {name: strategy for name, strategy in fields.items() if name not in required_fields}
     chosen = st.lists(st.sampled_from(sorted(rest)), max_size=4, unique=True)
     return chosen.flatmap(
-        lambda names: st.fixed_dictionaries({**one, **{name: rest[name] for name in names}})
+        lambda names: st.fixed_dictionaries({**required_fields, **{name: rest[name] for name in names}})
     )
 
 
@@ -135,14 +138,14 @@ async def check(server: Chatting, path: str, body: Any) -> int:
         ("/tokenize", TokenizeBody, "messages"),
     ],
 )
-def test_no_body_is_a_fault(
+def test_no_random_body_causes_a_server_error(
     path: str, kind: Any, required: str, data: st.DataObject, grammars_enabled: bool
 ) -> None:
-    some = data.draw(st.lists(bodies(kind, required), min_size=8, max_size=8))
+    drawn_bodies = data.draw(st.lists(body_strategy(kind, required), min_size=8, max_size=8))
 
     async def run() -> None:
         async with chatting(template=THINKING, grammars_enabled=grammars_enabled) as server:
-            for body in some:
+            for body in drawn_bodies:
                 await check(server, path, body)
                 if path == "/v1/chat/completions":
                     await check(server, f"{path}/render", body)
@@ -182,7 +185,7 @@ RAW = [
     "path",
     ["/v1/chat/completions", "/v1/completions", "/v1/chat/completions/render", "/tokenize", "/detokenize"],
 )
-async def test_invalid_bodies(path: str) -> None:
+async def test_bodies_that_are_not_objects_are_refused(path: str) -> None:
     async with chatting() as server:
         for raw in RAW:
             response = await server.http.post(path, content=raw, headers={"content-type": "application/json"})
@@ -194,7 +197,7 @@ async def test_invalid_bodies(path: str) -> None:
         assert (await server.http.get(path)).status_code == 405
 
 
-async def test_the_document_describes_the_routes() -> None:
+async def test_the_openapi_document_describes_the_routes() -> None:
     async with chatting() as server:
         document = (await server.http.get("/openapi.json")).json()
         for path, field in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):

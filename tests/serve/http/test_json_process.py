@@ -1,4 +1,4 @@
-"""The limits on a body's values, and the process that decodes long bodies."""
+"""Limits on the values of a body, and the process that decodes long bodies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.serve.http.json_process import (
     serve,
 )
 
-MANY = 10**9
+NO_LIMIT = 10**9
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -37,34 +37,34 @@ JSON = st.recursive(
 
 @pytest.fixture
 async def decoder() -> AsyncIterator[JsonDecoder]:
-    one = JsonDecoder()
-    yield one
-    await one.close()
+    json_decoder = JsonDecoder()
+    yield json_decoder
+    await json_decoder.close()
 
 
 def counts(value: Any) -> tuple[int, int]:
-    """Return the number of objects, arrays and keys, and the number of commas."""
+    """Return (number of objects, arrays and keys; number of commas)."""
     if isinstance(value, dict | list):
-        inside = [counts(one) for one in (value.values() if isinstance(value, dict) else value)]
+        inside = [counts(element) for element in (value.values() if isinstance(value, dict) else value)]
         keys = len(value) if isinstance(value, dict) else 0
         return (
-            1 + keys + sum(one for one, _ in inside),
-            max(0, len(value) - 1) + sum(one for _, one in inside),
+            1 + keys + sum(element for element, _ in inside),
+            max(0, len(value) - 1) + sum(element for _, element in inside),
         )
     return 0, 0
 
 
 @given(JSON, st.booleans())
-def test_values_are_counted_outside_of_texts(value: Any, ascii: bool) -> None:
+def test_values_are_counted_outside_strings(value: Any, ascii: bool) -> None:
     body = json.dumps(value, ensure_ascii=ascii).encode()
     num_values, num_items = counts(value)
     assert decode(body, num_values, num_items) == value
     if num_values:
         with pytest.raises(TooManyValuesError, match=f"has {num_values} objects, arrays and keys"):
-            decode(body, num_values - 1, MANY)
+            decode(body, num_values - 1, NO_LIMIT)
     if num_items:
         with pytest.raises(TooManyValuesError, match="values; the limit is"):
-            decode(body, MANY, num_items - 1)
+            decode(body, NO_LIMIT, num_items - 1)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_values_are_counted_outside_of_texts(value: Any, ascii: bool) -> None:
 def test_too_many_values_are_refused_before_decoding(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_process, "json", None)
     with pytest.raises(TooManyValuesError, match="the limit is 50000"):
-        decode(body, 50_000, MANY)
+        decode(body, 50_000, NO_LIMIT)
 
 
-def test_a_long_text_has_few_values() -> None:
+def test_a_long_string_counts_as_one_value() -> None:
     text = 'a, [b]: {c} "d" \\' * 50_000
     assert decode(json.dumps({"prompt": text}).encode(), 2, 0) == {"prompt": text}
 
@@ -99,42 +99,42 @@ def test_a_long_text_has_few_values() -> None:
     ],
 )
 async def test_the_process_returns_the_value(decoder: JsonDecoder, value: Any) -> None:
-    assert await decoder.decode(json.dumps(value).encode(), MANY, MANY) == value
+    assert await decoder.decode(json.dumps(value).encode(), NO_LIMIT, NO_LIMIT) == value
 
 
 async def test_the_process_continues_after_a_refusal(decoder: JsonDecoder) -> None:
     with pytest.raises(InvalidJsonError, match="the key 'a' occurs twice"):
-        await decoder.decode(b'{"a": 1, "a": 2}', MANY, MANY)
+        await decoder.decode(b'{"a": 1, "a": 2}', NO_LIMIT, NO_LIMIT)
     with pytest.raises(TooManyValuesError, match="has 3 objects"):
-        await decoder.decode(b"[[], []]", 2, MANY)
+        await decoder.decode(b"[[], []]", 2, NO_LIMIT)
     process = decoder._process
-    assert await decoder.decode(b"[1]", MANY, MANY) == [1]
+    assert await decoder.decode(b"[1]", NO_LIMIT, NO_LIMIT) == [1]
     assert decoder._process is process
 
 
-async def test_concurrent_bodies_are_decoded_in_sequence(decoder: JsonDecoder) -> None:
+async def test_concurrent_bodies_get_their_own_values(decoder: JsonDecoder) -> None:
     bodies = [json.dumps([number] * 50_000).encode() for number in range(5)]
-    found = await asyncio.gather(*(decoder.decode(body, MANY, MANY) for body in bodies))
-    assert [one[0] for one in found] == [0, 1, 2, 3, 4]
+    results = await asyncio.gather(*(decoder.decode(body, NO_LIMIT, NO_LIMIT) for body in bodies))
+    assert [result[0] for result in results] == [0, 1, 2, 3, 4]
 
 
-async def test_a_process_that_ended_is_restarted(decoder: JsonDecoder) -> None:
-    await decoder.decode(b"[]", MANY, MANY)
+async def test_a_process_that_has_ended_is_restarted(decoder: JsonDecoder) -> None:
+    await decoder.decode(b"[]", NO_LIMIT, NO_LIMIT)
     assert decoder._process is not None
     decoder._process.send_signal(signal.SIGSTOP)
-    waiting = asyncio.ensure_future(decoder.decode(b"[1]", MANY, MANY))
+    waiting = asyncio.ensure_future(decoder.decode(b"[1]", NO_LIMIT, NO_LIMIT))
     await asyncio.sleep(0.05)
     decoder._process.kill()
     with pytest.raises(UnavailableError, match="has ended"):
         await waiting
-    assert await decoder.decode(b"[1]", MANY, MANY) == [1]
+    assert await decoder.decode(b"[1]", NO_LIMIT, NO_LIMIT) == [1]
 
 
-async def test_the_reply_to_a_cancelled_request_answers_no_other_request(decoder: JsonDecoder) -> None:
-    long = asyncio.ensure_future(decoder.decode(json.dumps(["x"] * 500_000).encode(), MANY, MANY))
+async def test_the_reply_to_a_cancelled_request_is_discarded(decoder: JsonDecoder) -> None:
+    long = asyncio.ensure_future(decoder.decode(json.dumps(["x"] * 500_000).encode(), NO_LIMIT, NO_LIMIT))
     await asyncio.sleep(0.05)
     long.cancel()
-    assert await decoder.decode(b"[1]", MANY, MANY) == [1]
+    assert await decoder.decode(b"[1]", NO_LIMIT, NO_LIMIT) == [1]
 
 
 def test_the_process_serves_until_its_input_ends() -> None:
@@ -144,18 +144,18 @@ def test_the_process_serves_until_its_input_ends() -> None:
     replies = io.BytesIO()
     serve(io.BytesIO(requests + REQUEST.pack(10, 5, 5) + b"half"), replies)
     replies.seek(0)
-    found = []
+    received = []
     while head := replies.read(REPLY.size):
         kind, size = REPLY.unpack(head)
-        found.append((kind, replies.read(size)))
-    assert [kind for kind, _ in found] == [json_process.VALUE, json_process.INVALID, json_process.TOO_MANY]
-    assert marshal.loads(found[0][1]) == [1]
-    assert found[1] == reply_to(b"{", 5, 5)
+        received.append((kind, replies.read(size)))
+    assert [kind for kind, _ in received] == [json_process.VALUE, json_process.INVALID, json_process.TOO_MANY]
+    assert marshal.loads(received[0][1]) == [1]
+    assert received[1] == reply_to(b"{", 5, 5)
 
 
 @pytest.mark.parametrize("length", [0, 100_000, 600_000])
-async def test_a_server_names_the_limit(length: int) -> None:
-    """The same message for short and long bodies."""
+async def test_the_error_of_a_server_has_the_limit(length: int) -> None:
+    """The message is the same for short and long bodies."""
     async with client_of(make_services(max_json_values=100)) as client:
         body = {"model": "demo", "prompt": "a" * length, "stop": [{}] * 200}
         response = await client.post("/v1/completions", json=body)

@@ -44,17 +44,17 @@ INFO = WorkerInfo(
 )
 
 
-def slowly(context: TextContext) -> int:
+def choose_slowly(context: TextContext) -> int:
     time.sleep(TOKEN_SECONDS)
     return ord("a")
 
 
 def make_work() -> WorkerRuntime:
-    return WorkerRuntime(scheduler=Scheduler(FakePipeline(slowly), max_batch_size=8), info=INFO)
+    return WorkerRuntime(scheduler=Scheduler(FakePipeline(choose_slowly), max_batch_size=8), info=INFO)
 
 
 class Running:
-    """A server in the main thread, where signals arrive, and a client of it in another one."""
+    """A server in the main thread, where signals arrive, and a client in another thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._listening: queue.Queue[str] = queue.Queue()
@@ -82,7 +82,7 @@ class Running:
         when_ready: bool = True,
         **config: Any,
     ) -> tuple[int, Any]:
-        """Return the server's exit status and the client's result."""
+        """Return the exit status of the server and the result of the client."""
         result: list[Any] = []
 
         def client() -> None:
@@ -129,7 +129,7 @@ def stream(http: httpx.Client, max_tokens: int, after_first: Callable[[], Any]) 
     return events, done
 
 
-def test_it_serves_until_a_stop_signal(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_server_runs_until_a_stop_signal(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
     def act(http: httpx.Client) -> Any:
         answer = http.post("/v1/completions", json=body(3))
         probes = [http.get(path).status_code for path in ("/health", "/ready")]
@@ -151,7 +151,7 @@ def test_it_serves_until_a_stop_signal(running: Running, capfd: pytest.CaptureFi
     assert "event=stopped clean=true" in err
 
 
-def test_json_logs_are_json_only(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_logs_contain_only_json(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
     def act(http: httpx.Client) -> str:
         send(signal.SIGINT)
         return str(http.base_url)
@@ -164,7 +164,7 @@ def test_json_logs_are_json_only(running: Running, capfd: pytest.CaptureFixture[
     assert ready["phases"]["worker: weights"] == 0.25
 
 
-def test_a_signal_lets_active_requests_finish(running: Running) -> None:
+def test_active_requests_finish_after_a_signal(running: Running) -> None:
     def while_draining(http: httpx.Client) -> Any:
         send(signal.SIGTERM)
         while http.get("/ready").status_code == 200:
@@ -186,7 +186,7 @@ def test_a_signal_lets_active_requests_finish(running: Running) -> None:
     assert health == 200
 
 
-def test_when_the_grace_is_over_they_are_cut_off_with_an_error(running: Running) -> None:
+def test_requests_that_exceed_the_grace_period_end_with_an_error(running: Running) -> None:
     def act(http: httpx.Client) -> Any:
         return stream(http, 4000, lambda: send(signal.SIGTERM))
 
@@ -197,7 +197,7 @@ def test_when_the_grace_is_over_they_are_cut_off_with_an_error(running: Running)
 
 
 @pytest.mark.parametrize(("second", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_second_signal_ends_at_once(running: Running, second: int, expected: int) -> None:
+def test_a_second_signal_stops_the_server_at_once(running: Running, second: int, expected: int) -> None:
     def twice(http: httpx.Client) -> None:
         send(signal.SIGTERM)
         while http.get("/ready").status_code == 200:
@@ -241,7 +241,7 @@ def test_requests_during_loading_get_an_error(running: Running) -> None:
     assert late.status_code == 200
 
 
-def test_a_signal_while_it_loads_ends_it(running: Running) -> None:
+def test_a_signal_during_loading_stops_the_server(running: Running) -> None:
     loaded = threading.Event()
 
     def slow_work() -> WorkerRuntime:
@@ -258,7 +258,7 @@ def test_a_signal_while_it_loads_ends_it(running: Running) -> None:
     assert not running.ready.is_set()
 
 
-def test_a_model_that_does_not_load_is_the_callers_error(running: Running) -> None:
+def test_a_load_error_is_raised_to_the_caller(running: Running) -> None:
     def broken_work() -> WorkerRuntime:
         raise CheckpointError("/models/x", "is broken")
 
@@ -271,8 +271,8 @@ def test_a_model_that_does_not_load_is_the_callers_error(running: Running) -> No
         running.serve(lambda http: None, make_work, broken_tokenizer, when_ready=False)
 
 
-def test_a_fault_at_the_start_does_not_go_unnoticed(running: Running) -> None:
-    """The warm-up request finds the fault before a client does."""
+def test_a_failed_warm_up_stops_the_server(running: Running) -> None:
+    """The warm-up request finds the fault before the first client does."""
 
     def fail(context: TextContext) -> int:
         raise ZeroDivisionError
@@ -297,9 +297,9 @@ def test_the_grammar_probe_does_not_delay_readiness(running: Running) -> None:
         return FakeTokenizer.EOS
 
     def act(http: httpx.Client) -> bool:
-        found = tried.wait(60)
+        is_tried = tried.wait(60)
         send(signal.SIGTERM)
-        return found
+        return is_tried
 
     info = msgspec.structs.replace(INFO, grammars_enabled=True)
     work = WorkerRuntime(scheduler=Scheduler(FakePipeline(choose), max_batch_size=8), info=info)
@@ -308,7 +308,7 @@ def test_the_grammar_probe_does_not_delay_readiness(running: Running) -> None:
 
 def test_idle_connections_do_not_delay_the_shutdown(running: Running) -> None:
     def act(http: httpx.Client) -> int:
-        http.get("/health")  # its connection is kept
+        http.get("/health")  # the connection is kept alive
         send(signal.SIGTERM)
         return 0
 
@@ -319,11 +319,11 @@ def test_idle_connections_do_not_delay_the_shutdown(running: Running) -> None:
     "sent",
     [b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n"],
 )
-def test_garbage_instead_of_http(running: Running, sent: bytes) -> None:
+def test_invalid_http_is_refused_and_closed(running: Running, sent: bytes) -> None:
     def act(http: httpx.Client) -> bytes:
         with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as raw:
             raw.sendall(sent)
-            answer = b"".join(iter(lambda: raw.recv(4096), b""))  # to the end: it is closed
+            answer = b"".join(iter(lambda: raw.recv(4096), b""))  # until the server closes the connection
         send(signal.SIGTERM)
         return answer
 
@@ -340,7 +340,7 @@ def test_a_connection_without_a_request_is_closed(running: Running, sent: bytes)
         with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as raw:
             raw.sendall(sent)
             answer = raw.recv(4096)
-        assert stream(http, 400, lambda: None)[0][-1] == "[DONE]"  # which takes longer than that
+        assert stream(http, 400, lambda: None)[0][-1] == "[DONE]"  # longer than the time limit
         send(signal.SIGTERM)
         return answer
 
@@ -348,7 +348,7 @@ def test_a_connection_without_a_request_is_closed(running: Running, sent: bytes)
 
 
 def test_an_incomplete_later_request_is_closed(running: Running) -> None:
-    whole = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    request = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
     def answer_to(raw: socket.socket, *parts: bytes) -> bytes:
         for part in parts:
@@ -361,9 +361,9 @@ def test_an_incomplete_later_request_is_closed(running: Running) -> None:
 
     def act(http: httpx.Client) -> list[bytes]:
         with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=30) as raw:
-            answers = [answer_to(raw, whole), answer_to(raw, whole[:10], whole[10:])]
-            time.sleep(2.2)  # an idle connection may be kept for longer than a request may take to begin
-            answers += [answer_to(raw, whole), answer_to(raw, whole[:10])]
+            answers = [answer_to(raw, request), answer_to(raw, request[:10], request[10:])]
+            time.sleep(2.2)  # an idle connection is kept for longer than the limit of the first request
+            answers += [answer_to(raw, request), answer_to(raw, request[:10])]
         send(signal.SIGTERM)
         return answers
 
@@ -372,7 +372,7 @@ def test_an_incomplete_later_request_is_closed(running: Running) -> None:
     assert [answer[:12] for answer in answers] == [b"HTTP/1.1 200"] * 3 + [b""]
 
 
-def test_a_body_that_is_too_long_is_answered_and_not_read_to_its_end(running: Running) -> None:
+def test_a_too_long_body_is_answered_before_its_end(running: Running) -> None:
     def act(http: httpx.Client) -> httpx.Response:
         answer = http.post("/v1/completions", json=[1] * 2_000_000)
         send(signal.SIGTERM)
@@ -382,7 +382,7 @@ def test_a_body_that_is_too_long_is_answered_and_not_read_to_its_end(running: Ru
     assert (status, answer.status_code) == (0, 413)
 
 
-def test_addresses() -> None:
+def test_addresses_of_listeners() -> None:
     with listening_socket("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert url_of(taken) == f"http://127.0.0.1:{port}"
@@ -409,7 +409,7 @@ def test_addresses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "is_ours_alone"),
+    ("host", "is_local"),
     [
         ("127.0.0.1", True),
         ("127.1.2.3", True),
@@ -421,11 +421,11 @@ def test_addresses() -> None:
         ("example.org", False),
     ],
 )
-def test_reachability_of_addresses(host: str, is_ours_alone: bool) -> None:
-    assert is_loopback(host) == is_ours_alone
+def test_addresses_are_local_or_reachable(host: str, is_local: bool) -> None:
+    assert is_loopback(host) == is_local
 
 
-def test_the_clock_began_with_the_process() -> None:
+def test_the_uptime_starts_with_the_process() -> None:
     assert 0 < process_age() < 24 * 3600
     startup = Startup()
     with startup.phase("a"):

@@ -1,4 +1,4 @@
-"""Host and Origin headers, and cross-origin requests that browsers send without a preflight."""
+"""Host and Origin headers, and cross-origin requests that browsers send without a preflight request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ LOAD = "/v1/load_lora_adapter"
 BODY = {"lora_name": "a", "lora_path": "/etc"}
 
 
-async def ask(path: str, headers: dict[str, str], method: str = "GET", **config: Any) -> httpx.Response:
+async def send_request(
+    path: str, headers: dict[str, str], method: str = "GET", **config: Any
+) -> httpx.Response:
     services = make_services(**config)
     async with client_of(services) as client:
         more = {"json": BODY} if method == "POST" else {}
@@ -37,7 +39,7 @@ FOREIGN = [
     "localhost.evil.example",
     "127.0.0.1.evil.example",
 ]
-ODD = [
+INVALID_HOSTS = [
     "",
     "a b",
     "user@localhost",
@@ -51,14 +53,14 @@ ODD = [
 
 @pytest.mark.parametrize("host", LOCAL)
 @pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "::1"])
-async def test_a_local_server_answers_to_its_names(host: str, bound: str) -> None:
-    assert (await ask("/v1/models", {"host": host}, host=bound)).status_code == 200
+async def test_a_local_server_accepts_its_own_names(host: str, bound: str) -> None:
+    assert (await send_request("/v1/models", {"host": host}, host=bound)).status_code == 200
 
 
-@pytest.mark.parametrize("host", [*FOREIGN, *ODD])
+@pytest.mark.parametrize("host", [*FOREIGN, *INVALID_HOSTS])
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/", "/metrics", "/nothing"])
-async def test_a_local_server_answers_to_no_other(host: str, path: str) -> None:
-    response = await ask(path, {"host": host})
+async def test_a_local_server_refuses_other_names(host: str, path: str) -> None:
+    response = await send_request(path, {"host": host})
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (
         421,
@@ -68,15 +70,15 @@ async def test_a_local_server_answers_to_no_other(host: str, path: str) -> None:
     assert "--allowed-hosts" in error["message"]
 
 
-async def test_the_error_has_advice() -> None:
-    error = (await ask("/health", {"host": "llm.example:8000"})).json()["error"]
+async def test_the_error_names_the_setting() -> None:
+    error = (await send_request("/health", {"host": "llm.example:8000"})).json()["error"]
     assert "--allowed-hosts llm.example, or with --api-key" in error["message"]
 
 
 @pytest.mark.parametrize(
     ("config", "host", "status"),
     [
-        ({"host": "0.0.0.0"}, "llm.example", 200),  # other hosts reach it under any name
+        ({"host": "0.0.0.0"}, "llm.example", 200),  # clients on other hosts can use any name
         ({"host": "::"}, "llm.example", 200),
         ({"host": "10.0.0.1"}, "llm.example", 200),
         ({"host": "0.0.0.0", "allowed_hosts": ["llm.example"]}, "llm.example", 200),
@@ -92,9 +94,9 @@ async def test_the_error_has_advice() -> None:
         ({"api_key": ["k"], "allowed_hosts": ["llm.example"]}, "evil.example", 421),
     ],
 )
-async def test_hosts_that_are_set(config: dict[str, Any], host: str, status: int) -> None:
+async def test_configured_hosts_are_accepted(config: dict[str, Any], host: str, status: int) -> None:
     headers = {"host": host, "authorization": "Bearer k"}
-    assert (await ask("/v1/models", headers, **config)).status_code == status
+    assert (await send_request("/v1/models", headers, **config)).status_code == status
 
 
 async def test_several_host_headers_are_refused() -> None:
@@ -116,7 +118,7 @@ async def test_several_host_headers_are_refused() -> None:
 )
 @pytest.mark.parametrize("path", [LOAD, "/v1/completions", "/nothing"])
 async def test_requests_of_foreign_pages_are_refused(headers: dict[str, str], path: str) -> None:
-    response = await ask(path, headers, "POST")
+    response = await send_request(path, headers, "POST")
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (
         403,
@@ -124,17 +126,17 @@ async def test_requests_of_foreign_pages_are_refused(headers: dict[str, str], pa
         "invalid_request_error",
     )
     assert "--cors-origins" in error["message"]
-    other = await ask(path, headers, "POST", host="0.0.0.0")
-    assert other.status_code == 403, "wherever the server listens"
+    other = await send_request(path, headers, "POST", host="0.0.0.0")
+    assert other.status_code == 403, "refused on every listening address"
 
 
 @pytest.mark.parametrize(
     ("headers", "config"),
     [
         ({}, {}),
-        ({"origin": "http://localhost"}, {}),  # the playground
+        ({"origin": "http://localhost"}, {}),  # sent by the playground
         ({"origin": "http://localhost:8000", "host": "localhost:8000"}, {}),
-        ({"origin": "https://llm.example", "sec-fetch-site": "same-origin"}, {}),  # through a proxy
+        ({"origin": "https://llm.example", "sec-fetch-site": "same-origin"}, {}),  # sent through a proxy
         ({"sec-fetch-site": "none"}, {}),
         ({"origin": "https://app.example"}, {"cors_origins": ["https://app.example"]}),
         (
@@ -145,28 +147,30 @@ async def test_requests_of_foreign_pages_are_refused(headers: dict[str, str], pa
         ({"origin": "https://app.example", "authorization": "Bearer k"}, {"api_key": ["k"]}),
     ],
 )
-async def test_other_requests_are_accepted(headers: dict[str, str], config: dict[str, Any]) -> None:
-    response = await ask("/nothing", headers, "POST", **config)
+async def test_same_origin_and_allowed_requests_are_accepted(
+    headers: dict[str, str], config: dict[str, Any]
+) -> None:
+    response = await send_request("/nothing", headers, "POST", **config)
     assert response.status_code == 404
 
 
-async def test_a_refusal_has_the_format_of_the_api() -> None:
+async def test_the_error_has_the_format_of_the_api() -> None:
     foreign = {"origin": "https://evil.example"}
-    refused = await ask("/v1/messages", foreign, "POST")
+    refused = await send_request("/v1/messages", foreign, "POST")
     assert refused.status_code == 403
     assert (refused.json()["type"], refused.json()["error"]["type"]) == ("error", "permission_error")
     assert refused.json()["request_id"] == refused.headers["x-request-id"]
-    assert isinstance((await ask("/api/chat", foreign, "POST")).json()["error"], str)
-    assert isinstance((await ask("/api/tags", {"host": "evil.example"})).json()["error"], str)
+    assert isinstance((await send_request("/api/chat", foreign, "POST")).json()["error"], str)
+    assert isinstance((await send_request("/api/tags", {"host": "evil.example"})).json()["error"], str)
 
 
-async def test_reading_routes_accept_any_origin() -> None:
-    assert (await ask("/health", {"origin": "http://evil.example"})).status_code == 200
+async def test_get_routes_accept_any_origin() -> None:
+    assert (await send_request("/health", {"origin": "http://evil.example"})).status_code == 200
 
 
-async def test_the_page_of_an_allowed_origin_may_ask_first() -> None:
+async def test_a_preflight_request_of_an_allowed_origin_is_accepted() -> None:
     headers = {"origin": "https://app.example", "access-control-request-method": "POST"}
-    response = await ask("/v1/completions", headers, "OPTIONS", cors_origins=["https://app.example"])
+    response = await send_request("/v1/completions", headers, "OPTIONS", cors_origins=["https://app.example"])
     assert (response.status_code, response.headers["access-control-allow-origin"]) == (
         200,
         "https://app.example",
@@ -175,7 +179,7 @@ async def test_the_page_of_an_allowed_origin_may_ask_first() -> None:
 
 @pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded"])
 async def test_simple_cross_origin_requests_are_refused(media_type: str | None) -> None:
-    """The media types of a simple request, or none."""
+    """The request has a media type of a simple request, or none."""
     headers = {} if media_type is None else {"content-type": media_type}
     async with client_of(make_services()) as client:
         response = await client.post(
@@ -185,12 +189,12 @@ async def test_simple_cross_origin_requests_are_refused(media_type: str | None) 
 
 
 @pytest.mark.parametrize("host", LOCAL)
-def test_names_of_this_machine(host: str) -> None:
+def test_names_of_this_machine_are_recognised(host: str) -> None:
     name = host_name(host)
     assert name is not None
     assert is_loopback(name)
 
 
-@pytest.mark.parametrize("host", ODD)
-def test_invalid_hosts(host: str) -> None:
+@pytest.mark.parametrize("host", INVALID_HOSTS)
+def test_invalid_hosts_are_refused(host: str) -> None:
     assert host_name(host) is None

@@ -1,4 +1,4 @@
-"""Every error response has OpenAI's format, with status, type and code from one table."""
+"""Every error response has OpenAI's format. One table has status, type and code of each error class."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ CASES: list[tuple[Exception, int, str, str | None, str | None, str | None]] = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{type(case[0]).__name__}-{case[1]}")
-def test_the_table(case: tuple[Exception, int, str, str | None, str | None, str | None]) -> None:
+def test_each_error_class_has_status_type_and_code(
+    case: tuple[Exception, int, str, str | None, str | None, str | None],
+) -> None:
     error, status, type_, code, param, retry_after = case
     problem = problem_of(error)
     body = json.loads(problem.encode())
@@ -82,7 +84,7 @@ def test_the_table(case: tuple[Exception, int, str, str | None, str | None, str 
     assert "secret" not in problem.message
 
 
-def test_a_request_that_reached_the_memory_limit_is_not_to_be_repeated() -> None:
+def test_a_request_that_reached_the_memory_limit_has_no_retry_after() -> None:
     assert problem_of(InsufficientMemoryError("m", needed=1, available=0)).headers == {
         "x-should-retry": "false"
     }
@@ -96,7 +98,7 @@ def test_the_table_covers_every_error_class() -> None:
             assert any(parent in TABLE for parent in below), kind
 
 
-def test_a_message_with_half_a_pair_can_be_sent() -> None:
+def test_a_message_with_a_lone_surrogate_can_be_sent() -> None:
     body = json.loads(problem_of(RequestProblem(400, "was '\ud83d'", param="\ud83d")).encode())
     assert body["error"]["message"] == "was '\\ud83d'"
     assert body["error"]["param"] == "\\ud83d"
@@ -112,7 +114,7 @@ def test_a_message_with_half_a_pair_can_be_sent() -> None:
         ((), ""),
     ],
 )
-def test_field_paths(location: tuple[Any, ...], path: str) -> None:
+def test_locations_become_field_paths(location: tuple[Any, ...], path: str) -> None:
     assert field_path(location) == path
 
 
@@ -154,35 +156,35 @@ def failing() -> APIRouter:
         ([1], None, "invalid_value"),
     ],
 )
-async def test_validation_names_the_field(body: Any, param: str | None, code: str) -> None:
+async def test_a_validation_error_names_the_field(body: Any, param: str | None, code: str) -> None:
     async with client_of(make_services(), failing()) as client:
         error = error_of(await client.post("/form", json=body), 400)
     assert (error["param"], error["code"], error["type"]) == (param, code, INVALID)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)))
-async def test_errors_of_routes(index: int) -> None:
+async def test_each_error_of_a_route_is_converted(index: int) -> None:
     async with client_of(make_services(), failing()) as client:
         response = await client.get(f"/error/{index}")
     error_of(response, CASES[index][1])
     assert response.headers.get("retry-after") == CASES[index][5]
 
 
-async def test_errors_of_the_framework() -> None:
+async def test_errors_of_the_framework_have_the_format() -> None:
     async with client_of(make_services(), failing()) as client:
         unknown = error_of(await client.get("/v1/nothing"), 404)
-        wrong = await client.get("/form")
+        wrong_method = await client.get("/form")
         path = error_of(await client.get("/items/one"), 400)
         missing = error_of(await client.post("/form", headers={"content-type": "application/json"}), 400)
     assert unknown["code"] == "not_found"
-    assert error_of(wrong, 405)["code"] == "method_not_allowed"
-    assert wrong.headers["allow"] == "POST"
+    assert error_of(wrong_method, 405)["code"] == "method_not_allowed"
+    assert wrong_method.headers["allow"] == "POST"
     assert path["param"] == "number"
     assert missing["param"] is None
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
-    """Return the error of a response after checking its exact format."""
+    """Return the error of a response. Check its exact format."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]

@@ -1,4 +1,4 @@
-"""Server-sent events: framing, errors and disconnected clients."""
+"""Server-sent events: framing, errors, and disconnected clients."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from penstock.serve.http.sse import DONE, EventStream, EventTemplate, event
 
 
 @given(st.text())
-def test_a_value_in_a_template_is_the_event_with_that_value(text: str) -> None:
+def test_an_event_template_gives_the_same_bytes(text: str) -> None:
     template = EventTemplate({"a": [1, {"text": EventTemplate.PLACEHOLDER}], "b": None})
     assert template.with_value(text) == event({"a": [1, {"text": text}], "b": None})
     assert b"\n" not in template.with_value(text)[:-2]
 
 
 @given(st.text(st.sampled_from('a\\"\x0b\x0c\x1c\x85\u2028\u2029\u2014é')))
-async def test_clients_that_split_at_any_line_end(text: str) -> None:
-    async def pieces() -> AsyncGenerator[bytes, None]:
+async def test_clients_that_split_at_unicode_line_ends_read_events(text: str) -> None:
+    async def chunks() -> AsyncGenerator[bytes, None]:
         yield event({"text": text})
         yield b"data: " + json.dumps([text, text], ensure_ascii=False).encode() + b"\n\n"
 
     peer = Peer()
-    await peer.run(peer.stream(pieces()))
+    await peer.run(peer.stream(chunks()))
     first, empty, second, *_ = peer.body.decode().splitlines()
     assert json.loads(first.removeprefix("data: ")) == {"text": text}
     assert empty == ""
@@ -41,19 +41,19 @@ class Peer:
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
-        self.left = asyncio.Event()
-        self.noted: list[Any] = []
+        self.disconnected = asyncio.Event()
+        self.notes: list[Any] = []
 
-    def stream(self, pieces: AsyncGenerator[bytes, None]) -> EventStream:
+    def stream(self, chunks: AsyncGenerator[bytes, None]) -> EventStream:
         return EventStream(
-            pieces, on_error=self.noted.append, on_disconnect=lambda: self.noted.append("left")
+            chunks, on_error=self.notes.append, on_disconnect=lambda: self.notes.append("disconnect")
         )
 
     async def run(self, stream: EventStream) -> None:
         await stream({"type": "http"}, self._receive, self._send)
 
     async def _receive(self) -> Any:
-        await self.left.wait()
+        await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
@@ -64,13 +64,13 @@ class Peer:
         return b"".join(message.get("body", b"") for message in self.messages)
 
 
-async def test_a_stream() -> None:
-    async def pieces() -> AsyncGenerator[bytes, None]:
+async def test_a_stream_sends_events_in_order() -> None:
+    async def chunks() -> AsyncGenerator[bytes, None]:
         yield event({"a": 1})
         yield DONE
 
     peer = Peer()
-    await peer.run(peer.stream(pieces()))
+    await peer.run(peer.stream(chunks()))
     start, *bodies = peer.messages
     assert start["status"] == 200
     headers = dict(start["headers"])
@@ -78,29 +78,29 @@ async def test_a_stream() -> None:
     assert b"content-length" not in headers
     assert peer.body == b'data: {"a":1}\n\ndata: [DONE]\n\n'
     assert [body["more_body"] for body in bodies] == [True, True, False]
-    assert peer.noted == []
+    assert peer.notes == []
 
 
 @pytest.mark.parametrize("error", [UnavailableError("gone"), ZeroDivisionError("a secret")])
 async def test_an_error_is_the_last_event(error: Exception) -> None:
-    async def pieces() -> AsyncGenerator[bytes, None]:
+    async def chunks() -> AsyncGenerator[bytes, None]:
         yield event({"a": 1})
         raise error
 
     peer = Peer()
-    await peer.run(peer.stream(pieces()))
+    await peer.run(peer.stream(chunks()))
     first, last, rest = peer.body.decode().split("\n\n")
     assert (first, rest) == ('data: {"a":1}', "")
     assert json.loads(last.removeprefix("data: "))["error"].keys() == {"message", "type", "param", "code"}
     assert "secret" not in last
-    assert peer.noted == [error]
+    assert peer.notes == [error]
     assert peer.messages[-1]["more_body"] is False
 
 
 async def test_a_disconnect_closes_the_generator() -> None:
     ended = asyncio.Event()
 
-    async def pieces() -> AsyncGenerator[bytes, None]:
+    async def chunks() -> AsyncGenerator[bytes, None]:
         try:
             yield b": x\n\n"
             await asyncio.Event().wait()
@@ -108,19 +108,19 @@ async def test_a_disconnect_closes_the_generator() -> None:
             ended.set()
 
     peer = Peer()
-    running = asyncio.ensure_future(peer.run(peer.stream(pieces())))
+    running = asyncio.ensure_future(peer.run(peer.stream(chunks())))
     while len(peer.messages) < 2:
         await asyncio.sleep(0)
-    peer.left.set()
+    peer.disconnected.set()
     await asyncio.wait_for(running, 60)
     assert ended.is_set()
-    assert peer.noted == ["left"]
+    assert peer.notes == ["disconnect"]
 
 
-async def test_a_server_that_ends_ends_the_generator() -> None:
+async def test_the_end_of_the_server_closes_the_generator() -> None:
     ended = asyncio.Event()
 
-    async def pieces() -> AsyncGenerator[bytes, None]:
+    async def chunks() -> AsyncGenerator[bytes, None]:
         try:
             yield b": x\n\n"
             await asyncio.Event().wait()
@@ -128,7 +128,7 @@ async def test_a_server_that_ends_ends_the_generator() -> None:
             ended.set()
 
     peer = Peer()
-    running = asyncio.ensure_future(peer.run(peer.stream(pieces())))
+    running = asyncio.ensure_future(peer.run(peer.stream(chunks())))
     while len(peer.messages) < 2:
         await asyncio.sleep(0)
     running.cancel()
@@ -138,7 +138,7 @@ async def test_a_server_that_ends_ends_the_generator() -> None:
 
 
 async def test_a_broken_connection_counts_as_a_disconnect() -> None:
-    async def pieces() -> AsyncGenerator[bytes, None]:
+    async def chunks() -> AsyncGenerator[bytes, None]:
         while True:
             yield b": x\n\n"
 
@@ -147,18 +147,18 @@ async def test_a_broken_connection_counts_as_a_disconnect() -> None:
             raise OSError("broken pipe")
 
     peer = Peer()
-    stream = peer.stream(pieces())
+    stream = peer.stream(chunks())
     await asyncio.wait_for(stream({"type": "http"}, peer._receive, send), 60)
-    assert peer.noted == ["left"]
+    assert peer.notes == ["disconnect"]
 
 
-async def test_a_connection_that_is_broken_from_the_beginning() -> None:
-    async def pieces() -> AsyncGenerator[bytes, None]:
-        yield event("never asked for")
+async def test_a_connection_that_is_broken_at_the_start() -> None:
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        yield event("not read")
 
     async def send(message: Any) -> None:
         raise OSError("broken pipe")
 
     peer = Peer()
-    await asyncio.wait_for(peer.stream(pieces())({"type": "http"}, peer._receive, send), 60)
-    assert peer.noted == ["left"]
+    await asyncio.wait_for(peer.stream(chunks())({"type": "http"}, peer._receive, send), 60)
+    assert peer.notes == ["disconnect"]

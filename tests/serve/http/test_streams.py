@@ -40,7 +40,7 @@ FORMS: list[dict[str, Any]] = [
 
 
 def slow_pipeline() -> FakePipeline:
-    """Return a pipeline that generates slowly, so that each token is a separate chunk of a stream."""
+    """Return a pipeline that generates slowly, so that each token is a separate chunk."""
     quick = FakePipeline()
 
     def choose(context: TextContext) -> int:
@@ -50,31 +50,35 @@ def slow_pipeline() -> FakePipeline:
     return FakePipeline(choose)
 
 
-async def both_chats(server: Chatting, **body: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+async def chat_with_and_without_stream(
+    server: Chatting, **body: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
     body = {"messages": [user("Hi")], "seed": 1, **body}
-    whole = await server.post("/v1/chat/completions", **body)
+    response = await server.post("/v1/chat/completions", **body)
     stream = await server.post(
         "/v1/chat/completions", **body, stream=True, stream_options={"include_usage": True}
     )
-    assert (whole.status_code, stream.status_code) == (200, 200), (whole.text, stream.text)
+    assert (response.status_code, stream.status_code) == (200, 200), (response.text, stream.text)
     assert stream.headers["content-type"] == "text/event-stream; charset=utf-8"
-    return without_own(whole.json()), joined_chat(events_of(stream.text))
+    return without_own(response.json()), joined_chat(events_of(stream.text))
 
 
-async def both_completions(server: Chatting, **body: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+async def complete_with_and_without_stream(
+    server: Chatting, **body: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
     body = {"prompt": "Hi", "seed": 1, **body}
-    whole = await server.post("/v1/completions", **body)
+    response = await server.post("/v1/completions", **body)
     stream = await server.post("/v1/completions", **body, stream=True, stream_options={"include_usage": True})
-    assert (whole.status_code, stream.status_code) == (200, 200), (whole.text, stream.text)
-    return without_own(whole.json()), joined_completion(events_of(stream.text))
+    assert (response.status_code, stream.status_code) == (200, 200), (response.text, stream.text)
+    return without_own(response.json()), joined_completion(events_of(stream.text))
 
 
 @pytest.mark.parametrize("form", [*FORMS, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}])
-async def test_chats(form: dict[str, Any]) -> None:
+async def test_streamed_chats_equal_responses(form: dict[str, Any]) -> None:
     async with chatting(slow_pipeline()) as server:
         for question in ("Hi", "Ho", "äöü🎉"):
-            whole, joined = await both_chats(server, messages=[user(question)], **form)
-            assert joined == whole
+            response, joined = await chat_with_and_without_stream(server, messages=[user(question)], **form)
+            assert joined == response
 
 
 @pytest.mark.parametrize(
@@ -92,11 +96,11 @@ async def test_chats(form: dict[str, Any]) -> None:
         {"max_tokens": 0},
     ],
 )
-async def test_completions(form: dict[str, Any]) -> None:
+async def test_streamed_completions_equal_responses(form: dict[str, Any]) -> None:
     async with chatting(slow_pipeline()) as server:
         for prompt in ("Hi", "Ho", "éöü🎉"):
-            whole, joined = await both_completions(server, **{"prompt": prompt, **form})
-            assert joined == whole
+            response, joined = await complete_with_and_without_stream(server, **{"prompt": prompt, **form})
+            assert joined == response
 
 
 @pytest.mark.parametrize(
@@ -105,10 +109,10 @@ async def test_completions(form: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "form", [{}, {"parallel_tool_calls": False}, {"logprobs": True, "return_token_ids": True}]
 )
-async def test_tool_calls(text: str, form: dict[str, Any]) -> None:
+async def test_streamed_tool_calls_equal_responses(text: str, form: dict[str, Any]) -> None:
     async with chatting(FakePipeline.saying(text), template=HERMES) as server:
-        whole, joined = await both_chats(server, tools=TOOLS, **form)
-        assert joined == whole
+        response, joined = await chat_with_and_without_stream(server, tools=TOOLS, **form)
+        assert joined == response
 
 
 @pytest.mark.parametrize(
@@ -121,13 +125,13 @@ async def test_tool_calls(text: str, form: dict[str, Any]) -> None:
     ],
 )
 @pytest.mark.parametrize("form", [{}, {"max_tokens": 12}, {"stop": ["el", "ever"]}, {"tools": TOOLS}])
-async def test_reasoning(text: str, form: dict[str, Any]) -> None:
+async def test_streamed_reasoning_equals_responses(text: str, form: dict[str, Any]) -> None:
     async with chatting(FakePipeline.saying(text), template=THINKING) as server:
-        whole, joined = await both_chats(server, **form)
-        assert joined == whole
+        response, joined = await chat_with_and_without_stream(server, **form)
+        assert joined == response
 
 
-async def test_usage_so_far() -> None:
+async def test_continuous_usage_counts_tokens() -> None:
     async with chatting(FakePipeline.saying("Hello!")) as server:
         for path, prompt in (
             ("chat/completions", {"messages": [user("Hi")]}),
@@ -144,7 +148,7 @@ async def test_usage_so_far() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_usage_so_far_counts_the_tokens_of_the_chunks_so_far(n: int) -> None:
+async def test_continuous_usage_equals_the_tokens_of_the_chunks_so_far(n: int) -> None:
     async with chatting(FakePipeline.saying("<think>x</think>Hello!"), template=THINKING) as server:
         for path, prompt in (
             ("chat/completions", {"messages": [user("Hi")]}),
@@ -158,7 +162,8 @@ async def test_usage_so_far_counts_the_tokens_of_the_chunks_so_far(n: int) -> No
             for chunk in chunks:
                 [choice] = chunk["choices"]
                 seen += len(choice.get("token_ids", ()))
-                ends += choice["finish_reason"] is not None  # by the end token, which is not part of the text
+                # The EOS token is counted, but is not in the text.
+                ends += choice["finish_reason"] is not None
                 usage = chunk["usage"]
                 assert usage["completion_tokens"] == seen + ends
                 assert usage["total_tokens"] == usage["prompt_tokens"] + seen + ends
@@ -167,7 +172,7 @@ async def test_usage_so_far_counts_the_tokens_of_the_chunks_so_far(n: int) -> No
 
 
 @pytest.mark.parametrize("more", [{}, {"continuous_usage_stats": True}, {"continuous_usage_stats": False}])
-async def test_usage_that_is_not_wanted_is_not_sent(more: dict[str, bool]) -> None:
+async def test_usage_is_omitted_if_not_requested(more: dict[str, bool]) -> None:
     async with chatting() as server:
         for path, prompt in (
             ("chat/completions", {"messages": [user("Hi")]}),

@@ -15,7 +15,7 @@ from penstock.serve.observability.request_record import RequestRecord
 
 
 class Items:
-    """Numbers that arrive at fixed times. Cancelling a wait for one does not delay it."""
+    """An iterator of numbers that arrive at fixed times. Cancelling a wait does not delay the next number."""
 
     def __init__(self, *pauses: float) -> None:
         self._start = time.perf_counter()
@@ -37,29 +37,29 @@ def limits(**config: float) -> TimeLimits:
     return TimeLimits(ServeConfig(**config), RequestRecord())
 
 
-async def collected(limits: TimeLimits, *pauses: float, ping: float = 30) -> list[int | None]:
+async def collect_items(limits: TimeLimits, *pauses: float, ping: float = 30) -> list[int | None]:
     return [item async for item in limits.with_pings(Items(*pauses), ping=ping)]
 
 
-async def test_items_within_the_limits_pass() -> None:
-    assert await collected(limits(), 0, 0.01) == [0, 1]
-    assert await collected(limits(request_timeout=5, stream_timeout=5), 0, 0.01, 0) == [0, 1, 2]
+async def test_items_within_the_limits_are_yielded() -> None:
+    assert await collect_items(limits(), 0, 0.01) == [0, 1]
+    assert await collect_items(limits(request_timeout=5, stream_timeout=5), 0, 0.01, 0) == [0, 1, 2]
     assert await limits(request_timeout=5).within(asyncio.sleep(0, "done")) == "done"
 
 
 async def test_the_time_limit_between_two_items() -> None:
     with pytest.raises(RequestProblem) as caught:
-        await collected(limits(stream_timeout=0.05), 0, 0, 60)
+        await collect_items(limits(stream_timeout=0.05), 0, 0, 60)
     assert "no token arrived for 0.05 seconds" in caught.value.message
     assert problem_of(caught.value).code == "timeout"
     assert problem_of(caught.value).headers["retry-after"]
 
 
 async def test_the_first_item_may_take_longer() -> None:
-    assert await collected(limits(stream_timeout=1), 1.2, 0) == [0, 1]
+    assert await collect_items(limits(stream_timeout=1), 1.2, 0) == [0, 1]
 
 
-async def test_the_time_limit_of_the_whole_request() -> None:
+async def test_the_time_limit_of_the_request() -> None:
     seen: list[int | None] = []
 
     async def collect() -> None:
@@ -102,4 +102,4 @@ async def test_none_is_yielded_while_no_item_arrives() -> None:
     assert [item for item in received if item is not None] == [0, 1, 2]
     assert received[1:3] == [None, None]
     with pytest.raises(RequestProblem, match=r"no token arrived for 0\.1 seconds"):
-        await collected(limits(stream_timeout=0.1), 0, 60, ping=0.03)
+        await collect_items(limits(stream_timeout=0.1), 0, 60, ping=0.03)

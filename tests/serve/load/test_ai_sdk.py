@@ -1,4 +1,4 @@
-"""The requests of the AI SDK (`@ai-sdk/openai-compatible`), and the fields of answers that it reads."""
+"""Requests of the AI SDK (`@ai-sdk/openai-compatible`), and the response fields that it reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def answer_of(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def test_text(server: ServerProcess) -> None:
+def test_text_is_streamed(server: ServerProcess) -> None:
     answer = answer_of(server, HELLO)
     assert answer["choices"][0]["message"]["content"]
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -39,22 +39,22 @@ def test_text(server: ServerProcess) -> None:
     text = httpx.post(f"{server.url}/v1/chat/completions", json=HELLO | more, timeout=60).text
     *chunks, end = events_of(text)
     assert end == "[DONE]"
-    joined = "".join(one["delta"].get("content") or "" for chunk in chunks for one in chunk["choices"])
+    joined = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
     assert joined == answer["choices"][0]["message"]["content"]
     assert chunks[-1]["usage"]["completion_tokens"] == usage["completion_tokens"]
 
 
-def test_an_object(server: ServerProcess) -> None:
+def test_an_object_matches_its_schema(server: ServerProcess) -> None:
     named = {"schema": SCHEMA, "strict": True, "name": "response"}
     body = HELLO | {"max_tokens": 64, "response_format": {"type": "json_schema", "json_schema": named}}
-    found = json.loads(answer_of(server, body)["choices"][0]["message"]["content"])
-    assert [*found] == ["city"]
-    assert len(found["city"]) <= 10
+    output = json.loads(answer_of(server, body)["choices"][0]["message"]["content"])
+    assert [*output] == ["city"]
+    assert len(output["city"]) <= 10
 
 
-def test_tools(server: ServerProcess) -> None:
-    asked = {"model": "demo", "max_tokens": 64, "messages": [QUESTION], "tools": [TOOL]}
-    [call] = answer_of(server, asked | {"tool_choice": "required"})["choices"][0]["message"]["tool_calls"]
+def test_tools_are_called_and_answered(server: ServerProcess) -> None:
+    request = {"model": "demo", "max_tokens": 64, "messages": [QUESTION], "tools": [TOOL]}
+    [call] = answer_of(server, request | {"tool_choice": "required"})["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "weather"
     assert [*json.loads(call["function"]["arguments"])] == ["city"]
     sent = {"id": call["id"], "type": "function", "function": call["function"]}
@@ -62,5 +62,5 @@ def test_tools(server: ServerProcess) -> None:
         {"role": "assistant", "content": None, "tool_calls": [sent]},
         {"role": "tool", "tool_call_id": call["id"], "content": json.dumps({"degrees": 18})},
     ]
-    answer = answer_of(server, asked | {"messages": [QUESTION, *results], "tool_choice": "auto"})
+    answer = answer_of(server, request | {"messages": [QUESTION, *results], "tool_choice": "auto"})
     assert answer["choices"][0]["finish_reason"] in ("stop", "tool_calls", "length")

@@ -1,4 +1,4 @@
-"""Hundreds of streams whose clients disconnect at random times: the server keeps no state for them."""
+"""Hundreds of streams whose clients disconnect at random times. No state of them remains."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ async def test_two_hundred_streams_with_disconnects(server: ServerProcess) -> No
     alone = server.complete(temperature=0)["choices"]
     before = server.until_idle()
     draw = random.Random(5)
-    ways = [*("stay" for _ in range(20)), *("early", "unsent", "half", "abort", "close") * 36]
-    draw.shuffle(ways)
-    assert len(ways) == NUM_STREAMS
+    behaviours = [*("stay" for _ in range(20)), *("early", "unsent", "half", "abort", "close") * 36]
+    draw.shuffle(behaviours)
+    assert len(behaviours) == NUM_STREAMS
 
-    async def client(index: int, way: str) -> str:
+    async def client(index: int, behaviour: str) -> str:
         await asyncio.sleep(draw.random() * 0.5)
-        return await one_stream(server.port, index, way, draw.randrange(1, 40))
+        return await run_client(server.port, index, behaviour, draw.randrange(1, 40))
 
-    counts = await asyncio.wait_for(asyncio.gather(*map(client, range(NUM_STREAMS), ways)), 90)
-    stayed = [count for count, way in zip(counts, ways, strict=True) if way == "stay"]
-    assert stayed == [LENGTH] * 20
+    counts = await asyncio.wait_for(asyncio.gather(*map(client, range(NUM_STREAMS), behaviours)), 90)
+    counts_to_the_end = [
+        count for count, behaviour in zip(counts, behaviours, strict=True) if behaviour == "stay"
+    ]
+    assert counts_to_the_end == [LENGTH] * 20
 
     metrics = server.until_idle()
     assert metrics["penstock_kv_blocks_cached"] <= metrics["penstock_kv_blocks"]
     assert metrics["penstock_worker_restarts_total"] == before["penstock_worker_restarts_total"]
-    left = num_left(metrics) - num_left(before)
-    assert left >= 60  # other requests were never read, or were answered before the disconnect
+    disconnected = num_disconnected(metrics) - num_disconnected(before)
+    assert disconnected >= 60  # the other requests were not read yet, or were answered before the disconnect
     assert server.complete(temperature=0)["choices"] == alone
 
 
-def num_left(metrics: dict[str, float]) -> float:
+def num_disconnected(metrics: dict[str, float]) -> float:
     """Return the number of requests that ended because the client disconnected."""
     name = 'penstock_requests_total{method="POST",route="/v1/completions",status="499"}'
     return metrics.get(name, 0)
 
 
-async def one_stream(port: int, index: int, way: str, num_events: int) -> int:
-    """Run one client. Return the number of tokens in the usage if it reads to the end, otherwise 0."""
+async def run_client(port: int, index: int, behaviour: str, num_events: int) -> int:
+    """Run one client. Return the completion tokens in the usage if it reads to the end, otherwise 0."""
     body = {
         "model": "demo",
         "prompt": f"{index} times",
@@ -52,33 +54,35 @@ async def one_stream(port: int, index: int, way: str, num_events: int) -> int:
         "temperature": 1,
         "max_tokens": LENGTH,
         "ignore_eos": True,
-        "n": 1 if way == "stay" else 1 + index % 3,
+        "n": 1 if behaviour == "stay" else 1 + index % 3,
     }
-    async with raw_exchange(port, "/v1/completions", None if way in ("unsent", "half") else body) as stream:
-        if way == "unsent":
+    async with raw_exchange(
+        port, "/v1/completions", None if behaviour in ("unsent", "half") else body
+    ) as stream:
+        if behaviour == "unsent":
             return 0
-        if way == "half":
+        if behaviour == "half":
             stream.send(post_head("/v1/completions", 500) + b'{"model": "demo", ')
             await asyncio.sleep(0.05)
             return 0
-        if way == "early":
+        if behaviour == "early":
             await asyncio.sleep(num_events / 200)
             stream.abort()
             return 0
         status, headers = await stream.head()
         assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
-        if way == "stay":
-            return await tokens_of(stream)
+        if behaviour == "stay":
+            return await read_usage(stream)
         for _ in range(num_events):
             if await stream.event() is None:
                 break
-        if way == "abort":
+        if behaviour == "abort":
             stream.abort()
         return 0
 
 
-async def tokens_of(stream: RawExchange) -> int:
-    """Read a stream to its end and return the number of completion tokens in its usage."""
+async def read_usage(stream: RawExchange) -> int:
+    """Read a stream to its end. Return the number of completion tokens in its usage."""
     blocks = []
     while (block := await stream.event()) is not None:
         blocks.append(block)
@@ -91,7 +95,7 @@ async def tokens_of(stream: RawExchange) -> int:
     return count
 
 
-async def test_whole_responses_after_a_disconnect(server: ServerProcess) -> None:
+async def test_complete_responses_after_a_disconnect(server: ServerProcess) -> None:
     before = server.until_idle()
 
     async def client(index: int) -> None:
@@ -107,7 +111,7 @@ async def test_whole_responses_after_a_disconnect(server: ServerProcess) -> None
     assert server.complete()["usage"]["completion_tokens"] == 5
 
 
-async def test_connections_that_have_ended_leave_nothing(server: ServerProcess) -> None:
+async def test_no_state_of_closed_connections_remains(server: ServerProcess) -> None:
     async def client() -> None:
         async with raw_exchange(server.port, "/v1/completions", {"model": "other"}) as exchange:
             status, headers = await exchange.head()

@@ -1,4 +1,4 @@
-"""Malformed requests over a socket to a real model are refused quickly and change nothing."""
+"""Malformed requests over a socket to a real model are refused quickly and have no side effects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
-WRONG: list[Any] = [
+INVALID_VALUES: list[Any] = [
     True, 0, -1, 1, 1.5, 2**63, 2**64, -(2**63) - 1, 10**400, 1e308, -1e308, 5e-324,
     "", "a", "\x00", "0", "null", "\ud83d\ude00" * 50, "x" * 10_000,
     [], [[]], [None], [0], [-1], ["a"], ["a", 1], [{}], [[[[1]]]], [2**64], ["\x00"],
@@ -36,12 +36,12 @@ WRONG: list[Any] = [
 """Values of each kind. A value that is valid for a field gets a 200."""
 
 
-def nested(depth: int, opening: str = "[", closing: str = "]") -> str:
+def nest(depth: int, opening: str = "[", closing: str = "]") -> str:
     return opening * depth + closing * depth
 
 
 def tools(*parameters: Any, name: Any = "f") -> list[dict[str, Any]]:
-    return [{"type": "function", "function": {"name": name, "parameters": one}} for one in parameters]
+    return [{"type": "function", "function": {"name": name, "parameters": schema}} for schema in parameters]
 
 
 def schema_of(schema: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ HOSTILE_SCHEMAS: list[Any] = [
     5,
     "schema",
     {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(100)}},
-    json.loads(nested(25, '{"items":', "}").replace(":}", ":{}}")),
+    json.loads(nest(25, '{"items":', "}").replace(":}", ":{}}")),
 ]
 LARGE_SCHEMA = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2000)}}
 
@@ -87,7 +87,7 @@ def text(**fields: Any) -> tuple[str, Any]:
     return TEXT, ROUTES[TEXT][1] | fields
 
 
-def both(**fields: Any) -> list[tuple[str, Any]]:
+def chat_and_text(**fields: Any) -> list[tuple[str, Any]]:
     return [chat(**fields), text(**fields)]
 
 
@@ -99,17 +99,17 @@ REFUSED: list[tuple[str, Any]] = [
     chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
     chat(messages=[{"role": "user", "content": "x" * 200_000}]),
     chat(messages=MESSAGES * 5000),
-    *both(n=10**6),
-    *both(n=0),
-    *both(max_tokens=-5),
-    *both(temperature=1e300),
-    *both(top_p=-0.1),
-    *both(stop=["x"] * 10**6),
-    *both(stop="x" * 10**6),
-    *both(stop_token_ids=[10**12]),
-    *both(logit_bias={"-1": 5}),
-    *both(logit_bias={str(number): 1 for number in range(10**5)}),
-    *both(logit_bias={"5": 10**30}),
+    *chat_and_text(n=10**6),
+    *chat_and_text(n=0),
+    *chat_and_text(max_tokens=-5),
+    *chat_and_text(temperature=1e300),
+    *chat_and_text(top_p=-0.1),
+    *chat_and_text(stop=["x"] * 10**6),
+    *chat_and_text(stop="x" * 10**6),
+    *chat_and_text(stop_token_ids=[10**12]),
+    *chat_and_text(logit_bias={"-1": 5}),
+    *chat_and_text(logit_bias={str(number): 1 for number in range(10**5)}),
+    *chat_and_text(logit_bias={"5": 10**30}),
     *((path, body | {"x" * 10**6: 1}) for path, (_, body) in ROUTES.items()),
     *((path, {str(number): 1 for number in range(10**5)}) for path in ROUTES),
     chat(top_logprobs=10**9, logprobs=True),
@@ -135,18 +135,18 @@ REFUSED: list[tuple[str, Any]] = [
     ("/detokenize", {"model": "demo", "tokens": [-1]}),
     ("/tokenize", {"model": "demo", "prompt": "a", "messages": MESSAGES}),
 ]
-"""Requests with one mistake each; all of them must be refused."""
+"""Requests with one invalid field each. All of them must be refused."""
 
-EITHER: list[tuple[str, Any]] = [
+REFUSED_OR_ANSWERED: list[tuple[str, Any]] = [
     (CHAT, {"messages": MESSAGES}),
     chat(messages=[{"role": "user"}]),
     chat(messages=[{"role": "emperor", "content": "Hi"}]),
-    *(chat(tools=tools(one)) for one in HOSTILE_SCHEMAS),
-    *(chat(tools=tools(one), tool_choice="required") for one in HOSTILE_SCHEMAS),
-    *(chat(response_format=schema_of(one)) for one in HOSTILE_SCHEMAS),
+    *(chat(tools=tools(schema)) for schema in HOSTILE_SCHEMAS),
+    *(chat(tools=tools(schema), tool_choice="required") for schema in HOSTILE_SCHEMAS),
+    *(chat(response_format=schema_of(schema)) for schema in HOSTILE_SCHEMAS),
     text(max_tokens=10**18),
-    *(one for seed in (0, -1, 2**63 - 1, 2**64) for one in both(seed=seed)),
-    *(one for number in (2**31, -(2**63), 2**70) for one in both(priority=number)),
+    *(body for seed in (0, -1, 2**63 - 1, 2**64) for body in chat_and_text(seed=seed)),
+    *(body for number in (2**31, -(2**63), 2**70) for body in chat_and_text(priority=number)),
     text(prompt="\x00"),
     text(prompt="\U0010ffff\u202e\ufeff"),
     text(prompt=""),
@@ -178,23 +178,25 @@ RAW: list[bytes] = [
     b'{"temperature": NaN}', b'{"temperature": Infinity}', b'{"temperature": -Infinity}', b'{"top_p": 1e999}',
     b'{"seed": ' + b"9" * 100_000 + b"}", b'{"top_p": 0.' + b"1" * 100_000 + b"}",
     b'{"n": 1.}', b'{"n": +1}', b'{"n": 0x1}', b"[" * 1_000_000,
-    nested(100).encode(), nested(100_000).encode(), nested(100_000, '{"a":', "}").encode(),
-    b'{"messages": ' + nested(60).encode() + b"}", b'{"metadata": ' + nested(500).encode() + b"}",
+    nest(100).encode(), nest(100_000).encode(), nest(100_000, '{"a":', "}").encode(),
+    b'{"messages": ' + nest(60).encode() + b"}", b'{"metadata": ' + nest(500).encode() + b"}",
 ]
 # fmt: on
 
 
-def wrong_fields(share: int) -> Iterator[tuple[str, Any]]:
-    """Yield bodies with a wrong value of one field. Each field gets one in ``share`` of the values of
-    `WRONG`."""
+def bodies_with_invalid_fields(share: int) -> Iterator[tuple[str, Any]]:
+    """Yield bodies with an invalid value of one field.
+
+    Each field gets one in ``share`` of the values of `INVALID_VALUES`.
+    """
     for path, (kind, body) in ROUTES.items():
-        for place, name in enumerate([*kind.model_fields, *UNSUPPORTED.get(kind, {})]):
-            for value in WRONG[place % share :: share]:
+        for index, name in enumerate([*kind.model_fields, *UNSUPPORTED.get(kind, {})]):
+            for value in INVALID_VALUES[index % share :: share]:
                 yield path, {**body, name: value}
 
 
 @pytest.fixture(autouse=True)
-def _server_is_unaffected(server: ServerProcess) -> Iterator[None]:
+def _check_server_afterwards(server: ServerProcess) -> Iterator[None]:
     before = server.metrics()
     yield
     after = server.until_idle()
@@ -203,26 +205,26 @@ def _server_is_unaffected(server: ServerProcess) -> Iterator[None]:
     assert server.complete()["usage"]["completion_tokens"] == 5
 
 
-async def test_every_field_with_wrong_values(server: ServerProcess) -> None:
-    statuses = await post_all(server, encoded(wrong_fields(12)))
+async def test_each_field_with_some_invalid_values(server: ServerProcess) -> None:
+    statuses = await post_all(server, encode_bodies(bodies_with_invalid_fields(12)))
     assert statuses.keys() <= {200, 400, 404}
     assert statuses[400] > 200
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_every_field_with_every_wrong_value(server: ServerProcess) -> None:
-    statuses = await post_all(server, encoded(wrong_fields(1)))
+async def test_each_field_with_each_invalid_value(server: ServerProcess) -> None:
+    statuses = await post_all(server, encode_bodies(bodies_with_invalid_fields(1)))
     assert statuses.keys() <= {200, 400, 404}
     assert statuses[400] > 2000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_huge_requests(server: ServerProcess) -> None:
-    """Other clients are served meanwhile."""
+async def test_huge_requests_are_refused_quickly(server: ServerProcess) -> None:
+    """The server answers other clients at the same time."""
     other_client = asyncio.create_task(keep_requesting(server))
-    statuses = await post_all(server, encoded(HUGE), seconds=600)
+    statuses = await post_all(server, encode_bodies(HUGE), seconds=600)
     assert statuses.keys() == {400}
     other_client.cancel()
     await asyncio.wait([other_client])
@@ -230,7 +232,7 @@ async def test_huge_requests(server: ServerProcess) -> None:
 
 
 async def keep_requesting(server: ServerProcess) -> None:
-    """Send short requests of another client until cancelled; none may take 10 seconds."""
+    """Send short requests of another client until cancelled. None may take 10 seconds."""
     async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
         while True:
             assert (await client.get("/health")).status_code == 200
@@ -238,12 +240,12 @@ async def keep_requesting(server: ServerProcess) -> None:
 
 
 async def test_malformed_requests_are_refused(server: ServerProcess) -> None:
-    statuses = await post_all(server, encoded(REFUSED))
+    statuses = await post_all(server, encode_bodies(REFUSED))
     assert statuses.keys() <= {400, 404, 413}
 
 
-async def test_requests_that_may_be_refused_or_answered(server: ServerProcess) -> None:
-    statuses = await post_all(server, encoded(EITHER))
+async def test_unusual_requests_are_refused_or_answered(server: ServerProcess) -> None:
+    statuses = await post_all(server, encode_bodies(REFUSED_OR_ANSWERED))
     assert statuses.keys() <= {200, 400}
 
 
@@ -252,14 +254,14 @@ async def test_bodies_that_are_not_json_objects(server: ServerProcess) -> None:
     assert statuses.keys() == {400}
 
 
-def encoded(bodies: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bytes]]:
+def encode_bodies(bodies: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bytes]]:
     return ((path, json.dumps(body).encode()) for path, body in bodies)
 
 
 async def post_all(
     server: ServerProcess, bodies: Iterable[tuple[str, bytes]], *, seconds: float = SECONDS
 ) -> dict[int, int]:
-    """Return the number of responses by status, after checking the form of errors."""
+    """Post the bodies and check the format of errors. Return the number of responses by status."""
     statuses: dict[int, int] = {}
     waiting = iter(bodies)
 
@@ -268,7 +270,7 @@ async def post_all(
             try:
                 answer = await asyncio.wait_for(client.post(path, content=data), seconds)
             except TimeoutError:
-                pytest.fail(f"no answer: {path} {data[:300]!r}")
+                pytest.fail(f"no response: {path} {data[:300]!r}")
             status = answer.status_code
             statuses[status] = statuses.get(status, 0) + 1
             assert status < 500, (path, data[:300], answer.text)
@@ -295,36 +297,52 @@ def check_error(answer: Any, path: str, data: bytes) -> None:
     assert error["code"] is None or isinstance(error["code"], str), where
 
 
-GOOD = json.dumps({"model": "demo", "prompt": "Hi", "max_tokens": 2}).encode()
+VALID_BODY = json.dumps({"model": "demo", "prompt": "Hi", "max_tokens": 2}).encode()
 
 
 def chunked(*parts: bytes) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (*parts, b""))
 
 
-TE = {"transfer-encoding": "chunked"}
+TRANSFER_ENCODING = {"transfer-encoding": "chunked"}
 
 
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
-        (post_head(TEXT, None, **TE) + chunked(GOOD[:5], GOOD[5:6], GOOD[6:]), 200),
-        (post_head(TEXT, None, **TE) + chunked(b"{"), 400),
-        (post_head(TEXT, None, **TE) + chunked(), 400),
-        (post_head(TEXT, None, **TE) + b"zz\r\n", 400),
-        (post_head(TEXT, None, **TE) + chunked(*[b"x" * 2**20] * 33), 413),
+        (
+            post_head(TEXT, None, **TRANSFER_ENCODING)
+            + chunked(VALID_BODY[:5], VALID_BODY[5:6], VALID_BODY[6:]),
+            200,
+        ),
+        (post_head(TEXT, None, **TRANSFER_ENCODING) + chunked(b"{"), 400),
+        (post_head(TEXT, None, **TRANSFER_ENCODING) + chunked(), 400),
+        (post_head(TEXT, None, **TRANSFER_ENCODING) + b"zz\r\n", 400),
+        (post_head(TEXT, None, **TRANSFER_ENCODING) + chunked(*[b"x" * 2**20] * 33), 413),
         (post_head(TEXT, 2**40), 413),
-        (post_head(TEXT, -5) + GOOD, 400),
-        (post_head(TEXT, None, **{"content-length": "ten"}) + GOOD, 400),
+        (post_head(TEXT, -5) + VALID_BODY, 400),
+        (post_head(TEXT, None, **{"content-length": "ten"}) + VALID_BODY, 400),
         (post_head(TEXT, 0), 400),
         (post_head(TEXT, None), 400),
-        (post_head(TEXT, len(GOOD), **{"content-type": "text/plain"}) + GOOD, 415),
-        (post_head(TEXT, len(GOOD), **{"content-type": "multipart/form-data; boundary=x"}) + GOOD, 415),
-        (post_head(TEXT, len(GOOD), **{"content-type": "application/json; charset=utf-16"}) + GOOD, 415),
-        (post_head(TEXT, len(GOOD), **{"content-type": "application/json; charset=UTF-8"}) + GOOD, 200),
-        (post_head(TEXT, len(GOOD), **{"content-encoding": "gzip"}) + GOOD, None),
-        (post_head(TEXT, len(GOOD), **{"x-request-id": "a" * 5000}) + GOOD, 200),
-        (post_head(TEXT, len(GOOD), **{"expect": "100-continue"}) + GOOD, 200),
+        (post_head(TEXT, len(VALID_BODY), **{"content-type": "text/plain"}) + VALID_BODY, 415),
+        (
+            post_head(TEXT, len(VALID_BODY), **{"content-type": "multipart/form-data; boundary=x"})
+            + VALID_BODY,
+            415,
+        ),
+        (
+            post_head(TEXT, len(VALID_BODY), **{"content-type": "application/json; charset=utf-16"})
+            + VALID_BODY,
+            415,
+        ),
+        (
+            post_head(TEXT, len(VALID_BODY), **{"content-type": "application/json; charset=UTF-8"})
+            + VALID_BODY,
+            200,
+        ),
+        (post_head(TEXT, len(VALID_BODY), **{"content-encoding": "gzip"}) + VALID_BODY, None),
+        (post_head(TEXT, len(VALID_BODY), **{"x-request-id": "a" * 5000}) + VALID_BODY, 200),
+        (post_head(TEXT, len(VALID_BODY), **{"expect": "100-continue"}) + VALID_BODY, 200),
         (b"POST /v1/completions HTTP/9.9\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 10, 400),
         (b"GET / HTTP/1.1\r\nhost: localhost\r\nhost: b\r\nx" + b"y" * 100_000 + b": 1\r\n\r\n", None),
@@ -336,13 +354,15 @@ TE = {"transfer-encoding": "chunked"}
     ],
     ids=lambda value: None if isinstance(value, int) else ascii(value[-40:])[2:-1] if value else "any",
 )
-async def test_below_the_body(server: ServerProcess, sent: bytes, status: int | None) -> None:
+async def test_malformed_http_is_refused(server: ServerProcess, sent: bytes, status: int | None) -> None:
     async with asyncio.timeout(SECONDS), raw_exchange(server.port, TEXT) as exchange:
         exchange.send(sent)
-        found, headers = await exchange.head()
-        if found == 100:
-            found, headers = await exchange.head()
+        actual_status, headers = await exchange.head()
+        if actual_status == 100:
+            actual_status, headers = await exchange.head()
         body = json.loads(await exchange.body(headers))
-    assert found == status or (status is None and found in (200, 400, 404, 405, 415, 431)), body
-    if found != 200:
+    assert actual_status == status or (status is None and actual_status in (200, 400, 404, 405, 415, 431)), (
+        body
+    )
+    if actual_status != 200:
         assert body["error"].keys() == {"message", "type", "param", "code"}

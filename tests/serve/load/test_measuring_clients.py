@@ -1,6 +1,6 @@
-"""Common load generators: the requests that they send, and the fields of answers that they need.
+"""Requests of common load generators, and the response fields that they need.
 
-The requests follow their documentation. The tests read answers as strictly as these tools.
+The requests follow the documentation of these tools. The tests read responses as strictly as the tools.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ DEMO = ROOT / "penstock" / "demo"
 CHAT = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Tell me a story."}]}]}
 BARE_CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-OFTEN = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+CONTINUOUS_USAGE = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 PROMPT = {"prompt": "Once upon a time"}
 
-SENT = {
+REQUESTS = {
     "vllm openai-chat": ("chat", CHAT | USAGE | {"temperature": 0.0, "max_completion_tokens": 24}),
     "vllm openai-chat, ignore_eos": (
         "chat",
@@ -45,11 +45,15 @@ SENT = {
     "sglang chat": ("chat", BARE_CHAT | USAGE | {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}),
     "guidellm text": (
         "text",
-        PROMPT | OFTEN | {"max_tokens": 24, "max_completion_tokens": 24, "stop": None, "ignore_eos": True},
+        PROMPT
+        | CONTINUOUS_USAGE
+        | {"max_tokens": 24, "max_completion_tokens": 24, "stop": None, "ignore_eos": True},
     ),
     "guidellm chat": (
         "chat",
-        CHAT | OFTEN | {"max_tokens": 24, "max_completion_tokens": 24, "stop": None, "ignore_eos": True},
+        CHAT
+        | CONTINUOUS_USAGE
+        | {"max_tokens": 24, "max_completion_tokens": 24, "stop": None, "ignore_eos": True},
     ),
     "aiperf": (
         "chat",
@@ -91,7 +95,7 @@ def client(server: ServerProcess) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_probes_of_measuring_clients(client: httpx.Client) -> None:
+def test_routes_that_load_generators_probe(client: httpx.Client) -> None:
     assert client.get("/health").status_code == 200
     models = client.get("/v1/models").json()
     assert models["object"] == "list"
@@ -99,13 +103,13 @@ def test_probes_of_measuring_clients(client: httpx.Client) -> None:
     assert models["data"][0]["max_model_len"] == 512
     probe = {"model": "demo", **BARE_CHAT, "max_completion_tokens": 1}
     assert client.post("/v1/chat/completions", json=probe).json()["usage"]["completion_tokens"] == 1
-    for path in ("/get_server_info", "/flush_cache", "/v1/nothing"):  # of other servers
+    for path in ("/get_server_info", "/flush_cache", "/v1/nothing"):  # routes of other servers
         assert client.get(path).status_code == 404
 
 
-@pytest.mark.parametrize("name", SENT)
-def test_a_streamed_request(client: httpx.Client, name: str) -> None:
-    kind, body = SENT[name]
+@pytest.mark.parametrize("name", REQUESTS)
+def test_streams_have_the_fields_that_load_generators_need(client: httpx.Client, name: str) -> None:
+    kind, body = REQUESTS[name]
     events: list[str] = []
     sent_id = f"bench-{abs(hash(name)) % 10**6}"
     with client.stream(
@@ -123,8 +127,8 @@ def test_a_streamed_request(client: httpx.Client, name: str) -> None:
     for event in map(json.loads, events):
         check_chunk(event, kind)
         for choice in event["choices"]:
-            piece = choice["delta"].get("content") if kind == "chat" else choice["text"]
-            text += piece or ""
+            text_part = choice["delta"].get("content") if kind == "chat" else choice["text"]
+            text += text_part or ""
             reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
         usage = event.get("usage") or usage
     assert len(reasons) == 1
@@ -140,10 +144,10 @@ def test_a_streamed_request(client: httpx.Client, name: str) -> None:
     assert json.loads(events[-1])["choices"] == []
     same = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
     if body.get("temperature") == 0.0:
-        whole = client.post(PATHS[kind], json={"model": "demo", **same}).json()
-        first = whole["choices"][0]
+        response = client.post(PATHS[kind], json={"model": "demo", **same}).json()
+        first = response["choices"][0]
         assert (first["message"]["content"] if kind == "chat" else first["text"]) == text
-        assert whole["usage"]["completion_tokens"] == usage["completion_tokens"]
+        assert response["usage"]["completion_tokens"] == usage["completion_tokens"]
 
 
 def check_chunk(event: dict[str, Any], kind: str) -> None:
@@ -155,8 +159,8 @@ def check_chunk(event: dict[str, Any], kind: str) -> None:
         assert choice["finish_reason"] in (None, "stop", "length")
 
 
-def measured(command: list[str], server: ServerProcess, *, folder: Path) -> str:
-    """Return the output of a measuring program that was installed; ``URL`` and ``MODEL`` are replaced."""
+def run_tool(command: list[str], server: ServerProcess, *, folder: Path) -> str:
+    """Run an installed measuring program and return its output. ``URL`` and ``MODEL`` are replaced."""
     if shutil.which(command[0]) is None:
         pytest.skip(f"needs {command[0]}")
     words = [word.replace("URL", server.url).replace("MODEL", str(DEMO)) for word in command]
@@ -169,7 +173,7 @@ def measured(command: list[str], server: ServerProcess, *, folder: Path) -> str:
 
 
 @pytest.mark.peers
-def test_guidellm(server: ServerProcess, tmp_path: Path) -> None:
+def test_guidellm_measures_the_server(server: ServerProcess, tmp_path: Path) -> None:
     backend, data = (
         "kind=openai_http,target=URL,model=demo",
         "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
@@ -178,7 +182,7 @@ def test_guidellm(server: ServerProcess, tmp_path: Path) -> None:
     inputs = ["--tokenizer", "kind=hf_auto,model=MODEL", "--data", data]
     path = tmp_path / "report.json"
     output = ["--disable-console", "--output", f"kind=json,path={path}"]
-    measured(["guidellm", "run", "--backend", backend, *rounds, *inputs, *output], server, folder=tmp_path)
+    run_tool(["guidellm", "run", "--backend", backend, *rounds, *inputs, *output], server, folder=tmp_path)
     [benchmark] = json.loads(path.read_text())["benchmarks"]
     assert len(benchmark["requests"]["successful"]) == 4
     assert not benchmark["requests"]["errored"]
@@ -186,9 +190,11 @@ def test_guidellm(server: ServerProcess, tmp_path: Path) -> None:
 
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", ["local-completions", "local-chat-completions"])
-def test_lm_eval(server: ServerProcess, tmp_path: Path, kind: str) -> None:
-    """The demo model chooses the right capitals, and names them."""
-    rows = [{"q": f"What is the capital of {one}?", "a": a} for one, a in CAPITALS.items()]
+def test_lm_eval_measures_the_accuracy(server: ServerProcess, tmp_path: Path, kind: str) -> None:
+    """The embedded model selects and names the right capitals."""
+    rows = [
+        {"q": f"What is the capital of {country}?", "a": capital} for country, capital in CAPITALS.items()
+    ]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     is_chat = kind.startswith("local-chat")
     (tmp_path / "capitals.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl", **KINDS[is_chat]))
@@ -196,12 +202,12 @@ def test_lm_eval(server: ServerProcess, tmp_path: Path, kind: str) -> None:
     arguments = f"model=demo,base_url=URL{path},tokenizer=MODEL,num_concurrent=2"
     command = ["lm_eval", "--model", kind, "--model_args", arguments, "--tasks", "capitals"]
     more = ["--include_path", str(tmp_path), *(["--apply_chat_template"] if is_chat else [])]
-    output = measured([*command, *more], server, folder=tmp_path)
+    output = run_tool([*command, *more], server, folder=tmp_path)
     [row] = [line.split("|") for line in output.splitlines() if line.startswith("|capitals")]
     assert row[7].strip() == "1"
 
 
-def test_an_embedded_client_that_closes_after_each_request(server: ServerProcess) -> None:
+def test_a_client_that_closes_after_each_request(server: ServerProcess) -> None:
     for _ in range(3):
         answer = httpx.post(
             f"{server.url}/v1/completions",

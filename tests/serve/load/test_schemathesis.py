@@ -1,6 +1,6 @@
-"""Requests that schemathesis generates from the server's OpenAPI document: valid and invalid ones.
+"""Valid and invalid requests that schemathesis generates from the server's OpenAPI document.
 
-It brings a dozen packages, so the tests run only if it is installed.
+These tests run only if schemathesis is installed, because it has a dozen dependencies.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from support.server_process import server_process
 
 schemathesis: Any = pytest.importorskip("schemathesis", reason="needs the package schemathesis")
 
-FEW = settings(
+FEW_EXAMPLES = settings(
     max_examples=examples(5),
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-MANY = settings(FEW, max_examples=examples(150))
+MANY_EXAMPLES = settings(FEW_EXAMPLES, max_examples=examples(150))
 
 
 @pytest.fixture(scope="module")
@@ -33,33 +33,33 @@ def live() -> Iterator[str]:
         yield server.url
 
 
-def test_requests_of_the_document(live: str) -> None:
-    try_all(live, FEW)
+def test_generated_requests_get_documented_responses(live: str) -> None:
+    call_all_operations(live, FEW_EXAMPLES)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_many_requests_of_the_document(tmp_path: Path) -> None:
+def test_many_generated_requests_get_documented_responses(tmp_path: Path) -> None:
     with server_process(tmp_path / "log", "--max-length", "64", "--enable-lora", "true") as server:
-        try_all(f"{server.url}/", MANY)
+        call_all_operations(f"{server.url}/", MANY_EXAMPLES)
         server.until_idle()
         assert server.complete()["usage"]["completion_tokens"] == 5
         assert server.metrics()["penstock_worker_restarts_total"] == 0
 
 
-def try_all(url: str, how: settings) -> None:
-    """Call every operation with bodies that the document allows, and with bodies that it forbids."""
+def call_all_operations(url: str, hypothesis_settings: settings) -> None:
+    """Call each operation with bodies that the document allows, and with bodies that it forbids."""
     schema = schemathesis.openapi.from_url(f"{url}openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
     assert len(operations) >= 10
     for operation in operations:
         for mode in schemathesis.GenerationMode:
             if mode is schemathesis.GenerationMode.POSITIVE or "requestBody" in operation.definition.raw:
-                try_one(operation, mode, how)
+                call_operation(operation, mode, hypothesis_settings)
 
 
-def try_one(operation: Any, mode: Any, how: settings) -> None:
-    @how
+def call_operation(operation: Any, mode: Any, hypothesis_settings: settings) -> None:
+    @hypothesis_settings
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: Any) -> None:
         response = case.call()
@@ -71,7 +71,7 @@ def try_one(operation: Any, mode: Any, how: settings) -> None:
             error = json.loads(response.text)["error"]
             assert error.keys() == {"message", "type", "param", "code"}, where
         elif response.headers["content-type"][0].startswith("application/json"):
-            case.validate_response(response, checks=[conforms])
+            case.validate_response(response, checks=[check_conformance])
         if mode is schemathesis.GenerationMode.NEGATIVE and operation.path not in ADAPTERS:
             assert status >= 400, where
 
@@ -81,6 +81,6 @@ def try_one(operation: Any, mode: Any, how: settings) -> None:
 ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
-def conforms(context: Any, response: Any, case: Any) -> None:
+def check_conformance(context: Any, response: Any, case: Any) -> None:
     """Check that the body conforms to the document."""
     schemathesis.specs.openapi.checks.response_schema_conformance(context, response, case)

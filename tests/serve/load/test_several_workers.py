@@ -1,4 +1,4 @@
-"""Two workers behind one server: each is killed under load, and then all are replaced."""
+"""Two workers of one server: one is killed under load, and then all are replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = {"model": "demo", "prompt": "Once", "max_tokens": 400, "ignore_eos": True
 
 
 class Client:
-    """A client of one server."""
+    """A client of the server."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx.AsyncClient(base_url=url, timeout=60)
@@ -29,9 +29,11 @@ class Client:
 
     async def per_worker(self, name: str) -> list[float]:
         text = (await self.http.get("/metrics")).text
-        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         values = {
-            one.labels["worker"]: one.value for one in samples if one.name == f"penstock_per_worker_{name}"
+            sample.labels["worker"]: sample.value
+            for sample in samples
+            if sample.name == f"penstock_per_worker_{name}"
         }
         return [values["0"], values["1"]]
 
@@ -57,19 +59,21 @@ async def test_a_killed_worker_fails_only_its_requests(tmp_path: Path) -> None:
             await client.until("up", 0, 1)
             later = [asyncio.create_task(client.ask(max_tokens=5)) for _ in range(4)]
             answers = await asyncio.gather(*running)
-            assert [one.json()["choices"] for one in answers if one.status_code == 200] == [expected] * 4
-            assert [one.status_code for one in answers].count(503) == 4
-            assert [one.status_code for one in await asyncio.gather(*later)] == [200] * 4
+            assert [answer.json()["choices"] for answer in answers if answer.status_code == 200] == [
+                expected
+            ] * 4
+            assert [answer.status_code for answer in answers].count(503) == 4
+            assert [answer.status_code for answer in await asyncio.gather(*later)] == [200] * 4
             await client.until("up", 1, 1)
         assert await client.per_worker("restarts_total") == [1, 1]
 
-        # A reload under load: every request is answered.
+        # Every request is answered during a reload under load.
         before = set(server.workers)
         reload = asyncio.create_task(client.http.post("/reload"))
         statuses = set()
         while not reload.done():
             answers = await asyncio.gather(*(client.ask(max_tokens=20) for _ in range(3)))
-            statuses |= {one.status_code for one in answers}
+            statuses |= {answer.status_code for answer in answers}
         assert (reload.result().json(), statuses) == ({"status": "reloaded"}, {200})
         assert len(set(server.workers) - before) == 2
         assert (await client.ask()).json()["choices"] == expected

@@ -1,4 +1,4 @@
-"""Minutes of mixed load: memory does not grow, no request is lost, and no block stays in use."""
+"""Minutes of mixed load: memory does not grow, each request is answered, and no block stays in use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 async def test_mixed_load_for_minutes(tmp_path: Path) -> None:
-    # A small cache, so that all of it has been touched before memory is measured.
+    # The cache is small, so that all its pages are resident before memory is measured.
     flags = ("--max-length", "512", "--max-queue-size", "20", "--kv-cache-memory", str(32 * 2**20))
     with server_process(tmp_path / "log", *flags) as server:
         expected = server.complete(temperature=0)["choices"]
@@ -35,26 +35,28 @@ async def test_mixed_load_for_minutes(tmp_path: Path) -> None:
         for _ in range(3):
             outcomes += await soak(server, SECONDS / 2)
             sizes.append(memory(server))
-        assert outcomes["whole"] > 50
+        assert outcomes["complete"] > 50
         assert outcomes["streamed"] > 50
-        assert outcomes["left"] > 20
+        assert outcomes["disconnected"] > 20
         assert outcomes["refused"] > 10
         assert outcomes["broken"] == 0
-        # Libraries cache objects for each new batch shape, up to a bound: the growth must slow down.
+        # Libraries cache a bounded number of objects per batch shape, so the growth must slow down.
         for first, _, before, after in zip(*sizes, strict=True):
             assert after - before < (before - first) / 2 + 16 * 2**20, sizes
 
-        killer = asyncio.create_task(keep_killing(server))
+        killer = asyncio.create_task(kill_worker_repeatedly(server))
         outcomes = await soak(server, SECONDS)
         killer.cancel()
         await asyncio.wait([killer])
         assert killer.cancelled()
-        assert outcomes["broken"] > 0  # by a 503 or an error event of the stream
-        assert outcomes["whole"] > 10
+        assert outcomes["broken"] > 0  # with status 503 or an error event in the stream
+        assert outcomes["complete"] > 10
         await asyncio.to_thread(server.until_status, "/ready", 200)
         metrics = server.until_idle()
         assert metrics["penstock_worker_restarts_total"] >= 2
-        assert memory(server)[0] < sizes[-1][0] + 48 * 2**20, "the server keeps memory of dead workers"
+        assert memory(server)[0] < sizes[-1][0] + 48 * 2**20, (
+            "the server does not release memory of dead workers"
+        )
         assert server.complete(temperature=0)["choices"] == expected
     assert "Traceback" not in (tmp_path / "log").read_text()
 
@@ -67,46 +69,46 @@ def memory(server: ServerProcess) -> tuple[int, int]:
 
 
 async def soak(server: ServerProcess, seconds: float) -> Counter[str]:
-    """Run many clients and count how their requests ended."""
+    """Run many clients. Return how many requests ended in each way."""
     outcomes: Counter[str] = Counter()
     end = time.monotonic() + seconds
 
     async def client(number: int) -> None:
         draw = random.Random(number)
         while time.monotonic() < end:
-            outcomes[await asyncio.wait_for(one_request(server.port, draw), 60)] += 1
+            outcomes[await asyncio.wait_for(send_random_request(server.port, draw), 60)] += 1
             await asyncio.sleep(draw.random() * 0.05)
 
     await asyncio.gather(*map(client, range(NUM_CLIENTS)))
     return outcomes
 
 
-async def keep_killing(server: ServerProcess) -> None:
+async def kill_worker_repeatedly(server: ServerProcess) -> None:
     while True:
         await asyncio.sleep(8)
         await asyncio.to_thread(server.until_status, "/ready", 200)
         server.kill_worker()
 
 
-async def one_request(port: int, draw: random.Random) -> str:
+async def send_random_request(port: int, draw: random.Random) -> str:
     path, body = random_body(draw)
     async with raw_exchange(port, path, body) as exchange:
         if draw.random() < 0.1:
             await asyncio.sleep(draw.random() / 5)
             exchange.abort()
-            return "left"
+            return "disconnected"
         status, headers = await exchange.head()
         if status == 200 and body.get("stream") and draw.random() < 0.3:
             for _ in range(draw.randrange(20)):
                 if await exchange.event() is None:
                     break
             exchange.abort()
-            return "left"
+            return "disconnected"
         data = await exchange.body(headers)
     if status == 200:
         if not body.get("stream"):
             assert len(json.loads(data)["choices"]) == body.get("n", 1)
-            return "whole"
+            return "complete"
         last = [part for part in data.split(b"\n\n") if part][-1]
         if last == b"data: [DONE]":
             return "streamed"

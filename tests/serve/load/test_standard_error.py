@@ -1,4 +1,4 @@
-"""A server serves requests although it cannot write to standard error."""
+"""A server answers requests although it cannot write to standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker process is killed under load: every client gets exactly one error."""
+"""The worker process is killed under load: each client gets exactly one error."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from support.server_process import ServerProcess, raw_exchange
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
-async def test_killed_under_load(server: ServerProcess) -> None:
+async def test_each_request_of_a_killed_worker_gets_one_error(server: ServerProcess) -> None:
     expected = server.complete(temperature=0)["choices"]
     before = server.until_idle()["penstock_worker_restarts_total"]
-    clients = [asyncio.ensure_future(one_request(server.port, index)) for index in range(60)]
+    clients = [asyncio.ensure_future(send_request(server.port, index)) for index in range(60)]
     while server.metrics()["penstock_requests_running"] < 8:
         await asyncio.sleep(0.02)
     killed = server.kill_worker()
@@ -27,8 +27,8 @@ async def test_killed_under_load(server: ServerProcess) -> None:
 
     server.until_status("/health", 503)
     for path in PATHS:
-        assert await one_request(server.port, 0, path) in ("503", "answered")
-    assert httpx.get(f"{server.url}/v1/models").status_code == 200  # routes without the worker still respond
+        assert await send_request(server.port, 0, path) in ("503", "answered")
+    assert httpx.get(f"{server.url}/v1/models").status_code == 200  # routes that need no worker still respond
 
     await asyncio.to_thread(server.until_status, "/ready", 200)
     await asyncio.to_thread(server.until_status, "/health", 200)
@@ -37,8 +37,8 @@ async def test_killed_under_load(server: ServerProcess) -> None:
     assert server.until_idle()["penstock_worker_restarts_total"] == before + 1
 
 
-async def one_request(port: int, index: int, path: str | None = None) -> str:
-    """Send a request and return its outcome: "answered", "503" or "error event"."""
+async def send_request(port: int, index: int, path: str | None = None) -> str:
+    """Send a request. Return its outcome: "answered", "503" or "error event"."""
     path, streams = path or PATHS[index % 2], index % 3 > 0
     text = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
     body: dict[str, Any] = {"model": "demo", "max_tokens": 400, "ignore_eos": True, **text, "stream": streams}

@@ -1,4 +1,4 @@
-"""Sessions with tool servers and the lists of their tools, with servers written with the official package."""
+"""Sessions with tool servers and their tool lists. The servers use the official package."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ needs_mcp = pytest.mark.skipif(find_spec("mcp") is None, reason="needs the packa
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[ServedTools]:
+def calculator() -> Iterator[ServedTools]:
     with tool_server() as running:
         yield running
 
 
 @needs_mcp
-async def test_tools_are_listed_and_called(served: ServedTools) -> None:
-    async with ToolSession(ToolServer("t", served.url), 20) as session:
+async def test_tools_are_listed_and_called(calculator: ServedTools) -> None:
+    async with ToolSession(ToolServer("t", calculator.url), 20) as session:
         tools = {tool.name: tool for tool in await session.list_tools()}
         assert list(tools) == ["add", "fail", "slow", "long", "get/picture"]
         assert tools["add"].description == "Add two numbers."
         assert tools["add"].input_schema["required"] == ["a", "b"]
         assert [tool.name for tool in tools.values() if tool.is_read_only] == ["add"]
         outputs = await asyncio.gather(*(session.call("add", {"a": n, "b": 2}) for n in range(4)))
-        assert [one.output for one in outputs] == ["2", "3", "4", "5"]
+        assert [output.output for output in outputs] == ["2", "3", "4", "5"]
         picture = await session.call("get/picture", {})
         assert picture.output == "A dot:\n[image image/png, not text]"
         long = (await session.call("long", {})).output
@@ -43,16 +43,16 @@ async def test_tools_are_listed_and_called(served: ServedTools) -> None:
 
 
 @needs_mcp
-async def test_errors_are_outputs(served: ServedTools) -> None:
-    async with ToolSession(ToolServer("t", served.url), 20) as session:
+async def test_errors_of_a_tool_are_in_the_output(calculator: ServedTools) -> None:
+    async with ToolSession(ToolServer("t", calculator.url), 20) as session:
         failed = await session.call("fail", {})
         assert failed.error is not None
         assert failed.error["type"] == "mcp_tool_execution_error"
         assert failed.text.startswith("Error: ")
-        wrong = await session.call("add", {"a": "x"})
-        assert wrong.error is not None
-        assert "valid integer" in wrong.text
-    async with ToolSession(ToolServer("t", served.url), 0.5) as session:
+        invalid = await session.call("add", {"a": "x"})
+        assert invalid.error is not None
+        assert "valid integer" in invalid.text
+    async with ToolSession(ToolServer("t", calculator.url), 0.5) as session:
         late, fine = await asyncio.gather(session.call("slow", {}), session.call("add", {"a": 1, "b": 1}))
         assert late.error == {
             "type": "http_error",
@@ -63,7 +63,7 @@ async def test_errors_are_outputs(served: ServedTools) -> None:
 
 
 @needs_mcp
-async def test_a_server_that_cannot_be_reached() -> None:
+async def test_an_unreachable_server_is_reported() -> None:
     with broken_server() as url:
         for address in (url, "http://127.0.0.1:9/mcp"):
             async with ToolSession(ToolServer("t", address), 20) as session:
@@ -86,26 +86,26 @@ async def test_a_token_is_sent() -> None:
 
 
 @needs_mcp
-async def test_lists_are_kept(served: ServedTools, monkeypatch: pytest.MonkeyPatch) -> None:
-    servers = ToolServers([f"t={served.url}", "away=http://127.0.0.1:9/mcp"], [], 20)
-    here, away = servers
-    before = served.num_lists
-    first, *others = await asyncio.gather(*(servers.tools_of(here) for _ in range(5)))
-    assert all(one is first for one in others)
-    assert served.num_lists == before + 1
-    failed = await servers.tools_of(away)
+async def test_tool_lists_are_cached(calculator: ServedTools, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = ToolServers([f"t={calculator.url}", "away=http://127.0.0.1:9/mcp"], [], 20)
+    reachable, unreachable = servers
+    before = calculator.num_lists
+    first, *others = await asyncio.gather(*(servers.tools_of(reachable) for _ in range(5)))
+    assert all(other is first for other in others)
+    assert calculator.num_lists == before + 1
+    failed = await servers.tools_of(unreachable)
     assert failed.error is not None
-    assert await servers.tools_of(away) is failed
+    assert await servers.tools_of(unreachable) is failed
     monkeypatch.setattr(module, "LIST_SECONDS", -1.0)
     servers.close()
-    await servers.tools_of(here)
-    await servers.tools_of(here)
-    assert served.num_lists == before + 3
-    assert servers.at(served.url + "/") is here
+    await servers.tools_of(reachable)
+    await servers.tools_of(reachable)
+    assert calculator.num_lists == before + 3
+    assert servers.at(calculator.url + "/") is reachable
     assert servers.at("http://example.org/mcp") is None
 
 
-def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     check_package(())
     with pytest.raises(MissingDependencyError, match=r"pip install 'penstock-llm\[mcp\]'"):
@@ -121,6 +121,6 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"mcp_server": ["a=http://x/"], "mcp_token": ["b=1"]}, "names 'b'"),
     ],
 )
-def test_settings_are_checked(values: dict[str, object], message: str) -> None:
+def test_invalid_settings_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServeConfig.from_flat(values)

@@ -1,4 +1,4 @@
-"""Several models behind one application, with fake engines."""
+"""Several models of one application, with fake engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.worker.engine_client import EngineClient, SleepLevel
 
 
 class SlowEngine(FakeEngine):
-    """Takes some turns of the event loop to load."""
+    """A fake engine whose load takes several iterations of the event loop."""
 
     load_error: Exception | None = None
 
@@ -40,7 +40,9 @@ class SlowEngine(FakeEngine):
         await super().sleep(level, grace)
 
 
-def served(name: str, memory: int = 1, engine: EngineClient | None = None, **flat: Any) -> ServedModel:
+def make_served_model(
+    name: str, memory: int = 1, engine: EngineClient | None = None, **flat: Any
+) -> ServedModel:
     config = PipelineConfig.from_flat({"model_path": "demo", "served_model_name": name, **flat})
     engine = SlowEngine(f"I am {name}", state="asleep") if engine is None else engine
     return ServedModel(config=config, engine=engine, load_tokenizer=FakeTokenizer, memory=memory)
@@ -48,7 +50,7 @@ def served(name: str, memory: int = 1, engine: EngineClient | None = None, **fla
 
 @dataclass
 class Front:
-    """An application and a client of it."""
+    """An application and a client."""
 
     registry: ModelRegistry
     client: httpx.AsyncClient
@@ -73,7 +75,7 @@ class Front:
 
 
 @asynccontextmanager
-async def front_of(*models: ServedModel, budget: int = 1, **config: Any) -> AsyncIterator[Front]:
+async def open_front(*models: ServedModel, budget: int = 1, **config: Any) -> AsyncIterator[Front]:
     async def prepare(model: ServedModel) -> None:
         assert model.engine.state == "ready"
 
@@ -100,11 +102,11 @@ async def front_of(*models: ServedModel, budget: int = 1, **config: Any) -> Asyn
         await decoder.close()
 
 
-# -- Which model -----------------------------------------------------------------------------------------
+# -- Selection of the model ------------------------------------------------------------------------------
 
 
-async def test_a_request_names_its_model() -> None:
-    async with front_of(served("a"), served("b"), budget=2) as front:
+async def test_the_model_field_selects_the_model() -> None:
+    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
         assert [await front.text(name) for name in ("a", "b", None)] == ["I am a", "I am b", "I am a"]
         answer = await front.client.post("/v1/completions?model=b", json={"prompt": "Hi"})
         assert answer.json()["choices"][0]["text"] == "I am b"
@@ -116,36 +118,38 @@ async def test_a_request_names_its_model() -> None:
         assert answer.json()["content"][0]["text"] == "I am b"
 
 
-async def test_an_unknown_model_is_a_404_in_the_shape_of_the_api() -> None:
-    async with front_of(served("a"), served("b"), budget=2) as front:
+async def test_an_unknown_model_is_a_404_in_the_format_of_the_api() -> None:
+    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
         answer = await front.complete("c")
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "model_not_found"
-        assert "served are: a, b" in answer.json()["error"]["message"]
+        assert "make_served_model are: a, b" in answer.json()["error"]["message"]
         body = {"model": "c", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
         answer = await front.client.post("/v1/messages", json=body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
         answer = await front.client.post("/v1/embeddings", json={"model": "c", "input": "Hi"})
         assert answer.status_code == 404
         answer = await front.client.post("/api/chat", json=body)
-        assert (answer.status_code, "served are" in answer.json()["error"]) == (404, True)
+        assert (answer.status_code, "make_served_model are" in answer.json()["error"]) == (404, True)
         assert front.loaded == []
 
 
 async def test_an_adapter_belongs_to_its_model() -> None:
-    first, second = served("a"), served("b", enable_lora=True)
-    async with front_of(first, second, budget=2) as front:
+    first, second = make_served_model("a"), make_served_model("b", enable_lora=True)
+    async with open_front(first, second, budget=2) as front:
         await front.text("b")
         load = {"lora_name": "tone", "lora_path": "/tone"}
         answer = await front.client.post("/v1/load_lora_adapter?model=b", json=load)
         assert answer.status_code == 200, answer.text
         assert await front.text("tone") == "I am b"
         listed = (await front.client.get("/v1/models")).json()["data"]
-        assert {one["id"]: one["parent"] for one in listed} == {"a": None, "b": None, "tone": "b"}
+        assert {model["id"]: model["parent"] for model in listed} == {"a": None, "b": None, "tone": "b"}
 
 
-async def test_routes_of_a_task_are_those_of_its_model() -> None:
-    async with front_of(served("a"), served("e", task="embeddings-generation"), budget=2) as front:
+async def test_routes_of_a_task_need_a_model_of_the_task() -> None:
+    async with open_front(
+        make_served_model("a"), make_served_model("e", task="embeddings-generation"), budget=2
+    ) as front:
         assert front.registry.find(None, PipelineTask.EMBEDDINGS_GENERATION).name == "e"
         await front.client.post("/v1/embeddings", json={"input": "Hi"})
         assert front.loaded == ["e"]
@@ -155,7 +159,7 @@ async def test_routes_of_a_task_are_those_of_its_model() -> None:
 
 
 async def test_malformed_bodies_get_the_error_of_the_route() -> None:
-    async with front_of(served("a"), served("b"), max_body_size=1000) as front:
+    async with open_front(make_served_model("a"), make_served_model("b"), max_body_size=1000) as front:
         front.client.headers["content-type"] = "application/json"
         post = front.client.post
         answer = await post("/v1/completions", content=b"{")
@@ -172,7 +176,9 @@ async def test_malformed_bodies_get_the_error_of_the_route() -> None:
 
 
 async def test_models_are_loaded_on_demand_and_the_least_recently_used_is_unloaded() -> None:
-    async with front_of(served("a"), served("b"), served("c"), budget=2) as front:
+    async with open_front(
+        make_served_model("a"), make_served_model("b"), make_served_model("c"), budget=2
+    ) as front:
         for name in "abac":
             assert await front.text(name) == f"I am {name}"
         assert front.loaded == ["a", "c"]
@@ -182,8 +188,10 @@ async def test_models_are_loaded_on_demand_and_the_least_recently_used_is_unload
         assert front.loaded == ["b", "c"]
 
 
-async def test_a_large_model_takes_the_memory_of_several() -> None:
-    async with front_of(served("a"), served("b"), served("large", memory=2), budget=2) as front:
+async def test_loading_a_large_model_unloads_several() -> None:
+    async with open_front(
+        make_served_model("a"), make_served_model("b"), make_served_model("large", memory=2), budget=2
+    ) as front:
         for name in ("a", "b", "large"):
             await front.text(name)
         assert front.loaded == ["large"]
@@ -193,7 +201,7 @@ async def test_a_large_model_takes_the_memory_of_several() -> None:
 
 async def test_a_model_in_use_is_not_unloaded() -> None:
     paused = SlowEngine("I am a", state="asleep", is_paused=True)
-    async with front_of(served("a", engine=paused), served("b")) as front:
+    async with open_front(make_served_model("a", engine=paused), make_served_model("b")) as front:
         first = asyncio.create_task(front.complete("a"))
         while not paused.num_outstanding:
             await asyncio.sleep(0)
@@ -202,7 +210,7 @@ async def test_a_model_in_use_is_not_unloaded() -> None:
         late = asyncio.create_task(front.complete("a"))
         await asyncio.sleep(0.05)
         assert (front.loaded, other.done()) == (["a"], False)
-        assert len(paused.contexts) == 1  # the late one waits for the turn of its model
+        assert len(paused.contexts) == 1  # the late request waits until its model may be loaded
         first.cancel()
         assert await other == "I am b"
         while not paused.num_outstanding:
@@ -211,17 +219,17 @@ async def test_a_model_in_use_is_not_unloaded() -> None:
         late.cancel()
 
 
-async def test_many_requests_for_two_models_all_end() -> None:
-    async with front_of(served("a"), served("b")) as front:
+async def test_concurrent_requests_for_two_models_all_end() -> None:
+    async with open_front(make_served_model("a"), make_served_model("b")) as front:
         names = [name for name in "aabbab" for _ in range(5)]
         texts = await asyncio.wait_for(asyncio.gather(*(front.text(name) for name in names)), 30)
         assert texts == [f"I am {name}" for name in names]
 
 
-async def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests_only() -> None:
+async def test_a_model_that_cannot_be_loaded_fails_only_its_requests() -> None:
     broken = SlowEngine(state="asleep")
     broken.load_error = CheckpointNotFoundError("/b", "does not exist")
-    async with front_of(served("a"), served("b", engine=broken), budget=2) as front:
+    async with open_front(make_served_model("a"), make_served_model("b", engine=broken), budget=2) as front:
         assert (await front.complete("b")).status_code >= 400
         assert await front.text("a") == "I am a"
         broken.load_error = None
@@ -229,7 +237,7 @@ async def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests_only() 
 
 
 async def test_requests_without_the_key_load_nothing() -> None:
-    async with front_of(served("a"), served("b"), api_key=("one",)) as front:
+    async with open_front(make_served_model("a"), make_served_model("b"), api_key=("one",)) as front:
         for name in ("b", "c"):
             assert (await front.complete(name)).status_code == 401
         assert front.loaded == []
@@ -249,28 +257,28 @@ def test_impossible_models_are_refused(models: Any, message: str) -> None:
         raise AssertionError
 
     with pytest.raises(ConfigError, match=message):
-        ModelRegistry([served(name, memory) for name, memory in models], 1 << 30, prepare, 1)
+        ModelRegistry([make_served_model(name, memory) for name, memory in models], 1 << 30, prepare, 1)
 
 
 # -- Routes that concern all models ----------------------------------------------------------------------
 
 
 async def test_all_models_are_listed() -> None:
-    async with front_of(served("a"), served("b"), budget=2) as front:
+    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
         await front.text("a")
         listed = (await front.client.get("/v1/models")).json()["data"]
-        assert [(one["id"], one["max_model_len"]) for one in listed] == [("a", 2048), ("b", 2048)]
+        assert [(model["id"], model["max_model_len"]) for model in listed] == [("a", 2048), ("b", 2048)]
         assert (await front.client.get("/v1/models/b")).json()["id"] == "b"
         assert (await front.client.get("/v1/models/c")).status_code == 404
         tags = (await front.client.get("/api/tags")).json()["models"]
-        assert [one["name"] for one in tags] == ["a", "b"]
+        assert [tag["name"] for tag in tags] == ["a", "b"]
         running = (await front.client.get("/api/ps")).json()["models"]
-        assert [one["name"] for one in running] == ["a"]
+        assert [model["name"] for model in running] == ["a"]
         assert front.loaded == ["a"]
 
 
-async def test_health_is_that_of_all_loaded_models() -> None:
-    async with front_of(served("a"), served("b"), budget=2) as front:
+async def test_health_covers_all_loaded_models() -> None:
+    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
         assert (await front.client.get("/health")).status_code == 503
         await front.text("a")
         await front.text("b")
@@ -283,8 +291,8 @@ async def test_health_is_that_of_all_loaded_models() -> None:
         assert (await front.client.get("/ready")).status_code == 200
 
 
-async def test_metrics_have_the_label_of_their_model() -> None:
-    async with front_of(served("a"), served("b"), budget=2) as front:
+async def test_metrics_have_a_model_label() -> None:
+    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
         await front.text("a")
         text = (await front.client.get("/metrics")).text
         assert 'penstock_worker_up{model="a"} 1.0' in text
@@ -294,8 +302,8 @@ async def test_metrics_have_the_label_of_their_model() -> None:
         assert 'penstock_requests_total{method="POST",route="/v1/completions",status="200"} 1.0' in text
 
 
-async def test_sleep_and_wake_up_concern_the_named_model() -> None:
-    async with front_of(served("a"), served("b"), budget=2) as front:
+async def test_sleep_and_wake_up_apply_to_the_named_model() -> None:
+    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
         await front.text("a")
         await front.text("b")
         assert (await front.client.post("/sleep?model=b&level=2")).json() == {"is_sleeping": True}
@@ -306,9 +314,9 @@ async def test_sleep_and_wake_up_concern_the_named_model() -> None:
         assert await front.text("b") == "I am b"
 
 
-async def test_responses_of_all_models_are_stored_together() -> None:
-    async with front_of(served("a"), served("b"), budget=2) as front:
+async def test_responses_of_all_models_share_a_store() -> None:
+    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
         answer = await front.client.post("/v1/responses", json={"model": "b", "input": "Hi"})
         name = answer.json()["id"]
-        again = await front.client.get(f"/v1/responses/{name}")
-        assert json.loads(again.text)["model"] == "b"
+        retrieved = await front.client.get(f"/v1/responses/{name}")
+        assert json.loads(retrieved.text)["model"] == "b"

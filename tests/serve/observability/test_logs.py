@@ -1,4 +1,4 @@
-"""One log line per event, for any text from clients."""
+"""Each event is one log line, for any text from clients."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock.serve.config import ServeConfig
 from penstock.serve.observability.logs import configure_logging, log_event
 
 
-def written(form: str, level: str = "info") -> tuple[logging.Logger, io.StringIO]:
+def make_log(form: str, level: str = "info") -> tuple[logging.Logger, io.StringIO]:
     stream = io.StringIO()
     configure_logging(ServeConfig(log_format=form, log_level=level), stream)
     return logging.getLogger("penstock.serve.test"), stream
 
 
-def test_logfmt() -> None:
-    log, stream = written("logfmt")
+def test_logfmt_lines() -> None:
+    log, stream = make_log("logfmt")
     log_event(log, logging.INFO, "two words", a=1, b=0.123456, c=None, d="x y", e=[1, "z"], f="", g=True)
     time, _, rest = stream.getvalue().partition(" ")
     assert time.startswith("time=20")
@@ -27,8 +27,8 @@ def test_logfmt() -> None:
     assert rest == 'level=info event="two words" a=1 b=0.1235 d="x y" e="[1, \\"z\\"]" f="" g=true\n'
 
 
-def test_json() -> None:
-    log, stream = written("json")
+def test_json_lines() -> None:
+    log, stream = make_log("json")
     log_event(log, logging.WARNING, "it", a={"b": [1]}, c=None)
     line = json.loads(stream.getvalue())
     assert line.pop("time")
@@ -38,19 +38,19 @@ def test_json() -> None:
 @pytest.mark.parametrize("form", ["logfmt", "json"])
 @pytest.mark.parametrize("text", ['a\nlevel=error event="x"', "\x1b[2J", "\u2028", "\ud83d", 'a"b=c\\', "é"])
 def test_a_client_cannot_forge_a_line(form: str, text: str) -> None:
-    log, stream = written(form)
+    log, stream = make_log(form)
     log_event(log, logging.INFO, "request", user=text)
     line = stream.getvalue()
     assert line.isascii()
     assert line.count("\n") == 1
     assert line.removesuffix("\n").isprintable()
-    shown = json.loads(line)["user"] if form == "json" else json.loads(line.partition("user=")[2])
-    assert shown == text
+    logged_text = json.loads(line)["user"] if form == "json" else json.loads(line.partition("user=")[2])
+    assert logged_text == text
 
 
 @pytest.mark.parametrize("form", ["logfmt", "json"])
-def test_a_traceback_is_in_its_line(form: str) -> None:
-    log, stream = written(form)
+def test_a_traceback_is_part_of_the_line(form: str) -> None:
+    log, stream = make_log(form)
     try:
         raise ValueError("bad")
     except ValueError:
@@ -59,8 +59,8 @@ def test_a_traceback_is_in_its_line(form: str) -> None:
     assert "ValueError: bad" in stream.getvalue()
 
 
-def test_levels() -> None:
-    log, stream = written("logfmt", "warning")
+def test_events_below_the_level_are_not_logged() -> None:
+    log, stream = make_log("logfmt", "warning")
     log_event(log, logging.INFO, "quiet")
     log_event(log, logging.ERROR, "loud")
     assert "quiet" not in stream.getvalue()
@@ -69,10 +69,10 @@ def test_levels() -> None:
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("closed file")])
 def test_errors_of_the_log_stream_are_ignored(error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
-    class Full(io.StringIO):
+    class FailingStream(io.StringIO):
         def write(self, text: str) -> int:
             raise error
 
-    configure_logging(ServeConfig(), Full())
+    configure_logging(ServeConfig(), FailingStream())
     log_event(logging.getLogger("penstock.serve.test"), logging.INFO, "lost")
     assert capfd.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""Metrics of a scripted workload, whose numbers are known."""
+"""Metrics of a scripted workload with known numbers."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ def samples(metrics: Metrics) -> dict[str, float]:
     }
 
 
-def begin(metrics: Metrics, route: str = "/v1/completions") -> tuple[RequestRecord, RequestMetrics]:
-    now = time.perf_counter()  # perhaps a test's
+def begin_request(metrics: Metrics, route: str = "/v1/completions") -> tuple[RequestRecord, RequestMetrics]:
+    now = time.perf_counter()  # may be a route of a test
     record, observer = RequestRecord("x", "POST", route, now), metrics.request_received()
     record.observers.append(observer)
     return record, observer
 
 
-def test_a_request_from_its_arrival_to_its_end(clock: Clock) -> None:
+def test_timings_of_a_request(clock: Clock) -> None:
     metrics = Metrics(with_process=False)
-    record, observer = begin(metrics)
+    record, observer = begin_request(metrics)
     assert samples(metrics)["penstock_requests_in_progress"] == 1
     clock.now += 0.3
     record.admitted()
-    record.admitted()  # the token of another choice
+    record.admitted()  # a token of another choice
     clock.now += 0.4
     record.tokens(1, choice=0)
     clock.now += 0.02
-    record.tokens(1, choice=1)  # its first: nothing before it
+    record.tokens(1, choice=1)  # the first token of the choice: no previous token
     clock.now += 0.06
-    record.tokens(4, choice=0)  # 0.08 s for four
+    record.tokens(4, choice=0)  # 0.08 s for four tokens
     record.tokens(0, choice=1)
     record.status, record.prompt_tokens, record.cached_tokens, record.completion_tokens = 200, 10, 8, 6
     record.finish_reasons = ["stop", "length"]
@@ -70,23 +70,23 @@ def test_a_request_from_its_arrival_to_its_end(clock: Clock) -> None:
     record.ended_at = clock.now
     observer.finished(record)
 
-    found = samples(metrics)
-    assert found["penstock_requests_in_progress"] == 0
-    assert found["penstock_requests_total method=POST route=/v1/completions status=200"] == 1
-    assert found["penstock_queue_seconds_count"] == 1
-    assert found["penstock_queue_seconds_sum"] == pytest.approx(0.3)
-    assert found["penstock_time_to_first_token_seconds_count"] == 1
-    assert found["penstock_time_to_first_token_seconds_sum"] == pytest.approx(0.7)
-    assert found["penstock_inter_token_seconds_count"] == 4
-    assert found["penstock_inter_token_seconds_sum"] == pytest.approx(0.08)
-    assert found["penstock_inter_token_seconds_bucket le=0.01"] == 0
-    assert found["penstock_inter_token_seconds_bucket le=0.03"] == 4
-    assert found["penstock_request_seconds_sum route=/v1/completions"] == pytest.approx(2.0)
-    assert found["penstock_prompt_tokens_total"] == 10
-    assert found["penstock_cached_prompt_tokens_total"] == 8
-    assert found["penstock_completion_tokens_total"] == 6
-    assert found["penstock_finished_total reason=stop"] == 1
-    assert found["penstock_finished_total reason=length"] == 1
+    values = samples(metrics)
+    assert values["penstock_requests_in_progress"] == 0
+    assert values["penstock_requests_total method=POST route=/v1/completions status=200"] == 1
+    assert values["penstock_queue_seconds_count"] == 1
+    assert values["penstock_queue_seconds_sum"] == pytest.approx(0.3)
+    assert values["penstock_time_to_first_token_seconds_count"] == 1
+    assert values["penstock_time_to_first_token_seconds_sum"] == pytest.approx(0.7)
+    assert values["penstock_inter_token_seconds_count"] == 4
+    assert values["penstock_inter_token_seconds_sum"] == pytest.approx(0.08)
+    assert values["penstock_inter_token_seconds_bucket le=0.01"] == 0
+    assert values["penstock_inter_token_seconds_bucket le=0.03"] == 4
+    assert values["penstock_request_seconds_sum route=/v1/completions"] == pytest.approx(2.0)
+    assert values["penstock_prompt_tokens_total"] == 10
+    assert values["penstock_cached_prompt_tokens_total"] == 8
+    assert values["penstock_completion_tokens_total"] == 6
+    assert values["penstock_finished_total reason=stop"] == 1
+    assert values["penstock_finished_total reason=length"] == 1
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ def test_a_request_from_its_arrival_to_its_end(clock: Clock) -> None:
         (400, (None, 400), False, "400", "error:400"),
     ],
 )
-def test_the_exit_status(
+def test_each_outcome_has_its_status_label(
     sent: int | None, error: tuple[str | None, int] | None, left: bool, status: str, outcome: str
 ) -> None:
     metrics = Metrics(with_process=False)
-    record, observer = begin(metrics)
+    record, observer = begin_request(metrics)
     record.status, record.client_left, record.ended_at = sent, left, record.received + 1
     if error is not None:
         record.failed(*error)
@@ -137,8 +137,8 @@ def test_worker_metrics() -> None:
     )
     metrics, worker = Metrics(with_process=False), FakeEngine(stats=stats, num_outstanding=3, num_restarts=2)
     metrics.watch(worker)
-    found = samples(metrics)
-    assert {one.name: found[one.name] for one in ENGINE_METRICS} == {
+    values = samples(metrics)
+    assert {metric.name: values[metric.name] for metric in ENGINE_METRICS} == {
         "penstock_worker_up": 1,
         "penstock_worker_restarts_total": 2,
         "penstock_requests_outstanding": 3,
@@ -169,22 +169,22 @@ def test_worker_metrics() -> None:
     assert samples(metrics)["penstock_kv_blocks"] == 0
 
 
-def test_metrics_of_several_workers_are_summed_and_shown_one_by_one() -> None:
+def test_metrics_of_several_workers_are_summed_and_per_worker() -> None:
     metrics = Metrics(with_process=False)
     workers = [
         FakeEngine(stats=WorkerStats(num_running=1, num_steps=10)),
         FakeEngine(stats=WorkerStats(num_running=2, num_steps=5), state="restarting"),
     ]
     metrics.watch(WorkerRouter(workers))
-    found = samples(metrics)
-    assert found["penstock_requests_running"] == 3
-    assert found["penstock_per_worker_requests_running worker=0"] == 1
-    assert found["penstock_per_worker_requests_running worker=1"] == 2
-    assert found["penstock_per_worker_steps_total worker=1"] == 5
-    assert (found["penstock_worker_up"], found["penstock_per_worker_up worker=1"]) == (1, 0)
+    values = samples(metrics)
+    assert values["penstock_requests_running"] == 3
+    assert values["penstock_per_worker_requests_running worker=0"] == 1
+    assert values["penstock_per_worker_requests_running worker=1"] == 2
+    assert values["penstock_per_worker_steps_total worker=1"] == 5
+    assert (values["penstock_worker_up"], values["penstock_per_worker_up worker=1"]) == (1, 0)
 
 
-def test_gauges_for_routers_have_the_configured_names() -> None:
+def test_gauges_for_external_routers_have_the_configured_names() -> None:
     metrics = Metrics(with_process=False)
     stats = WorkerStats(num_running=1, num_waiting=2, num_blocks=8, num_used_blocks=2)
     names = [
@@ -194,38 +194,38 @@ def test_gauges_for_routers_have_the_configured_names() -> None:
         "adapters=vllm:lora_requests_info",
     ]
     metrics.watch(FakeEngine(stats=stats, adapters={"b": "/b", "a": "/a"}), parse_gauges(names), "m")
-    found = samples(metrics)
-    values = [found[f"{name} model_name=m"] for name in ("vllm:num_requests_waiting", "r", "kv")]
+    values = samples(metrics)
+    values = [values[f"{name} model_name=m"] for name in ("vllm:num_requests_waiting", "r", "kv")]
     assert values == [2, 1, 0.25]
     labels = "max_lora=2 model_name=m running_lora_adapters=a,b waiting_lora_adapters="
-    assert found[f"vllm:lora_requests_info {labels}"] == 1
+    assert values[f"vllm:lora_requests_info {labels}"] == 1
 
 
-def test_every_metric_is_explained() -> None:
+def test_each_metric_has_a_description() -> None:
     metrics = Metrics()
     metrics.watch(FakeEngine())
     explained = sys.modules[Metrics.__module__].__doc__ or ""
-    of_worker = {one.name for one in ENGINE_METRICS}
+    of_worker = {metric.name for metric in ENGINE_METRICS}
     for family in text_string_to_metric_families(metrics.render().decode()):
-        if family.name.endswith("_created"):  # when a counter began
+        if family.name.endswith("_created"):  # creation times of counters
             continue
         assert family.documentation
         known = family.name in explained or {family.name, f"{family.name}_total"} & of_worker
         assert known or family.name.startswith("process_"), family.name
 
 
-def test_build_and_start() -> None:
+def test_build_info_and_startup_times() -> None:
     metrics = Metrics()
     metrics.describe_build(model="demo", isa="avx2")
     metrics.report_startup([("load weights", 0.5)])
-    found = samples(metrics)
-    assert found[f"penstock_build_info isa=avx2 model=demo version={penstock.__version__}"] == 1
-    assert found["penstock_startup_seconds phase=load weights"] == 0.5
-    assert found["process_resident_memory_bytes"] > 0
+    values = samples(metrics)
+    assert values[f"penstock_build_info isa=avx2 model=demo version={penstock.__version__}"] == 1
+    assert values["penstock_startup_seconds phase=load weights"] == 0.5
+    assert values["process_resident_memory_bytes"] > 0
 
 
-async def test_a_scripted_workload() -> None:
-    """Probes are not counted, unknown paths share one label, and applications share nothing."""
+async def test_which_requests_are_counted() -> None:
+    """Probes are not counted, unknown paths share one label, and applications share no metrics."""
     services, other = make_services(api_key=("k",)), make_services()
     key = {"authorization": "Bearer k"}
     async with client_of(services) as client:
@@ -236,8 +236,8 @@ async def test_a_scripted_workload() -> None:
             await client.get(f"/nowhere/{number}", headers=key)
         await client.get("/v1/models")
         await client.request("BREW", "/v1/models", headers=key)
-    found = {name: value for name, value in samples(services.metrics).items() if "requests_total" in name}
-    assert found == {
+    values = {name: value for name, value in samples(services.metrics).items() if "requests_total" in name}
+    assert values == {
         "penstock_requests_total method=GET route=/v1/models status=200": 1,
         "penstock_requests_total method=GET route=unmatched status=404": 5,
         "penstock_requests_total method=GET route=unmatched status=401": 1,
@@ -248,7 +248,7 @@ async def test_a_scripted_workload() -> None:
 
 
 async def test_metrics_of_a_served_workload() -> None:
-    """Through routes and scheduler, of a model that always says ``Hello!`` and its end: seven tokens."""
+    """The model always generates ``Hello!`` and EOS: seven tokens."""
     async with chatting() as server:
         server.services.metrics.watch(server.services.worker)
         await server.complete(prompt="abc", max_tokens=50)
@@ -257,22 +257,22 @@ async def test_metrics_of_a_served_workload() -> None:
         assert stream.text.endswith("data: [DONE]\n\n")
         assert (await server.post("/v1/completions", prompt="a", temperature=9)).status_code == 400
         assert (await server.post("/v1/completions", prompt="a", model="x")).status_code == 404
-        found = samples(server.services.metrics)
+        values = samples(server.services.metrics)
     route = "penstock_requests_total method=POST route=/v1/completions status="
-    assert {name: value for name, value in found.items() if name.startswith(route)} == {
+    assert {name: value for name, value in values.items() if name.startswith(route)} == {
         f"{route}200": 3,
         f"{route}400": 1,
         f"{route}404": 1,
     }
-    assert found["penstock_prompt_tokens_total"] == 3 + 4 + 2 + 5
-    assert found["penstock_completion_tokens_total"] == 7 + 4 * 3 + 7
-    assert found["penstock_finished_total reason=stop"] == 2
-    assert found["penstock_finished_total reason=length"] == 4
-    assert found["penstock_queue_seconds_count"] == 3
-    assert found["penstock_time_to_first_token_seconds_count"] == 3
-    assert found["penstock_inter_token_seconds_count"] <= 6 + 4 * 2 + 6
-    assert found["penstock_request_seconds_count route=/v1/completions"] == 5
-    assert found["penstock_requests_in_progress"] == 0
-    assert found["penstock_requests_outstanding"] == 0
-    assert found["penstock_generated_tokens_total"] == 7 + 4 * 3 + 7
-    assert found["penstock_worker_up"] == 1
+    assert values["penstock_prompt_tokens_total"] == 3 + 4 + 2 + 5
+    assert values["penstock_completion_tokens_total"] == 7 + 4 * 3 + 7
+    assert values["penstock_finished_total reason=stop"] == 2
+    assert values["penstock_finished_total reason=length"] == 4
+    assert values["penstock_queue_seconds_count"] == 3
+    assert values["penstock_time_to_first_token_seconds_count"] == 3
+    assert values["penstock_inter_token_seconds_count"] <= 6 + 4 * 2 + 6
+    assert values["penstock_request_seconds_count route=/v1/completions"] == 5
+    assert values["penstock_requests_in_progress"] == 0
+    assert values["penstock_requests_outstanding"] == 0
+    assert values["penstock_generated_tokens_total"] == 7 + 4 * 3 + 7
+    assert values["penstock_worker_up"] == 1

@@ -1,4 +1,4 @@
-"""One span per request, in the caller's trace. Disabled tracing does nothing."""
+"""Each request is one span of the caller's trace. Disabled tracing has no effect."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def routes() -> APIRouter:
         record.tokens(2)
         record.finish_reasons = ["stop"]
 
-    @router.get("/bug")
-    async def bug() -> None:
+    @router.get("/raise_bug")
+    async def raise_bug() -> None:
         raise ZeroDivisionError
 
     return router
 
 
-async def test_a_span_a_request(exporter: tuple[export.InMemorySpanExporter, Tracing]) -> None:
+async def test_each_request_is_a_span(exporter: tuple[export.InMemorySpanExporter, Tracing]) -> None:
     spans, tracing = exporter
     async with client_of(make_services(tracing=tracing), routes()) as client:
         await client.get("/items/a", headers={"x-request-id": "abc"})
@@ -92,7 +92,7 @@ async def test_a_failure_is_recorded_in_the_span(
 ) -> None:
     spans, tracing = exporter
     async with client_of(make_services(tracing=tracing), routes()) as client:
-        await client.get("/bug")
+        await client.get("/raise_bug")
     [span] = spans.get_finished_spans()
     assert not span.status.is_ok
     assert span.status.description == "error:internal_error"
@@ -100,7 +100,7 @@ async def test_a_failure_is_recorded_in_the_span(
 
 
 def test_disabled_tracing_imports_nothing() -> None:
-    # FastAPI imports the OpenTelemetry API; the SDK must not be imported.
+    # FastAPI imports the OpenTelemetry API, but the SDK must not be imported.
     code = (
         "import sys, penstock.serve.app, penstock.serve.http.lifecycle, penstock.serve.observability.tracing;"
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"
@@ -109,14 +109,14 @@ def test_disabled_tracing_imports_nothing() -> None:
     assert run.stdout.strip() == "[]"
 
 
-def test_an_endpoint() -> None:
+def test_an_endpoint_enables_tracing() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     Tracing.to_endpoint(
         "http://127.0.0.1:9/v1/traces"
-    ).close()  # no server listens there, and nothing is sent
+    ).close()  # no server listens at this address, and nothing is sent
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(MissingDependencyError, match=r"penstock-llm\[otel\]"):
         Tracing.to_endpoint("http://127.0.0.1:4318/v1/traces")

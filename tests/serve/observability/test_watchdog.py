@@ -1,4 +1,4 @@
-"""The reports of the watchdog."""
+"""Reports of the watchdog about stalled and dead workers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Watched:
         self.worker = FakeEngine()
         self.watchdog = Watchdog(self.worker, limit=10)
 
-    def look(self, at: float) -> list[tuple[str, Any]]:
-        """Return level and fields of the reports at a given time."""
+    def check_at(self, at: float) -> list[tuple[str, Any]]:
+        """Check at the given time. Return (level, fields) of each report."""
         self.now = at
         self.caplog.clear()
         self.watchdog.check()
@@ -37,52 +37,52 @@ def watched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
 
 
 def test_an_idle_worker_is_not_reported(watched: Watched) -> None:
-    assert [watched.look(second) for second in range(0, 100, 5)] == [[]] * 20
+    assert [watched.check_at(second) for second in range(0, 100, 5)] == [[]] * 20
 
 
 def test_a_worker_that_makes_progress_is_not_reported(watched: Watched) -> None:
     watched.worker.num_outstanding = 3
     for second in range(0, 100, 5):
         watched.worker.stats = WorkerStats(num_steps=second)
-        assert watched.look(second) == []
+        assert watched.check_at(second) == []
 
 
 def test_a_stalled_worker_is_reported_repeatedly(watched: Watched) -> None:
-    watched.look(0)
+    watched.check_at(0)
     watched.worker.num_outstanding = 3
     watched.worker.stats = WorkerStats(num_steps=7, num_waiting=2, num_used_blocks=5)
-    assert watched.look(1) == []
-    assert watched.look(10.5) == []
-    [(level, fields)] = watched.look(11)
+    assert watched.check_at(1) == []
+    assert watched.check_at(10.5) == []
+    [(level, fields)] = watched.check_at(11)
     assert level == "ERROR"
     assert (fields["for_s"], fields["num_steps"], fields["num_waiting"]) == (10, 7, 2)
     assert fields["num_used_blocks"] == 5
     assert fields["outstanding"] == 3
-    assert watched.look(20) == []
-    assert len(watched.look(21)) == 1
+    assert watched.check_at(20) == []
+    assert len(watched.check_at(21)) == 1
     watched.worker.num_outstanding = 0
-    assert watched.look(40) == []
+    assert watched.check_at(40) == []
 
 
 def test_time_without_work_does_not_count(watched: Watched) -> None:
-    watched.look(0)
-    watched.look(50)
+    watched.check_at(0)
+    watched.check_at(50)
     watched.worker.num_outstanding = 1
-    assert watched.look(55) == []
-    assert len(watched.look(61)) == 1
+    assert watched.check_at(55) == []
+    assert len(watched.check_at(61)) == 1
 
 
 def test_worker_death_and_restart(watched: Watched) -> None:
     watched.worker.state, watched.worker.num_restarts = "restarting", 1
-    [(level, fields)] = watched.look(1)
+    [(level, fields)] = watched.check_at(1)
     assert (level, fields["state"], fields["was"], fields["restarts"]) == ("ERROR", "restarting", "ready", 1)
-    assert watched.look(2) == []
+    assert watched.check_at(2) == []
     watched.worker.state = "ready"
-    [(level, fields)] = watched.look(3)
+    [(level, fields)] = watched.check_at(3)
     assert (level, fields["state"]) == ("INFO", "ready")
 
 
-async def test_it_checks_repeatedly(watched: Watched) -> None:
+async def test_the_watchdog_checks_repeatedly(watched: Watched) -> None:
     watchdog = Watchdog(watched.worker, limit=10, interval=0.001)
     task = asyncio.create_task(watchdog.run())
     await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A format that is only data needs one row and no other change."""
+"""A new format is one row of the table, without other changes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CALLS_ROW = JsonCalls(
 REASONING_ROW = ReasoningFormat("fake", ("[[WHY]]",), ("[[SO]]",), hints=("[[WHY]]",))
 TEMPLATE = "{{ '[[WHY]]' }} {{ '[[CALLS]]' }}"
 CALL = Call("search", {"text": "a [b]", "count": 2})
-WRITTEN = '[[CALLS]][{"tool_name": "search", "parameters": {"text": "a [b]", "count": 2}}][[END]]'
+OUTPUT = '[[CALLS]][{"tool_name": "search", "parameters": {"text": "a [b]", "count": 2}}][[END]]'
 
 
-def choose() -> ParserFactory:
+def choose_parsers() -> ParserFactory:
     return ParserFactory.choose(
         TEMPLATE,
         tool_formats={**TOOL_FORMATS, "fake": CALLS_ROW},
@@ -35,14 +35,14 @@ def choose() -> ParserFactory:
 
 
 def test_the_chat_template_selects_the_rows() -> None:
-    assert (choose().tool_format, choose().reasoning_format) == ("fake", "fake")
+    assert (choose_parsers().tool_format, choose_parsers().reasoning_format) == ("fake", "fake")
     assert ParserFactory.choose(TEMPLATE).tool_format is None
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_reasoning_content_and_calls_are_parsed(size: int) -> None:
-    text = f"[[WHY]]because[[SO]]Here: {WRITTEN}"
-    events = parse(choose().new(tools=TOOLS), text, [size])
+def test_reasoning_content_and_calls_are_parsed_for_any_chunk_size(size: int) -> None:
+    text = f"[[WHY]]because[[SO]]Here: {OUTPUT}"
+    events = parse(choose_parsers().new(tools=TOOLS), text, [size])
     assert events[:2] == [Reasoning("because"), Content("Here:")]
     assert calls_of(events) == [CALL]
 
@@ -51,7 +51,7 @@ def test_the_grammar_forces_the_markers_and_keys_of_the_row() -> None:
     xgrammar = pytest.importorskip("xgrammar")
     vocabulary = [*(bytes([byte]) for byte in range(256)), b"<end>"]
     info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[256])
-    grammar = choose().grammar(TOOLS, "required", reasoning=True, in_reasoning=False)
+    grammar = choose_parsers().grammar(TOOLS, "required", reasoning=True, in_reasoning=False)
     assert grammar is not None
     compiled = xgrammar.GrammarCompiler(info).compile_structural_tag(grammar.text)
 
@@ -59,13 +59,13 @@ def test_the_grammar_forces_the_markers_and_keys_of_the_row() -> None:
         matcher = xgrammar.GrammarMatcher(compiled)
         return bool(matcher.accept_string(text) and matcher.accept_token(256))
 
-    assert accepts(WRITTEN)
-    assert accepts(f"[[WHY]]because[[SO]]{WRITTEN}")
-    assert not accepts(WRITTEN.replace("parameters", "arguments"))
-    assert not accepts(WRITTEN.removesuffix("[[END]]"))
+    assert accepts(OUTPUT)
+    assert accepts(f"[[WHY]]because[[SO]]{OUTPUT}")
+    assert not accepts(OUTPUT.replace("parameters", "arguments"))
+    assert not accepts(OUTPUT.removesuffix("[[END]]"))
 
 
-def test_a_row_without_hints_is_selected_by_the_flag_only() -> None:
+def test_a_row_without_template_hints_is_selected_only_by_the_setting() -> None:
     row = JsonCalls(name="silent", models="none", example="", hints=(), begin="[[CALLS]]")
     formats = {"silent": row}
     assert ParserFactory.choose(TEMPLATE, tool_formats=formats).tool_format is None

@@ -1,5 +1,4 @@
-"""Every format: rendered outputs are parsed back for every chunking; no text is lost, nothing raises,
-and the work is linear in the text."""
+"""Each format: rendered outputs are parsed back for any chunking, no text is lost, and work is linear."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from penstock.serve.parsers.reasoning import REASONING_FORMATS
 EXAMPLES = settings(max_examples=examples(6), deadline=None, suppress_health_check=list(HealthCheck))
 FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=6)
-NOISE = [
+MARKUP_PARTS = [
     "<tool_call>",
     "</tool_call>",
     "<think>",
@@ -43,21 +42,21 @@ MARKERS = sorted(
 
 
 def any_text(max_size: int = 20) -> st.SearchStrategy[str]:
-    """Return random Unicode text with pieces of markup in it."""
+    """Return a strategy for random Unicode text with parts of markup."""
     letters = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
-    return st.lists(letters | st.sampled_from(NOISE), max_size=max_size // 4).map("".join)
+    return st.lists(letters | st.sampled_from(MARKUP_PARTS), max_size=max_size // 4).map("".join)
 
 
 def plain_text() -> st.SearchStrategy[str]:
-    """Return text without a complete marker and without white space at its ends."""
+    """Return a strategy for text without a complete marker and without surrounding white space."""
 
     def is_plain(text: str) -> bool:
         return text == text.strip() != "" and not any(marker in text for marker in MARKERS)
 
-    pieces = st.sampled_from(
+    parts = st.sampled_from(
         ["<", "[", "{", "<tool", "</th", "|>", " ", "\n", "é", "ab", "\U0001f600", "functools"]
     )
-    return st.lists(pieces | st.text("ab<[]{}|_ \n>", max_size=4), max_size=8).map("".join).filter(is_plain)
+    return st.lists(parts | st.text("ab<[]{}|_ \n>", max_size=4), max_size=8).map("".join).filter(is_plain)
 
 
 def json_values() -> st.SearchStrategy[Any]:
@@ -70,7 +69,7 @@ def json_values() -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def calls(draw: st.DrawFn, name: str) -> Call:
+def draw_calls(draw: st.DrawFn, name: str) -> Call:
     if draw(st.integers(0, 3)) == 0:
         return Call("now")
     end = VALUE_ENDS.get(name)
@@ -96,8 +95,8 @@ def calls(draw: st.DrawFn, name: str) -> Call:
 
 
 @dataclass
-class Written:
-    """The text of an output, and the content, reasoning and calls in it."""
+class Output:
+    """The text of an output, with its content, reasoning and calls."""
 
     text: str = ""
     content: str = ""
@@ -106,32 +105,32 @@ class Written:
 
 
 @st.composite
-def answers(draw: st.DrawFn, name: str) -> Written:
+def draw_outputs(draw: st.DrawFn, name: str) -> Output:
     kinds = draw(st.lists(st.sampled_from(["content", "calls", "reasoning"]), max_size=5))
-    written, last, begin = Written(), "", ""
+    output, last, begin = Output(), "", ""
     for kind in kinds:
         if kind == last:
             continue
         last = kind
-        gap = draw(st.sampled_from(["", "\n", "\n\n"])) if written.text else ""
+        gap = draw(st.sampled_from(["", "\n", "\n\n"])) if output.text else ""
         if kind == "content":
             text = draw(plain_text())
-            if name in BARE and text.endswith("["):  # "[" followed by a call would begin a list of calls
+            if name in BARE and text.endswith("["):  # "[" before a call would begin a list of calls
                 text = f"{text}x"
-            written.text += gap + text
-            written.content += (gap if written.content else "") + text
+            output.text += gap + text
+            output.content += (gap if output.content else "") + text
         elif kind == "calls":
-            some = draw(st.lists(calls(name), min_size=1, max_size=3))
-            written.text += gap + RENDERERS[name](some)
-            written.calls += tuple(some)
+            drawn_calls = draw(st.lists(draw_calls(name), min_size=1, max_size=3))
+            output.text += gap + RENDERERS[name](drawn_calls)
+            output.calls += tuple(drawn_calls)
         else:
             text = draw(plain_text())
-            written.text += f"{gap}<think>{begin}{text}\n</think>"
-            written.reasoning += text
-    return written
+            output.text += f"{gap}<think>{begin}{text}\n</think>"
+            output.reasoning += text
+    return output
 
 
-def parser(name: str, reasoning: str = "think", **options: Any) -> Any:
+def make_parser(name: str, reasoning: str = "think", **options: Any) -> Any:
     parsers = ParserFactory.choose(None, name, reasoning)
     ids = iter(range(1 << 30))
     return parsers.new(tools=TOOLS, new_id=lambda: f"id{next(ids)}", **options)
@@ -153,16 +152,16 @@ def test_every_format_has_a_renderer() -> None:
 @EXAMPLES
 @given(data=st.data())
 def test_rendered_output_is_parsed_back(name: str, data: st.DataObject) -> None:
-    written = data.draw(answers(name))
-    events = parse(parser(name), written.text, data.draw(SIZES))
-    assert (content_of(events), reasoning_of(events)) == (written.content, written.reasoning)
-    assert calls_of(events) == list(written.calls)
-    assert events == parse(parser(name), written.text)
+    output = data.draw(draw_outputs(name))
+    events = parse(make_parser(name), output.text, data.draw(SIZES))
+    assert (content_of(events), reasoning_of(events)) == (output.content, output.reasoning)
+    assert calls_of(events) == list(output.calls)
+    assert events == parse(make_parser(name), output.text)
 
 
-GARBAGE = [
+UNPARSABLE = [
     *MARKERS,
-    *NOISE,
+    *MARKUP_PARTS,
     "[ARGS]",
     "[CALL_ID]",
     "<|tool_call_end|>",
@@ -199,11 +198,11 @@ NAMES = ["search", '"search"', '{"name": "search"', "search(", "functions.search
 @EXAMPLES
 @given(st.data())
 def test_events_do_not_depend_on_chunking(name: str, data: st.DataObject) -> None:
-    text = "".join(data.draw(st.lists(st.sampled_from(GARBAGE + NAMES * 3), max_size=25)))
+    text = "".join(data.draw(st.lists(st.sampled_from(UNPARSABLE + NAMES * 3), max_size=25)))
     options = {"in_reasoning": data.draw(st.booleans()), "parallel": data.draw(st.booleans())}
-    events = parse(parser(name, **options), text)
-    assert events == parse(parser(name, **options), text, (1,))
-    assert events == parse(parser(name, **options), text, data.draw(SIZES))
+    events = parse(make_parser(name, **options), text)
+    assert events == parse(make_parser(name, **options), text, (1,))
+    assert events == parse(make_parser(name, **options), text, data.draw(SIZES))
 
 
 @pytest.mark.random
@@ -211,55 +210,57 @@ def test_events_do_not_depend_on_chunking(name: str, data: st.DataObject) -> Non
 @EXAMPLES
 @given(st.data())
 def test_events_of_long_text_do_not_depend_on_chunking(name: str, data: st.DataObject) -> None:
-    """The text contains calls, and words that are longer than the maximum length of names."""
+    """The text has calls, and words that are longer than the maximum length of names."""
     lengths = st.integers(200, 300)
     long = st.builds(lambda part, count: part * count, st.sampled_from(["a", "ab ", "{", "1"]), lengths)
-    one_call = calls(name).map(lambda call: RENDERERS[name]([call]))
-    parts = st.sampled_from(GARBAGE + NAMES * 3) | long | one_call
+    one_call = draw_calls(name).map(lambda call: RENDERERS[name]([call]))
+    parts = st.sampled_from(UNPARSABLE + NAMES * 3) | long | one_call
     text = "".join(data.draw(st.lists(parts, max_size=25)))
     options = {"in_reasoning": data.draw(st.booleans()), "bare_in_text": data.draw(st.booleans())}
-    events = parse(parser(name, **options), text)
-    assert events == parse(parser(name, **options), text, (1,))
-    assert events == parse(parser(name, **options), text, data.draw(SIZES))
+    events = parse(make_parser(name, **options), text)
+    assert events == parse(make_parser(name, **options), text, (1,))
+    assert events == parse(make_parser(name, **options), text, data.draw(SIZES))
 
 
 @FORMATS
 @EXAMPLES
 @given(st.data())
-def test_truncated_output(name: str, data: st.DataObject) -> None:
-    """Arguments are complete or invalid JSON: a truncated call never looks complete."""
-    written = data.draw(answers(name))
-    text = written.text[: data.draw(st.integers(0, len(written.text)))]
-    events = parse(parser(name), text, data.draw(SIZES))
-    assert events == parse(parser(name), text, (1,))
+def test_truncated_output_has_complete_or_invalid_arguments(name: str, data: st.DataObject) -> None:
+    """A truncated call has complete arguments or invalid JSON, so that it is never taken for complete."""
+    output = data.draw(draw_outputs(name))
+    text = output.text[: data.draw(st.integers(0, len(output.text)))]
+    events = parse(make_parser(name), text, data.draw(SIZES))
+    assert events == parse(make_parser(name), text, (1,))
     arguments = {event.index: event.text for event in events if isinstance(event, ToolCallArguments)}
-    for index, whole in enumerate(written.calls[: len(arguments)]):
+    for index, call in enumerate(output.calls[: len(arguments)]):
         try:
-            assert Call(whole.name, json.loads(arguments[index])) == whole
+            assert Call(call.name, json.loads(arguments[index])) == call
         except json.JSONDecodeError:
             assert index == len(arguments) - 1
-    assert written.reasoning.startswith(reasoning_of(events).rstrip("\n</think"))
+    assert output.reasoning.startswith(reasoning_of(events).rstrip("\n</think"))
 
 
 @FORMATS
 @EXAMPLES
 @given(st.data())
 def test_text_without_a_tool_name_is_unchanged_content(name: str, data: st.DataObject) -> None:
-    text = "".join(data.draw(st.lists(st.sampled_from(GARBAGE) | any_text(8), max_size=20)))
-    assert parse(parser(name, "none"), text, data.draw(SIZES)) == ([Content(text)] if text else [])
+    text = "".join(data.draw(st.lists(st.sampled_from(UNPARSABLE) | any_text(8), max_size=20)))
+    assert parse(make_parser(name, "none"), text, data.draw(SIZES)) == ([Content(text)] if text else [])
 
 
 @FORMATS
 @EXAMPLES
 @given(st.data())
 def test_no_text_is_lost(name: str, data: st.DataObject) -> None:
-    """Words outside markup are emitted, whatever surrounds them. Exceptions: the text of a truncated call,
-    and call ids that the model writes."""
+    """Words outside markup are emitted, whatever precedes and follows them.
+
+    Exceptions: the text of a truncated call, and call ids that the model writes.
+    """
     words = [f"w{index}w" for index in range(30)]
-    parts = data.draw(st.lists(st.sampled_from(GARBAGE + NAMES * 3 + ["WORD"] * 12), max_size=25))
+    parts = data.draw(st.lists(st.sampled_from(UNPARSABLE + NAMES * 3 + ["WORD"] * 12), max_size=25))
     text = "".join(f" {words[index]} " if part == "WORD" else part for index, part in enumerate(parts))
     text += ">" + '"' * 2 + " end of it "
-    events = parse(parser(name, "none"), text, data.draw(SIZES))
+    events = parse(make_parser(name, "none"), text, data.draw(SIZES))
     if isinstance(events[-1], Content):
         out = "".join(event.text for event in events if isinstance(event, Content | ToolCallArguments))
         ids = "".join(event.id for event in events if isinstance(event, ToolCallStart))
@@ -282,6 +283,6 @@ def test_parsing_work_is_linear(name: str, size: int, length: int) -> None:
         f"{TOOL_FORMATS[name].markers[0]}unknown" + string.ascii_letters * (length // 52),
     ]
     for text in texts:
-        one = parser(name)
-        parse(one, text, (size,))
-        assert one.stream.num_examined <= 40 * len(text) + 1000
+        parser = make_parser(name)
+        parse(parser, text, (size,))
+        assert parser.stream.num_examined <= 40 * len(text) + 1000

@@ -1,4 +1,4 @@
-"""The grammars that force calls, compiled by xgrammar over an alphabet of single bytes."""
+"""Grammars that force calls, compiled by xgrammar and llguidance over an alphabet of single bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALARS = ("text", "count", "exact")
 
 
 def with_scalars_only() -> list[dict[str, Any]]:
-    """Return the tools without nested arguments, whose grammars take 50 times as long to compile."""
+    """Return the tools without nested arguments, whose grammars take 50 times longer to compile."""
     [search, now] = copy.deepcopy(TOOLS)
     properties = search["function"]["parameters"]["properties"]
     search["function"]["parameters"]["properties"] = {name: properties[name] for name in SCALARS}
@@ -53,20 +53,22 @@ def compiled(grammar: Grammar) -> Any:
 
 
 def accepts(grammar: Grammar | None, text: str) -> bool:
-    """Return whether a grammar accepts a whole text, in both grammar libraries."""
+    """Return whether a grammar accepts a whole text. Both grammar libraries must agree."""
     assert grammar is not None
     matcher = xgrammar.GrammarMatcher(compiled(grammar))
-    verdict = bool(matcher.accept_string(text) and matcher.accept_token(END))
+    is_accepted = bool(matcher.accept_string(text) and matcher.accept_token(END))
     other = llguidance_bytes.matcher_of_source(grammar_source(grammar))
-    assert llguidance_bytes.accepts(other, text.encode()) == verdict, "the two libraries disagree"
-    return verdict
+    assert llguidance_bytes.accepts(other, text.encode()) == is_accepted, "the two libraries disagree"
+    return is_accepted
 
 
-def forced(name: str, choice: Any = "required", tools: Any = FEW_ARGUMENTS, **options: Any) -> Grammar | None:
+def force_call(
+    name: str, choice: Any = "required", tools: Any = FEW_ARGUMENTS, **options: Any
+) -> Grammar | None:
     return ParserFactory.choose(None, name, "think").grammar(tools, choice, **options)
 
 
-def written(name: str, *calls: Call) -> str:
+def render_calls(name: str, *calls: Call) -> str:
     """Render calls as the grammar forces them: Python calls with JSON literals, lists on one line."""
     if name in ("pythonic", "lfm2", "olmo3"):
         text = ("\n" if name == "olmo3" else ", ").join(
@@ -77,34 +79,34 @@ def written(name: str, *calls: Call) -> str:
             return f"<function_calls>{text}</function_calls>"
         return f"[{text}]" if name == "pythonic" else f"<|tool_call_start|>[{text}]<|tool_call_end|>"
     if name == "cohere":
-        one = [
+        rendered = [
             '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGS}'.replace(
                 "NAME", call.name
             ).replace("ARGS", json.dumps(call.arguments))
             for call in calls
         ]
-        return f"<|START_ACTION|>[{', '.join(one)}]<|END_ACTION|>"
+        return f"<|START_ACTION|>[{', '.join(rendered)}]<|END_ACTION|>"
     return RENDERERS[name](calls)
 
 
 @FORMATS
 def test_a_call_is_accepted_and_parsed(name: str) -> None:
-    text = written(name, SEARCH)
-    for grammar in (forced(name), forced(name, NAMED), forced(name, parallel=False)):
+    text = render_calls(name, SEARCH)
+    for grammar in (force_call(name), force_call(name, NAMED), force_call(name, parallel=False)):
         assert accepts(grammar, text)
     assert calls_of(parse(ParserFactory.choose(None, name).new(tools=TOOLS), text)) == [SEARCH]
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic"])
 def test_a_call_with_nested_arguments_is_accepted(name: str) -> None:
-    text = written(name, Call("search", {"text": "a", "tags": [1, {"b": []}], "filter": {"c": None}}))
-    assert accepts(forced(name, tools=TOOLS), text)
+    text = render_calls(name, Call("search", {"text": "a", "tags": [1, {"b": []}], "filter": {"c": None}}))
+    assert accepts(force_call(name, tools=TOOLS), text)
 
 
 @FORMATS
 def test_other_text_is_rejected(name: str) -> None:
-    text = written(name, SEARCH)
-    grammar = forced(name)
+    text = render_calls(name, SEARCH)
+    grammar = force_call(name)
     assert not accepts(grammar, "")
     assert not accepts(grammar, f"Well. {text}")
     assert not accepts(grammar, f"{text} Done.")
@@ -115,21 +117,21 @@ def test_other_text_is_rejected(name: str) -> None:
 
 
 @FORMATS
-def test_several_calls_only_with_parallel(name: str) -> None:
-    text = written(name, SEARCH, SEARCH)
-    assert accepts(forced(name), text) is (name not in ONE_CALL)
-    assert not accepts(forced(name, parallel=False), text)
-    assert not accepts(forced(name, NAMED), text)
+def test_several_calls_are_accepted_only_with_parallel_calls(name: str) -> None:
+    text = render_calls(name, SEARCH, SEARCH)
+    assert accepts(force_call(name), text) is (name not in ONE_CALL)
+    assert not accepts(force_call(name, parallel=False), text)
+    assert not accepts(force_call(name, NAMED), text)
 
 
 def test_a_named_choice_forces_that_tool() -> None:
-    now = written("hermes", Call("now"))
-    assert accepts(forced("hermes"), now)
-    assert not accepts(forced("hermes", NAMED), now)
+    now = render_calls("hermes", Call("now"))
+    assert accepts(force_call("hermes"), now)
+    assert not accepts(force_call("hermes", NAMED), now)
 
 
 def test_optional_arguments_in_python() -> None:
-    grammar = forced("pythonic")
+    grammar = force_call("pythonic")
     assert accepts(grammar, '[search(text="a", exact=true)]')
     assert not accepts(grammar, "[search(exact=true)]")
     assert accepts(grammar, "[now()]")
@@ -143,38 +145,38 @@ def test_optional_arguments_in_python() -> None:
     assert not accepts(grammar, "[f(a=2)]")
 
 
-def test_no_grammar_without_a_forced_choice() -> None:
+def test_choices_that_force_no_call_have_no_grammar() -> None:
     for choice in ("auto", "none", None):
-        assert forced("hermes", choice) is None
+        assert force_call("hermes", choice) is None
     with pytest.raises(UnsupportedFeatureError, match=r"--tool-call-parser names one of .*hermes"):
         ParserFactory.choose(None).grammar(TOOLS, "required")
 
 
-CALL = written("hermes", SEARCH)
-THOUGHT = f"hm, </thin or not\n</think>\n\n{CALL}"
+CALL = render_calls("hermes", SEARCH)
+REASONING = f"hm, </thin or not\n</think>\n\n{CALL}"
 
 
 @pytest.mark.parametrize(
     ("in_reasoning", "accepted"),
     [
-        (True, [THOUGHT]),
-        (False, [f"<think>\n{THOUGHT}", CALL]),
-        (None, [THOUGHT, f"<think>\n{THOUGHT}", CALL]),
+        (True, [REASONING]),
+        (False, [f"<think>\n{REASONING}", CALL]),
+        (None, [REASONING, f"<think>\n{REASONING}", CALL]),
     ],
 )
 def test_reasoning_before_a_forced_call(in_reasoning: bool | None, accepted: list[str]) -> None:
-    grammar = forced("hermes", reasoning=True, in_reasoning=in_reasoning)
-    for text in (THOUGHT, f"<think>\n{THOUGHT}", CALL):
-        # Inside a reasoning block, another "<think>" is reasoning text.
+    grammar = force_call("hermes", reasoning=True, in_reasoning=in_reasoning)
+    for text in (REASONING, f"<think>\n{REASONING}", CALL):
+        # Within a reasoning block, a second "<think>" is reasoning text.
         expected = text in accepted or (in_reasoning is True and text != CALL)
         assert accepts(grammar, text) is expected, text
     assert not accepts(grammar, f"hm {CALL}")
     assert not accepts(grammar, f"<think>hm</think>Well. {CALL}")
-    assert not accepts(forced("hermes"), f"<think>\n{THOUGHT}")
+    assert not accepts(force_call("hermes"), f"<think>\n{REASONING}")
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "good", "bad"),
+    ("kind", "text", "accepted_text", "rejected_text"),
     [
         (
             "json_schema",
@@ -194,11 +196,13 @@ def test_reasoning_before_a_forced_call(in_reasoning: bool | None, accepted: lis
         ),
     ],
 )
-def test_a_grammar_applies_after_the_reasoning(kind: Any, text: str, good: str, bad: str) -> None:
+def test_a_grammar_applies_after_the_reasoning(
+    kind: Any, text: str, accepted_text: str, rejected_text: str
+) -> None:
     grammar = ParserFactory.choose(None, "none", "think").after_reasoning(
         Grammar(kind, text), in_reasoning=True
     )
-    assert accepts(grammar, f"so </ so</think>\n\n{good}")
-    assert not accepts(grammar, f"so</think>{bad}")
-    assert not accepts(grammar, good)
+    assert accepts(grammar, f"so </ so</think>\n\n{accepted_text}")
+    assert not accepts(grammar, f"so</think>{rejected_text}")
+    assert not accepts(grammar, accepted_text)
     assert ParserFactory.choose(None).after_reasoning(Grammar(kind, text)) == Grammar(kind, text)

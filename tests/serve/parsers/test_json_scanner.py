@@ -1,4 +1,4 @@
-"""The scanners accept the values that json.loads and ast.literal_eval accept."""
+"""The scanners accept the same values as json.loads and ast.literal_eval."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ PYTHON_TOKENS = [
 ]
 
 
-def fed(value: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> tuple[str, bool, int]:
-    """Return (JSON text, whether the value is complete, number of characters taken)."""
+def scan(value: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> tuple[str, bool, int]:
+    """Return (JSON text, whether the value is complete, number of scanned characters)."""
     out, taken = "", 0
-    for piece in pieces(text, sizes):
-        end, written = value.feed(piece)
-        out += written
+    for chunk in pieces(text, sizes):
+        end, scanned = value.feed(chunk)
+        out += scanned
         taken += end
         if value.done or value.broken:
             break
@@ -88,13 +88,13 @@ def fed(value: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> tupl
 @given(VALUES, SIZES, st.booleans(), st.sampled_from([None, 2]))
 def test_valid_json_is_unchanged(value: Any, sizes: list[int], ascii: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii, indent=indent)
-    assert fed(JsonScanner(), f"{text} rest", sizes) == (text, True, len(text))
+    assert scan(JsonScanner(), f"{text} rest", sizes) == (text, True, len(text))
 
 
 @settings(max_examples=examples(250))
 @given(st.lists(st.sampled_from(TOKENS), max_size=10).map("".join), SIZES)
 def test_invalid_json_is_rejected(text: str, sizes: list[int]) -> None:
-    out, is_whole, taken = fed(JsonScanner(), f"{text}\n", sizes)
+    out, is_whole, taken = scan(JsonScanner(), f"{text}\n", sizes)
     try:
         expected, end = json.JSONDecoder().raw_decode(text.lstrip())
     except json.JSONDecodeError:
@@ -107,26 +107,26 @@ def test_invalid_json_is_rejected(text: str, sizes: list[int]) -> None:
 
 
 def _continues_a_number(text: str, end: int) -> bool:
-    """Return whether more number characters follow: json.JSONDecoder reads "1" of "1-1"."""
+    """Return whether more number characters follow: json.JSONDecoder reads "1" from "1-1"."""
     return text[end : end + 1] != "" and text[end] in "0123456789+-.eE" and text[0] in "-0123456789"
 
 
 def test_control_characters_are_escaped() -> None:
-    assert fed(JsonScanner(), '{"a": "b\n\x00"}', [1]) == ('{"a": "b\\n\\u0000"}', True, 12)
+    assert scan(JsonScanner(), '{"a": "b\n\x00"}', [1]) == ('{"a": "b\\n\\u0000"}', True, 12)
 
 
-def test_depth_is_limited() -> None:
+def test_the_nesting_depth_is_limited() -> None:
     text = "[" * MAX_DEPTH + "]" * MAX_DEPTH
-    assert fed(JsonScanner(), text, [1000]) == (text, True, len(text))
-    assert not fed(JsonScanner(), f"[{text}]", [1000])[1]
-    assert fed(PythonScanner(), text, [1000]) == (text, True, len(text))
-    assert not fed(PythonScanner(), f"[{text}]", [1000])[1]
+    assert scan(JsonScanner(), text, [1000]) == (text, True, len(text))
+    assert not scan(JsonScanner(), f"[{text}]", [1000])[1]
+    assert scan(PythonScanner(), text, [1000]) == (text, True, len(text))
+    assert not scan(PythonScanner(), f"[{text}]", [1000])[1]
 
 
 @settings(max_examples=examples(80))
 @given(VALUES, SIZES)
 def test_python_literals_become_json(value: Any, sizes: list[int]) -> None:
-    out, is_whole, taken = fed(PythonScanner(), f"{value!r})", sizes)
+    out, is_whole, taken = scan(PythonScanner(), f"{value!r})", sizes)
     assert is_whole
     assert json.loads(out) == value
     assert taken == len(repr(value))
@@ -136,19 +136,19 @@ def test_python_literals_become_json(value: Any, sizes: list[int]) -> None:
 @given(st.lists(st.sampled_from(PYTHON_TOKENS), max_size=10).map("".join), SIZES)
 @example('"\\{"', [1])
 def test_accepted_python_literals_are_valid(text: str, sizes: list[int]) -> None:
-    out, is_whole, taken = fed(PythonScanner(), f"{text})", sizes)
+    out, is_whole, taken = scan(PythonScanner(), f"{text})", sizes)
     if is_whole and "\\N" not in text:  # "\\N{...}" names a character in Python; the scanner keeps "\\N"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of unknown escapes, such as "\\{"
+            warnings.simplefilter("ignore")  # Python warns about unknown escapes, such as "\\{"
             expected = ast.literal_eval(f"{text})"[:taken].strip())
-        assert json.loads(out) == _lists(expected)
+        assert json.loads(out) == _tuples_to_lists(expected)
 
 
-def _lists(value: Any) -> Any:
+def _tuples_to_lists(value: Any) -> Any:
     """Replace tuples by lists, as in JSON."""
     if isinstance(value, list | tuple):
-        return [_lists(one) for one in value]
-    return {key: _lists(one) for key, one in value.items()} if isinstance(value, dict) else value
+        return [_tuples_to_lists(item) for item in value]
+    return {key: _tuples_to_lists(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def _lists(value: Any) -> Any:
         ("+3", 3),
     ],
 )
-def test_python_values(text: str, value: Any) -> None:
-    out, is_whole, _ = fed(PythonScanner(), f"{text} ", [1])
+def test_python_values_become_json(text: str, value: Any) -> None:
+    out, is_whole, _ = scan(PythonScanner(), f"{text} ", [1])
     assert is_whole
     assert json.loads(out) == value
 
@@ -176,4 +176,4 @@ def test_python_values(text: str, value: Any) -> None:
 @pytest.mark.parametrize("text", ["nan", "inf", "f(1)", "{1: 2}", "{'a'}", "a", "lambda", "1 2]", "--1"])
 def test_invalid_python_literals_are_rejected(text: str) -> None:
     value = PythonScanner()
-    assert not fed(value, f"[{text}]", [1])[1]
+    assert not scan(value, f"[{text}]", [1])[1]

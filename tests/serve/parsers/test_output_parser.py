@@ -1,4 +1,4 @@
-"""Decisions of the parser that do not depend on the format."""
+"""Behaviour of the parser that does not depend on the format."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CALL = '<tool_call>\n{"name": "search", "arguments": {"text": "x"}}\n</tool_call
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-def started(index: int = 0, name: str = "search", arguments: str = '{"text": "x"}') -> list[Event]:
+def call_events(index: int = 0, name: str = "search", arguments: str = '{"text": "x"}') -> list[Event]:
     return [ToolCallStart(index, "id", name), ToolCallArguments(index, arguments)]
 
 
-def read(text: str, name: str = "hermes", reasoning: str = "think", **options: Any) -> list[Event]:
-    """Return the events of a text; check that they do not depend on chunking."""
+def parse_text(text: str, name: str = "hermes", reasoning: str = "think", **options: Any) -> list[Event]:
+    """Parse a text. Check that the events do not depend on chunking, and return them."""
     parsers = ParserFactory.choose(None, name, reasoning, options.pop("special_tokens", ()))
     options = {"tools": TOOLS, "new_id": lambda: "id", **options}
     events = parse(parsers.new(**options), text)
@@ -38,11 +38,11 @@ def read(text: str, name: str = "hermes", reasoning: str = "think", **options: A
     return events
 
 
-def test_content_around_calls_loses_only_white_space_before_them() -> None:
-    assert read(f"  One \n{CALL}\n{NOW}\n two ") == [
+def test_only_white_space_before_calls_is_removed_from_the_content() -> None:
+    assert parse_text(f"  One \n{CALL}\n{NOW}\n two ") == [
         Content("  One"),
-        *started(),
-        *started(1, "now", "{}"),
+        *call_events(),
+        *call_events(1, "now", "{}"),
         Content("\n two "),
     ]
 
@@ -79,43 +79,43 @@ def test_text_is_emitted_at_once_unless_it_may_be_markup() -> None:
     ],
 )
 def test_text_that_is_not_a_call_is_unchanged_content(text: str) -> None:
-    assert read(f"a {text} b") == [Content(f"a {text} b")]
-    assert read(f"a {text}") == [Content(f"a {text}")]
+    assert parse_text(f"a {text} b") == [Content(f"a {text} b")]
+    assert parse_text(f"a {text}") == [Content(f"a {text}")]
 
 
 @pytest.mark.parametrize("options", [{"tools": []}, {"tool_choice": "none"}])
-def test_without_tools_calls_are_content(options: dict[str, Any]) -> None:
-    assert read(f"a\n{CALL}", **options) == [Content(f"a\n{CALL}")]
-    assert read(f"a\n{CALL}", "hermes", "none", **options) == [Content(f"a\n{CALL}")]
+def test_calls_are_content_without_tools(options: dict[str, Any]) -> None:
+    assert parse_text(f"a\n{CALL}", **options) == [Content(f"a\n{CALL}")]
+    assert parse_text(f"a\n{CALL}", "hermes", "none", **options) == [Content(f"a\n{CALL}")]
 
 
 def test_a_named_choice_allows_only_that_tool() -> None:
     choice = {"type": "function", "function": {"name": "now"}}
-    assert read(CALL + NOW, tool_choice=choice) == [Content(CALL), *started(0, "now", "{}")]
+    assert parse_text(CALL + NOW, tool_choice=choice) == [Content(CALL), *call_events(0, "now", "{}")]
 
 
 def test_a_call_after_a_call_of_an_unknown_tool_in_a_list() -> None:
     text = '[TOOL_CALLS][{"name": "other", "arguments": {}}, {"name": "now", "arguments": {}}]'
-    assert read(text, "mistral") == [
+    assert parse_text(text, "mistral") == [
         Content('[TOOL_CALLS][{"name": "other", "arguments": {}}'),
-        *started(0, "now", "{}"),
+        *call_events(0, "now", "{}"),
     ]
 
 
 def test_a_truncated_call_keeps_its_arguments_so_far() -> None:
-    assert read(CALL.partition("}}")[0]) == started(arguments='{"text": "x"')
-    assert read(CALL.partition(' "x"')[0]) == started(arguments='{"text":')
-    assert read(CALL.partition("_call>\n")[0]) == [Content("<tool")]
-    assert read(CALL[:-5]) == started()
+    assert parse_text(CALL.partition("}}")[0]) == call_events(arguments='{"text": "x"')
+    assert parse_text(CALL.partition(' "x"')[0]) == call_events(arguments='{"text":')
+    assert parse_text(CALL.partition("_call>\n")[0]) == [Content("<tool")]
+    assert parse_text(CALL[:-5]) == call_events()
 
 
-def test_arguments_stop_at_invalid_json_and_the_rest_is_content() -> None:
+def test_text_after_invalid_arguments_is_content() -> None:
     text = '<tool_call>\n{"name": "search", "arguments": {"text": 1, count: 2}}\n</tool_call>'
-    assert read(text) == [*started(arguments='{"text": 1, '), Content("count: 2}}\n</tool_call>")]
+    assert parse_text(text) == [*call_events(arguments='{"text": 1, '), Content("count: 2}}\n</tool_call>")]
 
 
 @pytest.mark.parametrize(
-    ("written", "arguments"),
+    ("raw_arguments", "arguments"),
     [
         ('"{\\"text\\": \\"x\\"}"', '{"text": "x"}'),
         ("null", "{}"),
@@ -123,24 +123,24 @@ def test_arguments_stop_at_invalid_json_and_the_rest_is_content() -> None:
         ('{ "text" : "x" }', '{ "text" : "x" }'),
     ],
 )
-def test_unambiguous_malformed_arguments_are_repaired(written: str, arguments: str) -> None:
-    text = f'<tool_call>{{"name": "search", "arguments": {written}}}</tool_call>'
-    assert read(text) == started(arguments=arguments)
-    text = f'<tool_call>{{"arguments": {written}, "id": 7, "name": "search"}}</tool_call>'
-    assert read(text) == started(arguments=arguments)
+def test_unambiguous_malformed_arguments_are_repaired(raw_arguments: str, arguments: str) -> None:
+    text = f'<tool_call>{{"name": "search", "arguments": {raw_arguments}}}</tool_call>'
+    assert parse_text(text) == call_events(arguments=arguments)
+    text = f'<tool_call>{{"arguments": {raw_arguments}, "id": 7, "name": "search"}}</tool_call>'
+    assert parse_text(text) == call_events(arguments=arguments)
 
 
-def test_a_missing_brace_or_end_marker() -> None:
-    assert read('<tool_call>\n{"name": "now"}') == started(0, "now", "{}")
-    assert read('<tool_call>{"name": "now", "arguments": {}</tool_call>') == started(0, "now", "{}")
-    assert read('<tool_call>{"name": "now", "arguments": {}} So') == [
-        *started(0, "now", "{}"),
+def test_a_missing_brace_or_end_marker_is_repaired() -> None:
+    assert parse_text('<tool_call>\n{"name": "now"}') == call_events(0, "now", "{}")
+    assert parse_text('<tool_call>{"name": "now", "arguments": {}</tool_call>') == call_events(0, "now", "{}")
+    assert parse_text('<tool_call>{"name": "now", "arguments": {}} So') == [
+        *call_events(0, "now", "{}"),
         Content(" So"),
     ]
 
 
-def test_without_parallel_the_output_ends_with_the_first_call() -> None:
-    assert read(f"a {CALL}{NOW} b", parallel=False) == [Content("a"), *started()]
+def test_without_parallel_calls_the_output_ends_after_the_first_call() -> None:
+    assert parse_text(f"a {CALL}{NOW} b", parallel=False) == [Content("a"), *call_events()]
     parser = ParserFactory.choose(None, "hermes", "none").new(tools=TOOLS, parallel=False)
     parser.push(CALL[:-16])
     assert not parser.done
@@ -149,52 +149,52 @@ def test_without_parallel_the_output_ends_with_the_first_call() -> None:
     assert parser.push(NOW) == parser.finish() == []
 
 
-def test_call_ids() -> None:
-    def made(name: str, text: str) -> str:
+def test_call_ids_have_the_form_of_the_format() -> None:
+    def find_call_id(name: str, text: str) -> str:
         event = ParserFactory.choose(None, name, "none").new(tools=TOOLS).push(text)[0]
         assert isinstance(event, ToolCallStart)
         return event.id
 
-    assert re.fullmatch("call_[A-Za-z0-9]{24}", made("hermes", NOW))
-    assert made("hermes", NOW) != made("hermes", NOW)
-    assert re.fullmatch("[A-Za-z0-9]{9}", made("mistral", "[TOOL_CALLS]now[ARGS]{}"))
-    assert made("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}") == "abcdefghi"
+    assert re.fullmatch("call_[A-Za-z0-9]{24}", find_call_id("hermes", NOW))
+    assert find_call_id("hermes", NOW) != find_call_id("hermes", NOW)
+    assert re.fullmatch("[A-Za-z0-9]{9}", find_call_id("mistral", "[TOOL_CALLS]now[ARGS]{}"))
+    assert find_call_id("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}") == "abcdefghi"
 
 
-def test_reasoning() -> None:
-    said = [Reasoning("hm \n so"), Content("Yes.\n")]
-    assert read("<think>\nhm \n so\n</think>\n\nYes.\n") == said
-    assert read("hm \n so\n</think>\n\nYes.\n", in_reasoning=True) == said
-    assert read("\n<think>hm \n so</think>Yes.\n", in_reasoning=True) == said
-    assert read("<think>\n\n</think>\n\nYes.") == [Content("Yes.")]
-    assert read("<think>\nhm") == [Reasoning("hm")]
-    assert read("hm", in_reasoning=True) == [Reasoning("hm")]
-    assert read("hm", "hermes", "none", in_reasoning=True) == [Content("hm")]
+def test_reasoning_is_separated_from_content() -> None:
+    expected = [Reasoning("hm \n so"), Content("Yes.\n")]
+    assert parse_text("<think>\nhm \n so\n</think>\n\nYes.\n") == expected
+    assert parse_text("hm \n so\n</think>\n\nYes.\n", in_reasoning=True) == expected
+    assert parse_text("\n<think>hm \n so</think>Yes.\n", in_reasoning=True) == expected
+    assert parse_text("<think>\n\n</think>\n\nYes.") == [Content("Yes.")]
+    assert parse_text("<think>\nhm") == [Reasoning("hm")]
+    assert parse_text("hm", in_reasoning=True) == [Reasoning("hm")]
+    assert parse_text("hm", "hermes", "none", in_reasoning=True) == [Content("hm")]
 
 
 def test_an_end_marker_without_a_begin_marker_is_dropped() -> None:
-    assert read("hm</think>Yes") == [Content("hmYes")]
+    assert parse_text("hm</think>Yes") == [Content("hmYes")]
 
 
 def test_a_call_ends_the_reasoning() -> None:
-    assert read(f"<think>hm\n{CALL}\n</think>ok") == [Reasoning("hm"), *started(), Content("ok")]
+    assert parse_text(f"<think>hm\n{CALL}\n</think>ok") == [Reasoning("hm"), *call_events(), Content("ok")]
     text = '<think>a <tool_call> or {"name": 1} </think>b'
-    assert read(text) == [Reasoning('a <tool_call> or {"name": 1}'), Content("b")]
+    assert parse_text(text) == [Reasoning('a <tool_call> or {"name": 1}'), Content("b")]
 
 
 @pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
-def test_calls_without_markers_after_other_text(name: str) -> None:
+def test_calls_without_markers_are_found_after_other_text(name: str) -> None:
     text = {"llama3_json": '{"name": "now", "parameters": {}}', "pythonic": "[now()]"}[name]
-    called = started(0, "now", "{}")
-    assert read(f"\n {text}", name) == called
-    assert read(f"<think>hm</think>\n\n{text}", name) == [Reasoning("hm"), *called]
-    assert read(f"<think>hm {text}</think>", name) == [Reasoning(f"hm {text}")]
+    called = call_events(0, "now", "{}")
+    assert parse_text(f"\n {text}", name) == called
+    assert parse_text(f"<think>hm</think>\n\n{text}", name) == [Reasoning("hm"), *called]
+    assert parse_text(f"<think>hm {text}</think>", name) == [Reasoning(f"hm {text}")]
     for before in ("I will look.", "Sure:", "{", "[1]", '{"a": 1}', '{"name": "x"}', "x = [y]"):
-        assert read(f"{before} {text} So", name) == [Content(before), *called, Content(" So")]
+        assert parse_text(f"{before} {text} So", name) == [Content(before), *called, Content(" So")]
     fenced = f"```json\n{text}\n```"
-    assert read(fenced, name) == [Content("```json"), *called, Content("\n```")]
-    assert read(f"Well. {text}", name, bare_in_text=False) == [Content(f"Well. {text}")]
-    assert read(f" {text}", name, bare_in_text=False) == called
+    assert parse_text(fenced, name) == [Content("```json"), *called, Content("\n```")]
+    assert parse_text(f"Well. {text}", name, bare_in_text=False) == [Content(f"Well. {text}")]
+    assert parse_text(f" {text}", name, bare_in_text=False) == called
 
 
 @pytest.mark.parametrize(
@@ -208,15 +208,15 @@ def test_calls_without_markers_after_other_text(name: str) -> None:
     ],
 )
 def test_json_that_is_not_a_call_contains_no_calls(text: str) -> None:
-    assert read(text, "llama3_json") == [Content(text)]
+    assert parse_text(text, "llama3_json") == [Content(text)]
 
 
 @pytest.mark.parametrize(
     "text", ['{"title": "x"} ', '{"name": "Ann"}', '{"name": "now"}', "[1, 2]", "[f(x)]", "{"]
 )
 @pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
-def test_a_json_answer_is_not_a_call(name: str, text: str) -> None:
-    assert read(text, name) == [Content(text)]
+def test_a_json_answer_without_a_tool_name_is_content(name: str, text: str) -> None:
+    assert parse_text(text, name) == [Content(text)]
 
 
 def test_a_json_answer_is_streamed() -> None:
@@ -224,14 +224,14 @@ def test_a_json_answer_is_streamed() -> None:
     assert joined(parser.push('{"title": "x')) == [Content('{"title": "x')]
 
 
-def test_python_tag_of_llama() -> None:
+def test_the_python_tag_of_llama_is_parsed() -> None:
     text = '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}'
-    assert read(text, "llama3_json") == [*started(0, "now", "{}"), *started(1, "now", "{}")]
-    assert read('<|python_tag|>search.call(text="x")', "llama3_json") == started()
-    assert read("<|python_tag|>print(1)", "llama3_json") == [Content("<|python_tag|>print(1)")]
+    assert parse_text(text, "llama3_json") == [*call_events(0, "now", "{}"), *call_events(1, "now", "{}")]
+    assert parse_text('<|python_tag|>search.call(text="x")', "llama3_json") == call_events()
+    assert parse_text("<|python_tag|>print(1)", "llama3_json") == [Content("<|python_tag|>print(1)")]
     special = ["<|python_tag|>", "<|eom_id|>"]
     text = "<|python_tag|>print(1)<|eom_id|>"
-    assert read(text, "llama3_json", special_tokens=special, tools=[]) == [Content("print(1)")]
+    assert parse_text(text, "llama3_json", special_tokens=special, tools=[]) == [Content("print(1)")]
 
 
 def test_special_tokens_are_removed_from_the_text() -> None:
@@ -239,20 +239,20 @@ def test_special_tokens_are_removed_from_the_text() -> None:
     parsers = ParserFactory.choose(None, "mistral", "mistral", special)
     assert not parsers.skip_special_tokens
     text = "[THINK]hm [INST]so[/THINK]Yes.[INST][TOOL_CALLS]now[ARGS]{}"
-    said: list[Event] = [Reasoning("hm so"), Content("Yes.")]
-    events = read(text, "mistral", "mistral", special_tokens=special)
-    assert events == [*said, *started(0, "now", "{}")]
-    assert read("a[TOOL_CALLS]other[ARGS]{} b", "mistral", special_tokens=special, tools=[]) == [
+    expected: list[Event] = [Reasoning("hm so"), Content("Yes.")]
+    events = parse_text(text, "mistral", "mistral", special_tokens=special)
+    assert events == [*expected, *call_events(0, "now", "{}")]
+    assert parse_text("a[TOOL_CALLS]other[ARGS]{} b", "mistral", special_tokens=special, tools=[]) == [
         Content("aother{} b")
     ]
     assert ParserFactory.choose(None, "hermes", "think", ["<|im_end|>"]).skip_special_tokens
     assert ParserFactory.choose(None, "mistral", "none").skip_special_tokens
 
 
-def test_types_of_tagged_arguments() -> None:
+def test_tagged_arguments_get_the_types_of_the_schema() -> None:
     def arguments(**values: str) -> str:
         body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-        events = read(f"<tool_call>\n<function=search>\n{body}</function>\n</tool_call>", "qwen3_coder")
+        events = parse_text(f"<tool_call>\n<function=search>\n{body}</function>\n</tool_call>", "qwen3_coder")
         assert isinstance(events[1], ToolCallArguments)
         return events[1].text
 
@@ -265,7 +265,7 @@ def test_types_of_tagged_arguments() -> None:
     assert arguments() == "{}"
 
 
-def test_flags() -> None:
+def test_settings_select_the_parsers() -> None:
     assert ParserFactory.choose("<tool_call> arguments </think>", "none", "none").tool_format is None
     assert ParserFactory.choose("<tool_call> arguments </think>", "none", "auto").reasoning_format == "think"
     assert ParserFactory.choose(None).tool_format is None
@@ -277,7 +277,7 @@ def test_flags() -> None:
         ParserFactory.choose(None, "auto", "r1")
 
 
-def test_prompts_that_end_inside_reasoning() -> None:
+def test_prompts_that_end_within_reasoning_are_detected() -> None:
     assert prompt_opens_reasoning("<think>\n")
     assert not prompt_opens_reasoning("<think>\n\n</think>\n\n")
     assert not prompt_opens_reasoning("")

@@ -1,4 +1,4 @@
-"""Several calls in one output: text before, between and after them; ids; truncated text."""
+"""Several calls in one output: text before, between and after them, ids, and truncated text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SEVERAL = pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name
 SEARCH, NOW = Call("search", {"text": "x"}), Call("now")
 
 
-def read(name: str, text: str) -> tuple[list[Call], str]:
-    """Return the calls and the content of a text; check that they do not depend on chunking."""
+def parse_text(name: str, text: str) -> tuple[list[Call], str]:
+    """Return the calls and the content of a text. Check that they do not depend on chunking."""
     events = events_of(name, text)
     called = [event for event in events if not isinstance(event, Content)]
     return calls_of(called), "".join(event.text for event in events if isinstance(event, Content))
@@ -30,18 +30,21 @@ def events_of(name: str, text: str) -> list[Event]:
 
 @SEVERAL
 @pytest.mark.parametrize("separator", ["", " ", "\n", "\n\n", " \r\n\t"])
-def test_white_space_between_calls(name: str, separator: str) -> None:
-    some = [SEARCH, NOW, SEARCH]
-    assert read(name, separator.join(RENDERERS[name]([call]) for call in some)) == (some, "")
+def test_white_space_between_calls_is_ignored(name: str, separator: str) -> None:
+    expected_calls = [SEARCH, NOW, SEARCH]
+    assert parse_text(name, separator.join(RENDERERS[name]([call]) for call in expected_calls)) == (
+        expected_calls,
+        "",
+    )
 
 
 @pytest.mark.parametrize("name", BARE)
 @pytest.mark.parametrize("separator", [";", "; ", ",", ", ", ",\n", " ;\n"])
-def test_separators_between_calls_without_markers(name: str, separator: str) -> None:
-    some = [SEARCH, NOW, SEARCH]
-    text = separator.join(RENDERERS[name]([call]) for call in some)
-    assert read(name, text) == (some, "")
-    assert read(name, f"I look. {text}") == (some, "I look.")
+def test_separators_between_calls_without_markers_are_ignored(name: str, separator: str) -> None:
+    expected_calls = [SEARCH, NOW, SEARCH]
+    text = separator.join(RENDERERS[name]([call]) for call in expected_calls)
+    assert parse_text(name, text) == (expected_calls, "")
+    assert parse_text(name, f"I look. {text}") == (expected_calls, "I look.")
 
 
 @pytest.mark.matrix
@@ -50,18 +53,18 @@ def test_separators_between_calls_without_markers(name: str, separator: str) -> 
     "before", ["I will look. ", "I will look.\n\n", "Sure!", "See:\n", "a < b, [1] {2}: "]
 )
 @pytest.mark.parametrize(
-    "behind", ["", " Done.", "\nDone.", "; or", ", [1] and {2}", "<", " <", "<b", "< |", ":"]
+    "after", ["", " Done.", "\nDone.", "; or", ", [1] and {2}", "<", " <", "<b", "< |", ":"]
 )
-def test_text_around_calls(name: str, before: str, behind: str) -> None:
-    calls, said = read(name, before + RENDERERS[name]([SEARCH]) + behind)
+def test_text_around_calls_is_content(name: str, before: str, after: str) -> None:
+    calls, content = parse_text(name, before + RENDERERS[name]([SEARCH]) + after)
     assert calls == [SEARCH]
-    assert said == before.rstrip() + behind
+    assert content == before.rstrip() + after
 
 
 @SEVERAL
-def test_text_between_calls(name: str) -> None:
+def test_text_between_calls_is_content(name: str) -> None:
     render = RENDERERS[name]
-    assert read(name, f"{render([SEARCH])}\nand then\n{render([NOW])}") == ([SEARCH, NOW], "and then")
+    assert parse_text(name, f"{render([SEARCH])}\nand then\n{render([NOW])}") == ([SEARCH, NOW], "and then")
 
 
 @pytest.mark.parametrize(
@@ -78,35 +81,35 @@ def test_text_between_calls(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("separator", ["", " ", "\n", ", ", "; "])
-def test_several_objects_after_one_marker(name: str, begin: str, end: str, separator: str) -> None:
-    one = '{"name": "search", "arguments": {"text": "x"}}'
-    text = f"{begin}{one}{separator}{one.replace('search', 'now')}{end}"
+def test_several_objects_after_one_marker_are_calls(name: str, begin: str, end: str, separator: str) -> None:
+    call_json = '{"name": "search", "arguments": {"text": "x"}}'
+    text = f"{begin}{call_json}{separator}{call_json.replace('search', 'now')}{end}"
     calls = [SEARCH, Call("now", {"text": "x"})]
-    assert read(name, text) == (calls, "")
-    assert read(name, f"{text}, so") == (calls, ", so")
+    assert parse_text(name, text) == (calls, "")
+    assert parse_text(name, f"{text}, so") == (calls, ", so")
 
 
 @pytest.mark.parametrize("text", ["[CALL, CALL]", "[CALL]", "[\n CALL,\n CALL\n]", "So: [CALL]; CALL"])
-def test_lists_of_llama(text: str) -> None:
-    calls, said = read("llama3_json", text.replace("CALL", '{"name": "now", "parameters": {}}'))
+def test_lists_of_llama_are_parsed(text: str) -> None:
+    calls, content = parse_text("llama3_json", text.replace("CALL", '{"name": "now", "parameters": {}}'))
     assert calls == [NOW] * text.count("CALL")
-    assert said == text.partition("[")[0].rstrip()
+    assert content == text.partition("[")[0].rstrip()
 
 
 @FORMATS
-def test_text_that_ends_inside_a_call(name: str) -> None:
-    """The call is complete or its arguments are invalid JSON. Markup is not content, unless too short."""
+def test_text_that_ends_within_a_call(name: str) -> None:
+    """The call is complete or has invalid arguments. Only a very short part of markup can be content."""
     text = RENDERERS[name]([SEARCH])
     for end in range(len(text)):
         events = events_of(name, text[:end])
         if not any(isinstance(event, ToolCallStart) for event in events):
             continue
-        said = "".join(event.text for event in events if isinstance(event, Content))
-        assert said in ("", "<")
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        assert content in ("", "<")
 
 
 @pytest.mark.parametrize(
-    ("written", "call_id"),
+    ("written_id", "call_id"),
     [
         ("functions.search:0", "functions.search:0"),
         ("functions.search:17", "functions.search:17"),
@@ -118,32 +121,32 @@ def test_text_that_ends_inside_a_call(name: str) -> None:
         (" functions.search:0\n", "functions.search:0"),
     ],
 )
-def test_ids_of_kimi(written: str, call_id: str) -> None:
+def test_ids_of_kimi_are_kept_if_valid(written_id: str, call_id: str) -> None:
     text = (
-        f"<|tool_calls_section_begin|><|tool_call_begin|>{written}<|tool_call_argument_begin|>"
+        f"<|tool_calls_section_begin|><|tool_call_begin|>{written_id}<|tool_call_argument_begin|>"
         '{"text": "x"}<|tool_call_end|><|tool_calls_section_end|>'
     )
-    assert read("kimi_k2", text) == ([SEARCH], "")
+    assert parse_text("kimi_k2", text) == ([SEARCH], "")
     [start] = [event for event in events_of("kimi_k2", text) if isinstance(event, ToolCallStart)]
     assert start.id == call_id
     starts = [event for event in events_of("kimi_k2", text * 3) if isinstance(event, ToolCallStart)]
     assert len({start.id for start in starts}) == 3
     assert all(start.id.startswith("functions.search:") for start in starts)
     unknown = text.replace("search", "other")
-    assert read("kimi_k2", unknown) == ([], unknown)
+    assert parse_text("kimi_k2", unknown) == ([], unknown)
 
 
 def test_a_duplicate_call_id_is_replaced() -> None:
-    one = "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}"
-    starts = [event for event in events_of("mistral", one * 2) if isinstance(event, ToolCallStart)]
+    call_text = "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}"
+    starts = [event for event in events_of("mistral", call_text * 2) if isinstance(event, ToolCallStart)]
     assert [start.id for start in starts] == ["abcdefghi", "new"]
 
 
 @pytest.mark.parametrize("rest", ["<", "<|", "<|call", "<|call|", "<<", "< b", "<|end"])
-def test_text_with_a_prefix_of_the_harmony_end_marker(rest: str) -> None:
+def test_a_prefix_of_the_harmony_end_marker_is_text(rest: str) -> None:
     text = '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"text": "x"}'
-    assert read("harmony", text + rest) == ([SEARCH], rest)
-    assert read("harmony", f"{text}<|call|>{rest}") == ([SEARCH], rest)
+    assert parse_text("harmony", text + rest) == ([SEARCH], rest)
+    assert parse_text("harmony", f"{text}<|call|>{rest}") == ([SEARCH], rest)
 
 
 @pytest.mark.matrix(strength=1, times=2)
@@ -157,7 +160,7 @@ def test_long_names_do_not_depend_on_chunking(name: str, length: int) -> None:
             events_of(name, opened + filler + call)
 
 
-CUT_CORNERS = {
+IRREGULAR_MARKUP = {
     "hermes": ['<tool_call>\n{"name": "search", "arguments": {"text": "x"}}}\n</tool_call>'],
     "qwen3_coder": [
         "<tool_call>\n<function=search>\n<parameter=text>\nx\n</parameter>\n</tool_call>",
@@ -181,17 +184,17 @@ CUT_CORNERS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [(name, text) for name in CUT_CORNERS for text in CUT_CORNERS[name]]
+    ("name", "text"), [(name, text) for name in IRREGULAR_MARKUP for text in IRREGULAR_MARKUP[name]]
 )
-def test_missing_or_repeated_markup(name: str, text: str) -> None:
-    assert read(name, text) == ([SEARCH], "")
-    assert read(name, f"{text} so") == ([SEARCH], " so")
+def test_missing_or_repeated_markup_is_tolerated(name: str, text: str) -> None:
+    assert parse_text(name, text) == ([SEARCH], "")
+    assert parse_text(name, f"{text} so") == ([SEARCH], " so")
     unknown = text.replace("search", "other")
-    assert read(name, unknown)[0] == []
+    assert parse_text(name, unknown)[0] == []
 
 
 def test_a_marker_in_text_does_not_hide_a_call() -> None:
     call = RENDERERS["functionary"]([SEARCH])
-    assert read("functionary", f"<function= in text, {call}") == ([SEARCH], "<function= in text,")
+    assert parse_text("functionary", f"<function= in text, {call}") == ([SEARCH], "<function= in text,")
     call = RENDERERS["qwen3_coder"]([SEARCH])
-    assert read("qwen3_coder", f"<function= in text, {call}") == ([SEARCH], "<function= in text,")
+    assert parse_text("qwen3_coder", f"<function= in text, {call}") == ([SEARCH], "<function= in text,")

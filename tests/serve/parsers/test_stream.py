@@ -1,4 +1,4 @@
-"""Markers are found in chunked text as in the whole text, also markers with common prefixes or suffixes."""
+"""Markers in chunked text are found as in the whole text, even with common prefixes or suffixes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from penstock.serve.parsers.stream import IncrementalText, MarkerSearch, Steps, 
 WORDS = st.text("ab<", min_size=1, max_size=4)
 
 
-def found(markers: list[str], text: str, sizes: list[int]) -> list[tuple[str, str]]:
-    """Return pairs of a text and the marker after it."""
-    stream, result, held = IncrementalText(), [], ""
+def find_markers(markers: list[str], text: str, sizes: list[int]) -> list[tuple[str, str]]:
+    """Return (text, marker after it) pairs."""
+    stream, result, text_before = IncrementalText(), [], ""
 
     def read() -> Steps[None]:
-        nonlocal held
+        nonlocal text_before
         while True:
             piece, marker = yield from stream.piece(MarkerSearch(markers))
-            held += piece
+            text_before += piece
             if marker:
-                result.append((held, marker))
-                held = ""
+                result.append((text_before, marker))
+                text_before = ""
             elif not piece:
                 return
 
@@ -34,7 +34,7 @@ def found(markers: list[str], text: str, sizes: list[int]) -> list[tuple[str, st
     stream.ended = True
     assert is_finished(reader)
     assert stream.taken == text
-    return [*result, (held, "")]
+    return [*result, (text_before, "")]
 
 
 @settings(max_examples=examples(200))
@@ -53,12 +53,12 @@ def test_found_markers_do_not_depend_on_chunking(markers: list[str], text: str, 
         else:
             run += text[at]
         at += len(here) or 1
-    assert found(markers, text, sizes) == [*expected, (run, "")]
+    assert find_markers(markers, text, sizes) == [*expected, (run, "")]
 
 
 def test_the_longer_of_two_markers_with_a_common_prefix_is_found() -> None:
     markers = ["<|channel>", "<|channel>thought\n"]
-    assert found(markers, "<|channel>thought\n<|channel>th", [3]) == [
+    assert find_markers(markers, "<|channel>thought\n<|channel>th", [3]) == [
         ("", "<|channel>thought\n"),
         ("", "<|channel>"),
         ("th", ""),

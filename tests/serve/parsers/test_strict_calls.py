@@ -91,72 +91,78 @@ def compiled(grammar: Grammar) -> Any:
 
 
 def accepts(grammar: Grammar, text: str, special: tuple[str, ...] = ()) -> bool:
-    """Return whether a grammar accepts a whole text; each string of `special` is one token."""
+    """Return whether a grammar accepts a whole text. Each string of `special` is one token."""
     matcher = xgrammar.GrammarMatcher(compiled(grammar))
     ids: list[int] = []
     while text:
-        token = next((one for one in special if text.startswith(one)), None)
+        token = next((string for string in special if text.startswith(string)), None)
         ids += [END + 1 + SPECIAL.index(token)] if token else text[0].encode()
         text = text[len(token or "x") :]
-    verdict = all(map(matcher.accept_token, [*ids, END]))
+    is_accepted = all(map(matcher.accept_token, [*ids, END]))
     source = grammar_source(grammar, token_id=lambda text: END + 1 + SPECIAL.index(text))
     other = llguidance_bytes.matcher_of_source(source, tuple(SPECIAL))
-    assert llguidance_bytes.accepts(other, ids) == verdict, "the two libraries disagree"
-    return verdict
+    assert llguidance_bytes.accepts(other, ids) == is_accepted, "the two libraries disagree"
+    return is_accepted
 
 
-def written(name: str, *calls: Call) -> str:
+def render_calls(name: str, *calls: Call) -> str:
     if name in ("pythonic", "lfm2", "olmo3"):
-        one = [
+        rendered = [
             f"{call.name}({', '.join(f'{key}={json.dumps(value)}' for key, value in call.arguments.items())})"
             for call in calls
         ]
         if name == "olmo3":
-            lines = "\n".join(one)
+            lines = "\n".join(rendered)
             return f"<function_calls>{lines}</function_calls>"
-        text = f"[{', '.join(one)}]"
+        text = f"[{', '.join(rendered)}]"
         return text if name == "pythonic" else f"<|tool_call_start|>{text}<|tool_call_end|>"
     if name == "cohere":
         return RENDERERS[name](calls).replace("[\n    ", "[").replace("\n]", "]")
     return RENDERERS[name](calls)
 
 
-def strict(name: str, reasoning: str = "none", **options: Any) -> Grammar:
+def strict_grammar(name: str, reasoning: str = "none", **options: Any) -> Grammar:
     return ParserFactory.choose(None, name, reasoning).strict_grammar(TOOLS, {"search"}, **options)
 
 
 @FORMATS
-def test_free_text_with_strict_calls(name: str) -> None:
+def test_calls_in_free_text_must_match_the_schema(name: str) -> None:
     reasoning = "harmony" if name == "harmony" else "none"
-    grammar = strict(name, reasoning)
+    grammar = strict_grammar(name, reasoning)
     final = "<|channel|>final<|message|>" if name == "harmony" else ""
     before = "" if name in BARE else "Well.\n"
     if name == "harmony":
         before = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
-    good = Call("search", {"text": "a b", "count": 3})
+    valid_call = Call("search", {"text": "a b", "count": 3})
     assert accepts(grammar, f"{final}Nothing to call here, 1 < 2.")
-    assert accepts(grammar, before + written(name, good))
-    assert accepts(grammar, before + written(name, Call("now", {"any": 7, "zone": 1})))
-    for wrong in ({"text": "a b", "count": "three"}, {"text": "a"}, {"text": "a", "count": 1, "more": 2}):
-        assert not accepts(grammar, before + written(name, Call("search", wrong))), wrong
-    assert not accepts(grammar, before + written(name, Call("other", {"a": 1})))
+    assert accepts(grammar, before + render_calls(name, valid_call))
+    assert accepts(grammar, before + render_calls(name, Call("now", {"any": 7, "zone": 1})))
+    for invalid_arguments in (
+        {"text": "a b", "count": "three"},
+        {"text": "a"},
+        {"text": "a", "count": 1, "more": 2},
+    ):
+        assert not accepts(grammar, before + render_calls(name, Call("search", invalid_arguments))), (
+            invalid_arguments
+        )
+    assert not accepts(grammar, before + render_calls(name, Call("other", {"a": 1})))
     parser = ParserFactory.choose(None, name, reasoning).new(tools=TOOLS)
     assert calls_of(
         [
             event
-            for event in parse(parser, before + written(name, good))
+            for event in parse(parser, before + render_calls(name, valid_call))
             if not isinstance(event, Content | Reasoning)
         ]
-    ) == [good]
+    ) == [valid_call]
 
 
 @FORMATS
-def test_one_call_and_no_more_text(name: str) -> None:
+def test_without_parallel_calls_no_text_follows_a_call(name: str) -> None:
     if name == "harmony":
         return
-    one = written(name, Call("search", {"text": "a", "count": 3}))
-    assert accepts(strict(name, parallel=False), one)
-    assert not accepts(strict(name, parallel=False), f"{one} {one}")
+    call_text = render_calls(name, Call("search", {"text": "a", "count": 3}))
+    assert accepts(strict_grammar(name, parallel=False), call_text)
+    assert not accepts(strict_grammar(name, parallel=False), f"{call_text} {call_text}")
 
 
 @FORMATS
@@ -173,51 +179,59 @@ def test_forced_output_parses_as_valid_arguments(name: str, seed: int) -> None:
 
 
 def walk(grammar: Any, seed: int, value_end: str) -> str:
-    """Return a random text of the grammar, ASCII where possible, biased towards the ends of values."""
-    choose = random.Random(seed)
+    """Return a random text of the grammar: ASCII where possible, biased towards the ends of values."""
+    rng = random.Random(seed)
     matcher = xgrammar.GrammarMatcher(grammar)
     mask = torch.empty((1, -(-(END + 1 + len(SPECIAL)) // 32)), dtype=torch.int32)
-    written = b""
+    output = b""
     while True:
-        if value_end and choose.random() < 0.1 and matcher.accept_string(value_end):
-            written += value_end.encode()
+        if value_end and rng.random() < 0.1 and matcher.accept_string(value_end):
+            output += value_end.encode()
             continue
         matcher.fill_next_token_bitmask(mask)
         bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits[: END + 1]).tolist()
-        shown = [token for token in allowed if token == END or 32 <= token < 127] or allowed
-        assert shown, f"a dead end behind {written!r}"
-        token = choose.choice(shown)
-        closers = [ord(letter) for letter in '"]}<' if ord(letter) in shown]
-        if closers and choose.random() < 0.3:
-            token = choose.choice(closers)
-        assert len(written) < 20000, f"no end: {written[:200]!r}"
+        candidates = [token for token in allowed if token == END or 32 <= token < 127] or allowed
+        assert candidates, f"no token is allowed after {output!r}"
+        token = rng.choice(candidates)
+        value_ends = [ord(letter) for letter in '"]}<' if ord(letter) in candidates]
+        if value_ends and rng.random() < 0.3:
+            token = rng.choice(value_ends)
+        assert len(output) < 20000, f"no end: {output[:200]!r}"
         assert matcher.accept_token(token)
         if token == END:
-            return written.decode()
-        written += bytes([token])
+            return output.decode()
+        output += bytes([token])
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm", "deepseek_v32"])
-def test_arguments_in_tags(name: str) -> None:
+def test_arguments_in_tags_must_match_the_schema(name: str) -> None:
     grammar = ParserFactory.choose(None, name).grammar([tool("rich", RICH)], "required")
     assert grammar is not None
-    good = {"unit": "C", "count": 3, "who": None, "some": "x 1", "extra": [1]}
-    assert accepts(grammar, written(name, Call("rich", good)))
-    assert accepts(grammar, written(name, Call("rich", {"text": '"<b>\n{1}', "unit": "C", **good})))
-    for wrong in ({"unit": "K"}, {"count": 21}, {"short": "x"}, {"short": "xxxxx"}, {"mixed": "y"}):
-        both = good | wrong
-        ordered = {key: both[key] for key in [*RICH["properties"], "extra"] if key in both}
-        assert not accepts(grammar, written(name, Call("rich", ordered))), wrong
+    valid_arguments = {"unit": "C", "count": 3, "who": None, "some": "x 1", "extra": [1]}
+    assert accepts(grammar, render_calls(name, Call("rich", valid_arguments)))
+    assert accepts(
+        grammar, render_calls(name, Call("rich", {"text": '"<b>\n{1}', "unit": "C", **valid_arguments}))
+    )
+    for invalid_arguments in (
+        {"unit": "K"},
+        {"count": 21},
+        {"short": "x"},
+        {"short": "xxxxx"},
+        {"mixed": "y"},
+    ):
+        arguments = valid_arguments | invalid_arguments
+        ordered = {key: arguments[key] for key in [*RICH["properties"], "extra"] if key in arguments}
+        assert not accepts(grammar, render_calls(name, Call("rich", ordered))), invalid_arguments
 
 
-def test_text_that_is_ambiguous() -> None:
+def test_an_ambiguous_tagged_argument_may_have_either_type() -> None:
     either = {"type": "object", "properties": {"a": {"type": ["string", "integer"]}}, "required": ["a"]}
     grammar = ParserFactory.choose(None, "qwen3_coder").grammar([tool("f", either)], "required")
     assert grammar is not None
-    assert accepts(grammar, written("qwen3_coder", Call("f", {"a": "x"})))
-    assert accepts(grammar, written("qwen3_coder", Call("f", {"a": 5})))
-    assert not accepts(grammar, written("qwen3_coder", Call("f", {"a": 5.5})))
+    assert accepts(grammar, render_calls("qwen3_coder", Call("f", {"a": "x"})))
+    assert accepts(grammar, render_calls("qwen3_coder", Call("f", {"a": 5})))
+    assert not accepts(grammar, render_calls("qwen3_coder", Call("f", {"a": 5.5})))
 
 
 @pytest.mark.parametrize(
@@ -239,10 +253,10 @@ def test_keywords_that_cannot_be_enforced_in_text_are_refused(schema: dict[str, 
 SEARCH = Call("search", {"text": "a", "count": 3})
 
 
-def test_markers_that_are_special_tokens() -> None:
+def test_markers_can_be_special_tokens() -> None:
     special = ("<|tool_call_start|>", "<|tool_call_end|>")
     parsers = ParserFactory.choose(None, "lfm2", "none", SPECIAL)
-    text = f"Well. {written('lfm2', SEARCH)}"
+    text = f"Well. {render_calls('lfm2', SEARCH)}"
     grammar = parsers.strict_grammar(TOOLS, {"search"})
     assert accepts(grammar, text, special)
     assert accepts(grammar, "Well.")
@@ -250,13 +264,14 @@ def test_markers_that_are_special_tokens() -> None:
     forced = parsers.grammar(TOOLS, "required")
     assert forced is not None
     assert accepts(forced, text.removeprefix("Well. "), special)
-    assert not accepts(forced, text.removeprefix("Well. "))  # plain text does not produce special tokens
+    # The letters of a special token are not that token.
+    assert not accepts(forced, text.removeprefix("Well. "))
 
 
 def test_a_bare_format_with_a_special_marker_and_reasoning() -> None:
     parsers = ParserFactory.choose(None, "llama3_json", "think", SPECIAL)
     grammar = parsers.strict_grammar(TOOLS, {"search"}, in_reasoning=False)
-    call = written("llama3_json", SEARCH)
+    call = render_calls("llama3_json", SEARCH)
     marked = f"<|python_tag|>{call}"
     for text in ("Hi {", "", call, f"<think>hm {{</think>\n\n{call}", "<think>hm</think>Hi"):
         assert accepts(grammar, text), text
@@ -268,17 +283,17 @@ def test_a_bare_format_with_a_special_marker_and_reasoning() -> None:
 
 
 @pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v3", "deepseek_v31"])
-def test_a_strict_call_without_its_outer_marker(name: str) -> None:
-    grammar, whole = strict(name), written(name, SEARCH)
+def test_a_strict_call_is_enforced_without_its_outer_marker(name: str) -> None:
+    grammar, call_text = strict_grammar(name), render_calls(name, SEARCH)
     outer, inner = TOOL_FORMATS[name].markers
-    text = "Well. " + whole.removeprefix(outer)
+    text = "Well. " + call_text.removeprefix(outer)
     assert inner in text
     assert accepts(grammar, text)
     assert not accepts(grammar, text.replace("3", '"3"'))
     assert calls_of(parse(ParserFactory.choose(None, name, "none").new(tools=TOOLS), text)[1:]) == [SEARCH]
 
 
-def test_text_and_token_markers_in_one_format_are_refused() -> None:
+def test_a_format_with_text_and_token_markers_is_refused() -> None:
     parsers = ParserFactory.choose(None, "qwen3_coder", "none", ["<tool_call>"])
     with pytest.raises(UnsupportedFeatureError, match="<tool_call> and <function="):
         parsers.strict_grammar(TOOLS, {"search"})
@@ -287,40 +302,40 @@ def test_text_and_token_markers_in_one_format_are_refused() -> None:
 
 
 HARMONY = ParserFactory.choose(None, "harmony", "harmony", SPECIAL)
-THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-REMARK = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+REASONING = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+COMMENTARY = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
-CALL = written("harmony", SEARCH)
+CALL = render_calls("harmony", SEARCH)
 
 
-def test_harmony_grammars() -> None:
+def test_harmony_grammars_accept_channels_and_calls() -> None:
     grammar = HARMONY.strict_grammar(TOOLS, {"search"}, in_reasoning=False)
-    for text in (THOUGHT + FINAL + "Hi", FINAL, THOUGHT + REMARK + CALL, CALL):
+    for text in (REASONING + FINAL + "Hi", FINAL, REASONING + COMMENTARY + CALL, CALL):
         assert accepts(grammar, text, SPECIAL), text
-    for text in (THOUGHT + CALL.replace("3", '"3"'), CALL + CALL, "Hi", FINAL + "Hi" + CALL):
+    for text in (REASONING + CALL.replace("3", '"3"'), CALL + CALL, "Hi", FINAL + "Hi" + CALL):
         assert not accepts(grammar, text, SPECIAL), text
     forced = HARMONY.grammar(TOOLS, "required", reasoning=True, in_reasoning=False)
     assert forced is not None
-    assert accepts(forced, THOUGHT + CALL, SPECIAL)
+    assert accepts(forced, REASONING + CALL, SPECIAL)
     assert accepts(forced, CALL, SPECIAL)
-    assert not accepts(forced, THOUGHT + FINAL + "Hi", SPECIAL)
+    assert not accepts(forced, REASONING + FINAL + "Hi", SPECIAL)
     shaped = HARMONY.after_reasoning(Grammar("json_object"), in_reasoning=False)
-    assert accepts(shaped, THOUGHT + FINAL + '{"a": 1}', SPECIAL)
+    assert accepts(shaped, REASONING + FINAL + '{"a": 1}', SPECIAL)
     assert accepts(shaped, FINAL + "{}", SPECIAL)
     assert not accepts(shaped, "{}", SPECIAL)
-    assert not accepts(shaped, THOUGHT + "{}", SPECIAL)
+    assert not accepts(shaped, REASONING + "{}", SPECIAL)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
 @pytest.mark.parametrize(
     ("text", "reasoning", "content", "calls"),
     [
-        (f"{THOUGHT}{FINAL}Hi <b>\n<|return|>", "Hm.", "Hi <b>\n", []),
+        (f"{REASONING}{FINAL}Hi <b>\n<|return|>", "Hm.", "Hi <b>\n", []),
         (f"{FINAL}Hi", "", "Hi", []),
-        (f"{THOUGHT}{REMARK}{CALL}", "Hm.", "I look.", [SEARCH]),
-        (f"{THOUGHT}{CALL}<|call|>", "Hm.", "", [SEARCH]),
+        (f"{REASONING}{COMMENTARY}{CALL}", "Hm.", "I look.", [SEARCH]),
+        (f"{REASONING}{CALL}<|call|>", "Hm.", "", [SEARCH]),
         (
-            f"{THOUGHT[:-9]}assistant to=functions.now<|channel|>commentary json<|message|>{{}}",
+            f"{REASONING[:-9]}assistant to=functions.now<|channel|>commentary json<|message|>{{}}",
             "Hm.",
             "",
             [Call("now")],
@@ -328,31 +343,31 @@ def test_harmony_grammars() -> None:
         ("to=functions.now<|channel|>commentary <|constrain|>json<|message|>{}", "", "", [Call("now")]),
         (f"{FINAL}to=functions.now is a text", "", "to=functions.now is a text", []),
         (
-            f"{THOUGHT}<|channel|>commentary to=functions.other <|constrain|>json<|message|>{{}}",
+            f"{REASONING}<|channel|>commentary to=functions.other <|constrain|>json<|message|>{{}}",
             "Hm.",
             None,
             [],
         ),
     ],
 )
-def test_harmony_is_parsed(
+def test_harmony_output_is_parsed(
     text: str, reasoning: str, content: str | None, calls: list[Call], size: int
 ) -> None:
     events = parse(HARMONY.new(tools=TOOLS), text, (size,))
-    assert "".join(one.text for one in events if isinstance(one, Reasoning)) == reasoning
+    assert "".join(event.text for event in events if isinstance(event, Reasoning)) == reasoning
     if content is not None:
-        assert "".join(one.text for one in events if isinstance(one, Content)) == content
-    assert calls_of([one for one in events if not isinstance(one, Content | Reasoning)]) == calls
+        assert "".join(event.text for event in events if isinstance(event, Content)) == content
+    assert calls_of([event for event in events if not isinstance(event, Content | Reasoning)]) == calls
 
 
-def test_a_call_or_json() -> None:
+def test_a_grammar_allows_a_call_or_json() -> None:
     schema = Grammar("json_schema", json.dumps(STRICT))
     for parsers in (
         ParserFactory.choose(None, "hermes", "think"),
         ParserFactory.choose(None, "llama3_json", "think"),
     ):
         grammar = parsers.call_or(schema, TOOLS, {"search"}, in_reasoning=False)
-        call = written(parsers.tool_format or "", SEARCH)
+        call = render_calls(parsers.tool_format or "", SEARCH)
         for text in ('{"text": "a", "count": 1}', call, f"<think>hm</think>\n{call}"):
             assert accepts(grammar, text), text
         for text in ('{"text": "a"}', "Hi", call.replace("3", '"3"'), f"{call} Hi"):

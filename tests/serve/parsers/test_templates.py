@@ -1,4 +1,4 @@
-"""Real chat templates: the formats chosen for them, and parsing of the calls that they render."""
+"""Published chat templates: selection of their formats, and parsing of the calls that they render."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TEMPLATES = ROOT.parent / "shared" / "data" / "chat_templates"
 if not TEMPLATES.is_dir():
     pytest.skip("needs the real chat templates in ../shared/data", allow_module_level=True)
 
-NOTHING = (None, None)
-CHOSEN: dict[str, tuple[str | None, str | None]] = {
+NO_FORMATS = (None, None)
+EXPECTED_FORMATS: dict[str, tuple[str | None, str | None]] = {
     "granite-3.0-instruct": ("granite", None),
     "qwen2.5-instruct": ("hermes", None),
     "Apertus-8B-Instruct": ("apertus", "apertus"),
@@ -73,8 +73,8 @@ CHOSEN: dict[str, tuple[str | None, str | None]] = {
     "nemotron3nano_chat_template": ("qwen3_coder", "think"),
     "qwen38_chat_template": ("qwen3_coder", "think"),
 }
-# Tokens that end an output. They are never part of its text.
-ENDS = (
+# Tokens that end an output. They are not part of its text.
+END_TOKENS = (
     "</s>",
     "<|im_end|>",
     "<|eot_id|>",
@@ -82,32 +82,32 @@ ENDS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "<|end|>",
 )
-ENDS += ("<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|user|>", "<|observation|>", "<sep>")
-# These need other variables or features that the sandbox forbids, or render no calls.
-UNREADABLE = {
+END_TOKENS += ("<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|user|>", "<|observation|>", "<sep>")
+# These templates need other variables, use features that the sandbox forbids, or render no calls.
+NOT_PARSED = {
     "ByteDance-Seed-OSS",
     "Kimi-K2-Instruct",
     "Kimi-K2-Thinking",
     "MiroThinker",
     "llama-cpp-deepseek-r1",
 }
-UNREADABLE |= {"fireworks-ai-llama-3-firefunction-v2", "granite-3.0-instruct"}
-UNREADABLE |= {"ibm-granite-granite-3.3-2B-Instruct", "LFM2-8B-A1B", "LFM2.5-Instruct"}
-UNREADABLE |= {"deepseek-ai-DeepSeek-R1-Distill-Llama-8B"}
-WITH_CALLS = sorted(name for name, (tools, _) in CHOSEN.items() if tools and name not in UNREADABLE)
+NOT_PARSED |= {"fireworks-ai-llama-3-firefunction-v2", "granite-3.0-instruct"}
+NOT_PARSED |= {"ibm-granite-granite-3.3-2B-Instruct", "LFM2-8B-A1B", "LFM2.5-Instruct"}
+NOT_PARSED |= {"deepseek-ai-DeepSeek-R1-Distill-Llama-8B"}
+WITH_CALLS = sorted(name for name, (tools, _) in EXPECTED_FORMATS.items() if tools and name not in NOT_PARSED)
 
 
 def sources() -> dict[str, str]:
     return {path.name.partition(".jinja")[0]: path.read_text() for path in TEMPLATES.rglob("*.jinja*")}
 
 
-def test_the_formats_of_every_template() -> None:
+def test_each_template_has_the_expected_formats() -> None:
     parsers = {name: ParserFactory.choose(source) for name, source in sources().items()}
-    chosen = {name: (one.tool_format, one.reasoning_format) for name, one in parsers.items()}
-    assert {name: formats for name, formats in chosen.items() if formats != NOTHING} == CHOSEN
+    chosen = {name: (choice.tool_format, choice.reasoning_format) for name, choice in parsers.items()}
+    assert {name: formats for name, formats in chosen.items() if formats != NO_FORMATS} == EXPECTED_FORMATS
 
 
-def test_the_embedded_models_format() -> None:
+def test_the_embedded_model_has_the_expected_formats() -> None:
     template = (ROOT / "penstock" / "demo" / "chat_template.jinja").read_text()
     parsers = ParserFactory.choose(template)
     assert (parsers.tool_format, parsers.reasoning_format) == ("hermes", None)
@@ -125,28 +125,30 @@ def test_calls_rendered_by_a_template_are_parsed(name: str, num_calls: int) -> N
         Call("now"),
     ]
     user = {"role": "user", "content": "Find it."}
-    answer = {"role": "assistant", "content": "", "tool_calls": written(calls[:num_calls])}
+    answer = {"role": "assistant", "content": "", "tool_calls": to_messages(calls[:num_calls])}
     if num_calls > 1 and "only supports single tool-calls" in source:
         with pytest.raises(InputError, match="single tool-calls"):
             template.render([user, answer], TOOLS)
         return
     if num_calls > 1 and parsers.tool_format in ONE_CALL:
-        pytest.skip("an answer has one call")
-    whole = template.render([user, answer], TOOLS, {"add_generation_prompt": False})
+        pytest.skip("the template renders only one call")
+    rendered = template.render([user, answer], TOOLS, {"add_generation_prompt": False})
     prompt = template.render([user], TOOLS)
-    start = next((at for at, (a, b) in enumerate(zip(whole, prompt, strict=False)) if a != b), len(prompt))
-    if "<" in whole[max(0, start - 10) : start].rpartition(">")[2]:
-        start = whole.rindex("<", 0, start)  # not in the middle of a marker
-    answer_text = whole[start:]
-    for end in ENDS:
+    start = next(
+        (index for index, (a, b) in enumerate(zip(rendered, prompt, strict=False)) if a != b), len(prompt)
+    )
+    if "<" in rendered[max(0, start - 10) : start].rpartition(">")[2]:
+        start = rendered.rindex("<", 0, start)  # do not start within a marker
+    answer_text = rendered[start:]
+    for end in END_TOKENS:
         answer_text = answer_text.partition(end)[0]
-    in_reasoning = parsers.prompt_opens_reasoning(whole[:start])
+    in_reasoning = parsers.prompt_opens_reasoning(rendered[:start])
     events = parse(parsers.new(tools=TOOLS, in_reasoning=in_reasoning), answer_text, (3,))
     assert calls_of(events) == calls[:num_calls]
     assert not [event for event in events if isinstance(event, Content | Reasoning)]
 
 
-def written(calls: list[Call]) -> list[dict[str, object]]:
+def to_messages(calls: list[Call]) -> list[dict[str, object]]:
     return [
         {
             "id": f"abcdefgh{index}",
@@ -178,7 +180,9 @@ def written(calls: list[Call]) -> list[dict[str, object]]:
         ("Qwen-Qwen2.5-7B-Instruct", {}, False),
     ],
 )
-def test_prompts_that_end_inside_reasoning(name: str, options: dict[str, bool], opens: bool) -> None:
+def test_prompts_that_end_within_reasoning_are_detected(
+    name: str, options: dict[str, bool], opens: bool
+) -> None:
     source = sources()[name]
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, name)
     user = {"role": "user", "content": "What do <think> and </think> mean?"}

@@ -1,4 +1,4 @@
-"""The figures of an answer in the playground, run by Node."""
+"""Figures of an answer in the playground, computed by Node."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ console.log(JSON.stringify([
 
 @needs_node
 def test_the_rate_needs_a_measurable_time(tmp_path: Path) -> None:
-    """Chunks of a fast model can arrive in one read, a tenth of a millisecond after each other."""
-    found: list[Any] = run_node(tmp_path, CODE)
-    assert found == [[0.1, 10, 18], [0.1, None, 18], [0.1, None, 8]]
+    """Chunks of a fast model can be received in one read, 0.1 ms after each other."""
+    figures: list[Any] = run_node(tmp_path, CODE)
+    assert figures == [[0.1, 10, 18], [0.1, None, 18], [0.1, None, 8]]

@@ -1,4 +1,7 @@
-"""The chat of the playground in headless Chromium. Needs the extra browser and the program chromium."""
+"""The chat page of the playground in headless Chromium.
+
+Needs the extra `browser` and the program chromium.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ print("<b>")
 """
 
 
-async def test_markdown() -> None:
+async def test_markdown_is_rendered_safely() -> None:
     async with page_of(FakePipeline.saying(MARKDOWN)) as (page, _):
         await send(page, "Hi **you**")
         assert await page.locator("article.user .text:visible").inner_text() == "Hi **you**"
@@ -51,7 +54,7 @@ async def test_markdown() -> None:
         assert await page.evaluate("navigator.clipboard.readText()") == 'print("<b>")'
 
 
-async def test_conversations_are_kept_and_branched() -> None:
+async def test_conversations_are_stored_and_branched() -> None:
     model = FakePipeline.answering(lambda prompt: f"I see {prompt.count('user: ')}.")
     async with page_of(model) as (page, _):
         await send(page, "First")
@@ -61,15 +64,15 @@ async def test_conversations_are_kept_and_branched() -> None:
         names = page.locator("#conversations option")
         assert await names.all_inner_texts() == ["New conversation", "First"]
         await page.select_option("#conversations", label="First")
-        shown = page.locator("article .text:visible")
-        assert await shown.all_inner_texts() == ["First", "I see 1.", "Second", "I see 2."]
+        visible_texts = page.locator("article .text:visible")
+        assert await visible_texts.all_inner_texts() == ["First", "I see 1.", "Second", "I see 2."]
         branch = page.locator("article.assistant").first.get_by_role("button", name="Branch")
         await branch.click()
-        assert await shown.all_inner_texts() == ["First", "I see 1."]
+        assert await visible_texts.all_inner_texts() == ["First", "I see 1."]
         await send(page, "Other")
-        assert await shown.all_inner_texts() == ["First", "I see 1.", "Other", "I see 2."]
-        kept = json.loads(await page.evaluate("localStorage.getItem('penstock.conversations')"))
-        assert [[one["text"] for one in entry["messages"]] for entry in kept] == [
+        assert await visible_texts.all_inner_texts() == ["First", "I see 1.", "Other", "I see 2."]
+        stored = json.loads(await page.evaluate("localStorage.getItem('penstock.conversations')"))
+        assert [[message["text"] for message in entry["messages"]] for entry in stored] == [
             ["First", "I see 1.", "Other", "I see 2."],
             ["First", "I see 1.", "Second", "I see 2."],
         ]
@@ -78,12 +81,14 @@ async def test_conversations_are_kept_and_branched() -> None:
         assert await page.locator("article").count() == 0
 
 
-async def test_json_schema() -> None:
+async def test_a_json_schema_is_sent() -> None:
     async with page_of(FakePipeline.saying("{}"), "status of 400") as (page, _):
         bodies: list[Any] = []
         page.on(
             "request",
-            lambda one: bodies.append(one.post_data_json) if one.url.endswith("completions") else None,
+            lambda request: (
+                bodies.append(request.post_data_json) if request.url.endswith("completions") else None
+            ),
         )
         await page.click("#schema-box summary")
         await page.fill("#schema", "[1")
@@ -98,11 +103,11 @@ async def test_json_schema() -> None:
         await page.wait_for_selector("article.assistant")
         assert bodies[0]["response_format"]["type"] == "json_schema"
         assert bodies[0]["response_format"]["json_schema"]["schema"]["required"] == ["name", "age"]
-        await page.wait_for_selector("article .error p")  # this server has no grammars
+        await page.wait_for_selector("article .error p")  # this server supports no grammars
 
 
-async def test_the_page_by_keyboard() -> None:
-    """Each control that can be reached by Tab has a name for screen readers."""
+async def test_each_control_of_the_chat_has_a_name() -> None:
+    """Each control that Tab reaches has a name for screen readers."""
     async with page_of(FakePipeline.saying("Hello.")) as (page, _chat):
         await send(page, "Hi")
         await page.click("#new-chat")

@@ -17,7 +17,7 @@ SHAPES = ROOT / "examples" / "shapes.png"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with a model that reads images and one that speaks."""
+    """Serve a model that reads images and one that speaks. Yield the URL."""
     pytest.importorskip("playwright.async_api")
     folder = tmp_path_factory.mktemp("playground")
     models = ("--model", "demo-vision", "--model", "demo-voice,task=audio-generation")
@@ -26,7 +26,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @needs_chromium
-async def test_an_image_by_file(url: str) -> None:
+async def test_an_image_file_is_attached_and_described(url: str) -> None:
     async with browsing(url) as page:
         await until(page, "document.getElementById('model').value === 'demo-vision'")
         await page.get_by_role("button", name="Image", exact=True).wait_for()
@@ -41,7 +41,7 @@ async def test_an_image_by_file(url: str) -> None:
 
 
 @needs_chromium
-async def test_speech(url: str) -> None:
+async def test_speech_is_played_and_drawn(url: str) -> None:
     async with browsing(url) as page:
         await until(page, "document.getElementById('model').value === 'demo-vision'")
         await page.select_option("#model", "demo-voice")
@@ -54,17 +54,17 @@ async def test_speech(url: str) -> None:
         note = await page.inner_text("#speech-note")
         seconds = float(note.split("; ")[1].split(" s of audio")[0])
         assert 0.5 < seconds < 3
-        drawn = """() => {
+        count_drawn_pixels = """() => {
           const wave = document.getElementById("speech-wave");
           const { data } = wave.getContext("2d").getImageData(0, 0, wave.width, wave.height);
           return data.filter((value, i) => i % 4 === 3 && value > 0).length;
         }"""
-        assert await page.evaluate(drawn) > 1000
+        assert await page.evaluate(count_drawn_pixels) > 1000
         await page.select_option("#model", "demo-vision")
         assert await page.locator("#composer").is_visible()
 
 
-async def test_token_probabilities(tmp_path: Path) -> None:
+async def test_token_probabilities_are_shown(tmp_path: Path) -> None:
     async with page_of(FakePipeline.saying("Hé!")) as (page, _):
         await page.check("#logprobs")
         await send(page, "Hi")

@@ -1,4 +1,4 @@
-"""The comparison and the metrics of the playground in headless Chromium."""
+"""The comparison and metrics pages of the playground in headless Chromium."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ def endless() -> FakePipeline:
 
 
 def bodies_of(page: Any) -> list[dict[str, Any]]:
-    """Return the list to which the page's later chat requests are added."""
+    """Return a list that receives the later chat requests of the page."""
     bodies: list[dict[str, Any]] = []
     page.on(
-        "request", lambda one: bodies.append(one.post_data_json) if one.url.endswith("completions") else None
+        "request",
+        lambda request: (
+            bodies.append(request.post_data_json) if request.url.endswith("completions") else None
+        ),
     )
     return bodies
 
@@ -72,11 +75,12 @@ async def test_two_settings_are_compared() -> None:
         await page.press("#draft", "Enter")  # sends the last message again
         await until(page, "document.getElementById('compare-note').textContent.includes('same text')")
         assert [body["messages"][-1] for body in bodies] == [{"role": "user", "content": "Hi"}] * 4
-        await page.get_by_role("link", name="Chat").click()  # the chat has no message of the comparison
+        # The chat does not contain the message of the comparison.
+        await page.get_by_role("link", name="Chat").click()
         assert await page.locator("#log article").count() == 0
 
 
-async def test_wrong_numbers_are_not_sent() -> None:
+async def test_invalid_numbers_are_not_sent() -> None:
     async with page_of(FakePipeline.saying("Hello!")) as (page, _):
         await page.get_by_role("link", name="Compare").click()
         bodies = bodies_of(page)
@@ -89,7 +93,7 @@ async def test_wrong_numbers_are_not_sent() -> None:
         await until(page, focused)
 
 
-async def test_both_answers_arrive_together_and_stop_together() -> None:
+async def test_both_answers_are_streamed_and_stopped_together() -> None:
     async with page_of(endless()) as (page, chat):
         await page.get_by_role("link", name="Compare").click()
         await page.fill("#draft", "Hi")
@@ -114,7 +118,7 @@ async def test_both_answers_arrive_together_and_stop_together() -> None:
         await until(page, "document.getElementById('compare-sides').ariaBusy === 'false'")
 
 
-async def test_the_metrics() -> None:
+async def test_metrics_are_shown() -> None:
     model = FakePipeline.saying("Hello!", kv=kv_manager(1000))
     async with page_of(model, fragment="#metrics") as (page, chat):
         assert await page.title() == "Penstock: metrics"
@@ -125,7 +129,7 @@ async def test_the_metrics() -> None:
             await chat.chat(messages=[{"role": "user", "content": "Hi " * 100}])
         await until(page, "document.getElementById('metrics-rows').rows[2].cells[2].textContent[0] === '3'")
         cells = {row.split("\t")[0]: row.split("\t")[1:] for row in await rows.all_inner_texts()}
-        assert cells["Output throughput"][1] == "21 tokens"  # Hello! and the end token, 3 times
+        assert cells["Output throughput"][1] == "21 tokens"  # Hello! and EOS, 3 times
         assert re.fullmatch(r"\d+\.\d tokens/s|\d+ tokens/s", cells["Output throughput"][0])
         for name in ("Time to first token, median", "Inter-token latency, median"):
             assert re.fullmatch(r"[\d.]+ m?s, 95 % below [\d.]+ m?s", cells[name][0]), cells
@@ -140,18 +144,18 @@ async def test_the_metrics() -> None:
         await until(page, "document.getElementById('announce').textContent.includes('0 running, 0 waiting')")
 
 
-async def test_the_metrics_count_running_requests() -> None:
+async def test_metrics_count_running_requests() -> None:
     async with page_of(endless(), fragment="#metrics") as (page, chat):
         running = [asyncio.create_task(chat.chat(messages=[{"role": "user", "content": "Hi"}])) for _ in "ab"]
         await until(page, "document.getElementById('metrics-running').textContent === '2'")
         await until(page, "parseInt(document.getElementById('metrics-tokens').textContent) > 10")
-        for one in running:
-            one.cancel()
+        for request in running:
+            request.cancel()
         await until(page, "document.getElementById('metrics-running').textContent === '0'")
 
 
-async def test_a_proxy_that_wants_the_key_for_metrics() -> None:
-    """The page asks for the key, and goes on with it."""
+async def test_metrics_behind_a_proxy_with_a_key() -> None:
+    """The page asks the user for the key and then continues with it."""
     async with page_of(FakePipeline.saying("Hello!"), "401") as (page, _):
 
         async def check(route: Any) -> None:
@@ -173,7 +177,7 @@ async def test_a_proxy_that_wants_the_key_for_metrics() -> None:
         assert await page.locator("#key-form").is_hidden()
 
 
-async def test_an_api_key() -> None:
+async def test_the_page_sends_the_api_key() -> None:
     async with page_of(FakePipeline.saying("Hello!"), "401", api_key=("secret",)) as (page, _):
         await page.fill("#key", "secret")
         await page.press("#key", "Enter")
@@ -183,8 +187,8 @@ async def test_an_api_key() -> None:
 
 
 @pytest.mark.parametrize("name", ["Compare", "Metrics"])
-async def test_the_pages_by_keyboard(name: str) -> None:
-    """Tab reaches each control once, in the order of the page, and each has a name."""
+async def test_controls_of_each_page_are_reached_by_keyboard(name: str) -> None:
+    """Tab reaches each control once, in the order of the page. Each control has a name."""
     async with page_of(FakePipeline.saying("Hello!")) as (page, _):
         await page.get_by_role("link", name=name).focus()
         await page.keyboard.press("Enter")
@@ -196,9 +200,9 @@ async def test_the_pages_by_keyboard(name: str) -> None:
         first = ["Skip to the main content", "Model", "Chat", "Compare", "Metrics"]
         for label, start in zip(labels, first, strict=False):
             assert label.startswith(start), labels
-        wanted = ["Temperature", "Top p", "Seed"] if name == "Compare" else []
-        for one in wanted:
-            assert sum(one in label for label in labels[: 40 if wanted else 0]) >= 2, one
+        expected_texts = ["Temperature", "Top p", "Seed"] if name == "Compare" else []
+        for text in expected_texts:
+            assert sum(text in label for label in labels[: 40 if expected_texts else 0]) >= 2, text
         unnamed = await page.evaluate(
             "[...document.querySelectorAll('svg[role=img], section, nav, form')]"
             ".filter((e) => e.checkVisibility() && !e.ariaLabel && !e.getAttribute('aria-labelledby')"

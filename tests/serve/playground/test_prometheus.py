@@ -22,7 +22,7 @@ console.log(JSON.stringify([
 
 
 @needs_node
-def test_rates_and_quantiles(tmp_path: Path) -> None:
+def test_sums_growth_and_quantiles(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     tokens = Counter("tokens", "Tokens", ["model"], registry=registry)
     wait = Histogram("wait_seconds", "Wait", ["route"], buckets=(1, 2, 4), registry=registry)
@@ -31,13 +31,20 @@ def test_rates_and_quantiles(tmp_path: Path) -> None:
     wait.labels("x").observe(0.5)
     texts = [generate_latest(registry).decode()]
     tokens.labels("b").inc(30)
-    for value in (1.5, 3, 3, 3):  # ranks 2 and 3.8 of 4: a third, and 0.933, of the bucket from 2 to 4
+    for value in (1.5, 3, 3, 3):  # ranks 2 and 3.8 of 4: 1/3 and 0.933 of the bucket from 2 to 4
         wait.labels("y").observe(value)
     texts.append(generate_latest(registry).decode())
-    total, more, restarted, recent, whole, none, absent, zero = run_node(
-        tmp_path, CODE.replace("TEXTS", json.dumps(texts))
-    )
-    assert (total, more, restarted) == (37, 30, 7)
-    assert recent == pytest.approx([2 + 2 / 3, 2 + 2 * 2.8 / 3])
-    assert whole == pytest.approx(2 + 2 * 0.5 / 3)
-    assert (none, absent, zero) == (None, None, 0)
+    (
+        total,
+        growth,
+        growth_after_restart,
+        recent_quantiles,
+        median,
+        empty_median,
+        unknown_median,
+        unknown_sum,
+    ) = run_node(tmp_path, CODE.replace("TEXTS", json.dumps(texts)))
+    assert (total, growth, growth_after_restart) == (37, 30, 7)
+    assert recent_quantiles == pytest.approx([2 + 2 / 3, 2 + 2 * 2.8 / 3])
+    assert median == pytest.approx(2 + 2 * 0.5 / 3)
+    assert (empty_median, unknown_median, unknown_sum) == (None, None, 0)

@@ -12,8 +12,8 @@ from support.node import PLAYGROUND, needs_node, run_node
 
 from penstock.serve.playground.assets import assets
 
-FAKE = Path(__file__).parent / "fake_page.js"
-HEAD = """
+FAKE_PAGE = Path(__file__).parent / "fake_page.js"
+SETUP_CODE = """
 import { byId, cells, requests, serve } from "./fake_page.js";
 import { SimilarityView, cosines, textsOf } from "./similarity.js";
 const errors = [];
@@ -27,23 +27,23 @@ const answer = ({ input }) => [200, {
 """
 
 
-def run(tmp_path: Path, code: str) -> Any:
-    """Return what the code prints as JSON."""
-    return run_node(tmp_path, HEAD + code, FAKE)
+def run_page(tmp_path: Path, code: str) -> Any:
+    """Run the code and return the JSON that it prints."""
+    return run_node(tmp_path, SETUP_CODE + code, FAKE_PAGE)
 
 
 @needs_node
-def test_cosines_and_texts(tmp_path: Path) -> None:
-    found = run(
+def test_cosines_and_splitting_of_texts(tmp_path: Path) -> None:
+    result = run_page(
         tmp_path,
         'console.log(JSON.stringify([cosines([[2, 0], [3, 4], [0, 0]]), textsOf(" a \\n\\n b\\r\\n")]));',
     )
-    assert found == [[[1, 0.6, 0], [0.6, 1, 0], [0, 0, 0]], ["a", "b"]]
+    assert result == [[[1, 0.6, 0], [0.6, 1, 0], [0, 0, 0]], ["a", "b"]]
 
 
 @needs_node
-def test_the_matrix(tmp_path: Path) -> None:
-    found = run(
+def test_the_matrix_is_shown(tmp_path: Path) -> None:
+    result = run_page(
         tmp_path,
         """
         serve(answer);
@@ -56,40 +56,40 @@ def test_the_matrix(tmp_path: Path) -> None:
         console.log(JSON.stringify({ rows: cells(table), shade, note, busy, requests, errors }));
         """,
     )
-    assert found["rows"] == [
+    assert result["rows"] == [
         ["", "1", "2", "3"],
         ["1  a", "1.00", "0.00", "0.60"],
         ["2  b", "0.00", "1.00", "0.80"],
         ["3  c", "0.60", "0.80", "1.00"],
     ]
-    assert float(found["shade"]) == pytest.approx(0.6)
-    assert found["note"] == "Cosine similarity, 2 dimensions, 9 tokens."
-    assert found["busy"] == "false"
-    [request] = found["requests"]
+    assert float(result["shade"]) == pytest.approx(0.6)
+    assert result["note"] == "Cosine similarity, 2 dimensions, 9 tokens."
+    assert result["busy"] == "false"
+    [request] = result["requests"]
     assert request == {
         "url": "http://host/prefix/v1/embeddings",
         "body": {"model": "minilm", "input": ["a", "b", "c"], "encoding_format": "float"},
         "authorization": "Bearer secret",
     }
-    assert found["errors"] == []
+    assert result["errors"] == []
 
 
 @needs_node
 def test_errors_are_shown(tmp_path: Path) -> None:
-    found = run(
+    result = run_page(
         tmp_path,
         """
-        const shown = [];
+        const messages = [];
         serve(() => [401, { error: { message: "no key", code: "invalid_api_key" } }]);
         for (const text of ["a", "a\\n".repeat(21), "a\\nb"]) {
           byId("similarity-texts").value = text;
           await view.compare();
-          shown.push(byId("similarity-error").textContent);
+          messages.push(byId("similarity-error").textContent);
         }
-        console.log(JSON.stringify([shown, errors, requests.length]));
+        console.log(JSON.stringify([messages, errors, requests.length]));
         """,
     )
-    assert found == [
+    assert result == [
         [
             "Enter 2 to 20 texts, one per line; there are 1.",
             "Enter 2 to 20 texts, one per line; there are 21.",
@@ -108,6 +108,6 @@ def test_all_modules_and_elements_are_served() -> None:
     pages = (PLAYGROUND / "pages.js").read_text()
     parts = re.findall(r"^  \w+: (\[.*\]),$", pages, flags=re.MULTILINE)
     assert len(parts) == 6
-    assert {one for part in parts for one in json.loads(part)} <= ids
+    assert {element_id for part in parts for element_id in json.loads(part)} <= ids
     for path in PLAYGROUND.glob("*.js"):
         assert set(re.findall(r'byId\("([\w-]+)"\)', path.read_text())) <= ids, path.name

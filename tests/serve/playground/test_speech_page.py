@@ -1,4 +1,4 @@
-"""The speech page of the playground, run by Node with a fake page, a fake server and a fake sound device."""
+"""The speech page of the playground, run by Node with a fake page, server and audio device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.node import needs_node, run_node
 from penstock.media.audio_files import pcm_bytes, wav_header
 from penstock.serve.playground.assets import assets
 
-FAKE = Path(__file__).parent / "fake_page.js"
+FAKE_PAGE = Path(__file__).parent / "fake_page.js"
 SAMPLES = np.array([0.0, 0.5, -0.5, 1.0, 0.25], np.float32)
 WAV = list(wav_header(800, None) + pcm_bytes(SAMPLES))
 CODE = f"""
@@ -52,11 +52,11 @@ globalThis.fetch = async (url, options) => {{
 const results = [];
 for (const size of [1, 3, 44, 45, 100]) {{
   const samples = new Samples();
-  const found = [];
+  const decoded = [];
   for (let i = 0; i < wav.length; i += size) {{
-    found.push(...samples.add(Uint8Array.from(wav.slice(i, i + size))));
+    decoded.push(...samples.add(Uint8Array.from(wav.slice(i, i + size))));
   }}
-  results.push([samples.rate, found]);
+  results.push([samples.rate, decoded]);
 }}
 const errors = [];
 const view = new SpeechView({{ onerror: (error) => errors.push(error.status) }});
@@ -71,32 +71,34 @@ await view.speak();
 console.log(JSON.stringify({{
   results, played, requests, note, errors, bars: bars.length,
   error: byId("speech-error").textContent,
-  voices: byId("speech-voice").children.map((one) => one.value),
+  voices: byId("speech-voice").children.map((option) => option.value),
   peaks: peaks([[0, 0.5], [-0.75, 0.1]], 2),
 }}));
 """
 
 
 @needs_node
-def test_a_text_is_spoken_and_drawn(tmp_path: Path) -> None:
-    found: dict[str, Any] = run_node(tmp_path, CODE, FAKE)
+def test_a_text_is_played_and_drawn(tmp_path: Path) -> None:
+    result: dict[str, Any] = run_node(tmp_path, CODE, FAKE_PAGE)
     expected = np.frombuffer(pcm_bytes(SAMPLES), "<i2") / 32768
-    for rate, samples in found["results"]:
+    for rate, samples in result["results"]:
         assert rate == 800
         np.testing.assert_allclose(samples, expected, atol=1e-6)
-    heard = [one for one in found["played"] if isinstance(one, list)]
-    np.testing.assert_allclose(np.concatenate(heard), expected, atol=1e-6)
-    times = [one for one in found["played"] if not isinstance(one, list)]
-    assert times == [0, pytest.approx(len(heard[0]) / 800)], "without a gap"
-    route, body = found["requests"][1]
+    buffers = [entry for entry in result["played"] if isinstance(entry, list)]
+    np.testing.assert_allclose(np.concatenate(buffers), expected, atol=1e-6)
+    start_times = [entry for entry in result["played"] if not isinstance(entry, list)]
+    assert start_times == [0, pytest.approx(len(buffers[0]) / 800)], (
+        "the second buffer starts at the end of the first"
+    )
+    route, body = result["requests"][1]
     assert route == "http://host/prefix/v1/audio/speech"
     assert body == {"model": "tiny", "input": "Hello.", "voice": "anna", "response_format": "wav"}
-    assert found["voices"] == ["default", "anna"]
-    assert found["note"].startswith("First audio after 0.")
-    assert found["bars"] == 2 * 240
-    assert (found["errors"], found["error"]) == ([400], "no voice")
-    assert found["peaks"] == [0.5, 0.75]
+    assert result["voices"] == ["default", "anna"]
+    assert result["note"].startswith("First audio after 0.")
+    assert result["bars"] == 2 * 240
+    assert (result["errors"], result["error"]) == ([400], "no voice")
+    assert result["peaks"] == [0.5, 0.75]
 
 
-def test_the_module_is_served() -> None:
+def test_the_speech_module_is_served() -> None:
     assert "/playground/speech.js" in assets()
