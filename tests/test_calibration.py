@@ -66,7 +66,7 @@ def load_blocks(checkpoint: Path) -> Any:
 def test_layers_of_every_architecture_are_calibrated(
     name: str, tmp_path: Path, recorded_inputs: list[tuple[Tensor, Tensor | None]]
 ) -> None:
-    open_pipeline(write_architecture_checkpoint(name, tmp_path / name, **large_sizes(name)), **INT4)
+    open_pipeline(write_architecture_checkpoint(name, tmp_path / name, **make_large_sizes(name)), **INT4)
     first_load = recorded_inputs[:]
     assert len(first_load) >= 2
     for x, importance in first_load:
@@ -82,7 +82,7 @@ def test_layers_of_every_architecture_are_calibrated(
     )
 
 
-def large_sizes(name: str) -> dict[str, int]:
+def make_large_sizes(name: str) -> dict[str, int]:
     """Return layer sizes that are large enough for 4-bit encodings."""
     if name == "gpt2":
         return {"n_embd": 192, "n_inner": 256}
@@ -171,15 +171,15 @@ def test_progress_counts_every_calibrated_byte_once(
 
 
 def test_calibration_leaves_no_state(checkpoint_folder: Path) -> None:
-    def num_pending_weights() -> int:
+    def count_pending_weights() -> int:
         return sum(type(item) is LazyWeight and bool(item.parts) for item in gc.get_objects())
 
     gc.collect()
-    before = num_pending_weights()
+    before = count_pending_weights()
     gc.disable()
     try:
         pipeline = open_pipeline(checkpoint_folder, **INT4)
-        assert num_pending_weights() == before, "pending weights are freed without the garbage collector"
+        assert count_pending_weights() == before, "pending weights are freed without the garbage collector"
     finally:
         gc.enable()
     assert pipeline.session.reservations.num_bytes == 0

@@ -94,11 +94,11 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_evicted(monkeypatch: pytes
     compiled: list[Grammar] = []
     original = llguidance_backend.grammar_source
 
-    def counting(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+    def record_and_compile(grammar: Grammar, **options: Any) -> sources.GrammarSource:
         compiled.append(grammar)
         return original(grammar, **options)
 
-    monkeypatch.setattr(llguidance_backend, "grammar_source", counting)
+    monkeypatch.setattr(llguidance_backend, "grammar_source", record_and_compile)
     grammars = new_compiler(cache_size=600_000)
     for text in ("a", "b", "a", "a"):
         wait(grammars, context_for("regex", text))

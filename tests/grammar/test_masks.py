@@ -16,28 +16,32 @@ def compile_context(kind: str, text: object, **options: object) -> TextContext:
     return wait(new_compiler(), context_for(kind, text, **options))  # type: ignore[arg-type]
 
 
-def context_without_grammar() -> TextContext:
+def make_context_without_grammar() -> TextContext:
     return TextContext(prompt=[1], max_length=500, tokens=np.array([1]))
 
 
-def allowed_tokens(row: object) -> list[int]:
+def decode_mask_row(row: object) -> list[int]:
     bits = np.unpackbits(np.asarray(row).view(np.uint8), bitorder="little")
     return np.flatnonzero(bits[:VOCABULARY]).tolist()
 
 
 def test_contexts_without_a_grammar_have_no_mask() -> None:
-    assert grammar_bitmask([context_without_grammar()], np.array([0]), VOCABULARY) is None
+    assert grammar_bitmask([make_context_without_grammar()], np.array([0]), VOCABULARY) is None
 
 
 def test_each_draft_token_has_a_mask_row() -> None:
-    contexts = [compile_context("regex", "ab*c"), context_without_grammar(), compile_context("regex", "x")]
+    contexts = [
+        compile_context("regex", "ab*c"),
+        make_context_without_grammar(),
+        compile_context("regex", "x"),
+    ]
     sequences = np.array([0, 0, 0, 1, 1, 2, 2, 2])
     drafts = [list(b"ab"), [5], [ord("x"), EOS]]
     for _ in range(2):  # the second call checks that the matcher has not advanced
         mask = grammar_bitmask(contexts, sequences, VOCABULARY, drafts)
         assert mask is not None
         all_tokens = list(range(VOCABULARY))
-        assert [allowed_tokens(row) for row in mask] == [
+        assert [decode_mask_row(row) for row in mask] == [
             [ord("a")],
             [ord("b"), ord("c")],
             [ord("b"), ord("c")],
@@ -52,7 +56,7 @@ def test_each_draft_token_has_a_mask_row() -> None:
 def test_after_a_refused_draft_every_token_is_allowed() -> None:
     mask = grammar_bitmask([compile_context("regex", "ab")], np.array([0, 0]), VOCABULARY, [[ord("z")]])
     assert mask is not None
-    assert [len(allowed_tokens(row)) for row in mask] == [1, VOCABULARY]
+    assert [len(decode_mask_row(row)) for row in mask] == [1, VOCABULARY]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_forced_tokens_are_the_only_continuation(pattern: str, limit: int, expec
 
 
 def test_no_tokens_are_forced_without_a_grammar_or_after_its_end() -> None:
-    assert forced_tokens(context_without_grammar(), 5, VOCABULARY) == []
+    assert forced_tokens(make_context_without_grammar(), 5, VOCABULARY) == []
     context = compile_context("regex", "a", generated=b"a")
     context.update(EOS)
     assert forced_tokens(context, 5, VOCABULARY) == []
@@ -87,6 +91,6 @@ def test_acceptable_drafts_are_the_longest_accepted_prefix() -> None:
     assert acceptable_drafts(context, [*b"ab", EOS, 97]) == [*b"ab", EOS]
     assert acceptable_drafts(context, [EOS]) == []
     assert acceptable_drafts(context, []) == []
-    assert acceptable_drafts(context_without_grammar(), [1, 2]) == [1, 2]
+    assert acceptable_drafts(make_context_without_grammar(), [1, 2]) == [1, 2]
     assert context.matcher is not None
     assert context.matcher.accept_token(97)

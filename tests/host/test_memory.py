@@ -39,7 +39,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def tiny_config(name: str) -> dict[str, Any]:
+def make_tiny_config(name: str) -> dict[str, Any]:
     (architecture,) = (decoder for decoder in DECODERS if decoder.name == name)
     assert architecture.tiny_config is not None
     return dict(architecture.tiny_config())
@@ -122,9 +122,11 @@ def test_no_memory_is_prefaulted_if_the_system_refuses_the_mapping() -> None:
     assert not is_prefaulting()
 
 
-def test_the_planner_counts_prefaulted_memory_as_free(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_counts_prefaulted_memory_as_free(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.host.limits.memory", lambda: (1 << 30, 1 << 29))
-    config = PipelineConfig.from_flat({"model_path": str(tiny)})
+    config = PipelineConfig.from_flat({"model_path": str(tiny_checkpoint)})
     (architecture,) = (decoder for decoder in DECODERS if decoder.name == "llama")
     with PrefaultedMemory(3 * MB) as memory:
         assert memory._buffer is not None
@@ -137,8 +139,8 @@ def test_the_planner_counts_prefaulted_memory_as_free(tiny: Path, monkeypatch: p
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_checkpoint(tmp_path_factory.mktemp("ahead"), tiny_config("llama"))
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_checkpoint(tmp_path_factory.mktemp("ahead"), make_tiny_config("llama"))
 
 
 @pytest.fixture
@@ -182,14 +184,14 @@ needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels
 @needs_kernels
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
 def test_weights_are_packed_into_prefaulted_memory(
-    tiny: Path,
+    tiny_checkpoint: Path,
     loads: list[PrefaultedMemory],
     allocations: list[int],
     encoding: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def generate() -> list[int]:
-        with LLM(str(tiny), quantization_encoding=encoding) as llm:
+        with LLM(str(tiny_checkpoint), quantization_encoding=encoding) as llm:
             assert loads[-1].allocate(1) is None, "no allocation after the load"
             assert llm.pipeline.session.prefaulted is loads[-1]
             return llm.generate(PROMPT, GREEDY)[0].token_ids
@@ -204,40 +206,44 @@ def test_weights_are_packed_into_prefaulted_memory(
 
 
 @needs_kernels
-def test_a_worker_prefaults_memory(tiny: Path, loads: list[PrefaultedMemory], allocations: list[int]) -> None:
-    assembly.load_runtime(PipelineConfig.from_flat({"model_path": str(tiny), **INT8}))
+def test_a_worker_prefaults_memory(
+    tiny_checkpoint: Path, loads: list[PrefaultedMemory], allocations: list[int]
+) -> None:
+    assembly.load_runtime(PipelineConfig.from_flat({"model_path": str(tiny_checkpoint), **INT8}))
     assert sum(allocations) > 0.9 * prefaulted_sizes(loads)[0] > 0
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
 def test_no_memory_is_prefaulted_for_lazily_packed_weights(
-    tiny: Path, loads: list[PrefaultedMemory], encoding: str
+    tiny_checkpoint: Path, loads: list[PrefaultedMemory], encoding: str
 ) -> None:
-    LLM(str(tiny), quantization_encoding=encoding).close()
+    LLM(str(tiny_checkpoint), quantization_encoding=encoding).close()
     assert prefaulted_sizes(loads) == [0]
 
 
-def test_a_back_end_that_packs_nothing_prefaults_nothing(tiny: Path, loads: list[PrefaultedMemory]) -> None:
-    LLM(str(tiny), kernels="reference", **INT8).close()
+def test_a_back_end_that_packs_nothing_prefaults_nothing(
+    tiny_checkpoint: Path, loads: list[PrefaultedMemory]
+) -> None:
+    LLM(str(tiny_checkpoint), kernels="reference", **INT8).close()
     assert prefaulted_sizes(loads) == [0]
 
 
 @needs_kernels
 def test_no_memory_is_prefaulted_for_weights_from_a_packed_file(
-    tiny: Path, loads: list[PrefaultedMemory], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny_checkpoint: Path, loads: list[PrefaultedMemory], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = PipelineConfig.from_flat({"model_path": str(tiny), **INT8})
+    config = PipelineConfig.from_flat({"model_path": str(tiny_checkpoint), **INT8})
     file = assembly.pack_checkpoint(config)
-    LLM(str(tiny), **INT8).close()
+    LLM(str(tiny_checkpoint), **INT8).close()
     assert prefaulted_sizes(loads) == [0]
     file.unlink()
-    LLM(str(tiny), **INT8).close()
+    LLM(str(tiny_checkpoint), **INT8).close()
     assert prefaulted_sizes(loads)[1] > 0
 
 
 def test_memory_is_returned_before_weights_are_read_if_nothing_is_packed(
-    tiny: Path,
+    tiny_checkpoint: Path,
     loads: list[PrefaultedMemory],
     allocations: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -250,15 +256,17 @@ def test_memory_is_returned_before_weights_are_read_if_nothing_is_packed(
         return original_read(cls, *arguments)
 
     monkeypatch.setattr(DecoderModel, "read", classmethod(record_buffer))
-    LLM(str(tiny), **INT8).close()
+    LLM(str(tiny_checkpoint), **INT8).close()
     assert prefaulted_sizes(loads)[0] > 0
     assert buffers_during_read == [None]
     assert not allocations
 
 
-def test_a_failed_load_returns_its_memory(tiny: Path, loads: list[PrefaultedMemory], tmp_path: Path) -> None:
+def test_a_failed_load_returns_its_memory(
+    tiny_checkpoint: Path, loads: list[PrefaultedMemory], tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
-    shutil.copytree(tiny, broken)
+    shutil.copytree(tiny_checkpoint, broken)
     tensors = load_file(broken / "model.safetensors")
     tensors.pop("model.norm.weight")
     save_file(tensors, broken / "model.safetensors")
@@ -278,7 +286,7 @@ def test_the_estimated_packed_size_is_close_to_the_actual_size(
     tmp_path: Path, encoding: str, tied: bool
 ) -> None:
     """The layer sizes are those of models that are large enough to be prefaulted."""
-    model_config = tiny_config("llama") | {
+    model_config = make_tiny_config("llama") | {
         "hidden_size": 256,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -21,20 +21,20 @@ from penstock.ray.batch_files import (
 )
 
 
-def request_line(name: str, **body: Any) -> str:
+def make_request_line(name: str, **body: Any) -> str:
     return json.dumps({"custom_id": name, "url": "/v1/completions", "body": body})
 
 
 def test_chunks_contain_all_lines_without_a_result(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     lines = [
-        request_line("a"),
+        make_request_line("a"),
         "",
-        request_line("b", x=1),
+        make_request_line("b", x=1),
         "not json",
-        request_line("ä"),
+        make_request_line("ä"),
         '{"custom_id": 5}',
-        request_line("c"),
+        make_request_line("c"),
     ]
     path.write_text("\n".join(lines) + "\n")
     chunks, pending = chunks_of_lines(path, {"b"}, 2)
@@ -47,7 +47,7 @@ def test_chunks_contain_all_lines_without_a_result(tmp_path: Path) -> None:
 
 def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_text(f"{request_line('a')}\n{request_line('a')}\n")
+    path.write_text(f"{make_request_line('a')}\n{make_request_line('a')}\n")
     with pytest.raises(InputError, match="two requests have the custom_id 'a'"):
         chunks_of_lines(path, set(), 2)
     with pytest.raises(InputError, match=r"cannot be read: No such file"):

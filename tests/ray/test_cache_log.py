@@ -10,48 +10,50 @@ from penstock.ray.cache_log import CacheLog
 from penstock.worker.prefix_map import PrefixMap
 
 
-def digest_of(number: int) -> bytes:
+def make_digest(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def stored_event(*numbers: int) -> BlocksStored:
-    return BlocksStored([digest_of(number) for number in numbers], digest_of(0), [7] * len(numbers), "tone")
+def make_stored_event(*numbers: int) -> BlocksStored:
+    return BlocksStored(
+        [make_digest(number) for number in numbers], make_digest(0), [7] * len(numbers), "tone"
+    )
 
 
-def removed_event(*numbers: int) -> BlocksRemoved:
-    return BlocksRemoved([digest_of(number) for number in numbers])
+def make_removed_event(*numbers: int) -> BlocksRemoved:
+    return BlocksRemoved([make_digest(number) for number in numbers])
 
 
 def test_a_reader_gets_each_event_once_without_token_ids() -> None:
     log = CacheLog()
-    log.add([stored_event(1, 2)])
+    log.add([make_stored_event(1, 2)])
     first = log.since(0)
-    assert first.events == [BlocksStored([digest_of(1), digest_of(2)], None, [])]
-    log.add([removed_event(2), BlocksCleared()])
+    assert first.events == [BlocksStored([make_digest(1), make_digest(2)], None, [])]
+    log.add([make_removed_event(2), BlocksCleared()])
     second = log.since(first.position)
-    assert second.events == [removed_event(2), BlocksCleared()]
+    assert second.events == [make_removed_event(2), BlocksCleared()]
     assert log.since(second.position).events == []
 
 
 def test_a_reader_at_a_dropped_position_gets_all_blocks() -> None:
     log = CacheLog()
     for number in range(5000):
-        log.add([stored_event(number + 3), removed_event(number)])
+        log.add([make_stored_event(number + 3), make_removed_event(number)])
     changes = log.since(10)
-    assert changes.events == [BlocksCleared(), stored_event_without_tokens(5000, 5001, 5002)]
+    assert changes.events == [BlocksCleared(), make_stored_event_without_tokens(5000, 5001, 5002)]
     assert log.since(changes.position).events == []
     assert sum(len(event.digests) for event in log._events) <= cache_log._MIN_LOGGED  # type: ignore[union-attr]
 
 
-def stored_event_without_tokens(*numbers: int) -> BlocksStored:
-    return BlocksStored([digest_of(number) for number in numbers], None, [])
+def make_stored_event_without_tokens(*numbers: int) -> BlocksStored:
+    return BlocksStored([make_digest(number) for number in numbers], None, [])
 
 
 def test_a_reader_of_another_log_gets_all_blocks() -> None:
     """A position after the end belongs to the log of an earlier process."""
     log = CacheLog()
-    log.add([stored_event(1)])
-    assert log.since(99).events == [BlocksCleared(), stored_event_without_tokens(1)]
+    log.add([make_stored_event(1)])
+    assert log.since(99).events == [BlocksCleared(), make_stored_event_without_tokens(1)]
 
 
 def test_readers_at_any_interval_know_the_cached_blocks() -> None:
@@ -65,29 +67,29 @@ def test_readers_at_any_interval_know_the_cached_blocks() -> None:
             log.add([BlocksCleared()])
         elif block in cached:
             cached.remove(block)
-            log.add([removed_event(block)])
+            log.add([make_removed_event(block)])
         else:
             cached.add(block)
-            log.add([stored_event(block)])
+            log.add([make_stored_event(block)])
         for number, (prefixes, period) in enumerate(readers):
             if step % period == 0:
                 changes = log.since(positions[number])
                 prefixes.update(0, changes.events)
                 positions[number] = changes.position
                 assert prefixes.num_blocks == len(cached)
-                assert all(prefixes.depths([digest_of(block)], 1) == {0: 1} for block in cached)
+                assert all(prefixes.depths([make_digest(block)], 1) == {0: 1} for block in cached)
 
 
 def test_a_block_is_cached_while_a_worker_has_it() -> None:
     log = CacheLog()
-    log.add([stored_event(1, 2)], worker=0)
-    log.add([stored_event(2, 3)], worker=1)
+    log.add([make_stored_event(1, 2)], worker=0)
+    log.add([make_stored_event(2, 3)], worker=1)
     position = log.since(0).position
-    log.add([removed_event(1, 2)], worker=0)
-    assert log.since(position).events == [removed_event(1)]
-    log.add([stored_event(1)], worker=0)
+    log.add([make_removed_event(1, 2)], worker=0)
+    assert log.since(position).events == [make_removed_event(1)]
+    log.add([make_stored_event(1)], worker=0)
     position = log.since(0).position
     log.add([BlocksCleared()], worker=1)
-    assert log.since(position).events == [removed_event(2, 3)]
+    assert log.since(position).events == [make_removed_event(2, 3)]
     log.add([BlocksCleared()], worker=0)
-    assert log.since(position).events == [removed_event(2, 3), BlocksCleared()]
+    assert log.since(position).events == [make_removed_event(2, 3), BlocksCleared()]

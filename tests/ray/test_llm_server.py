@@ -134,14 +134,14 @@ def test_engine_kwargs_become_settings_and_deployment_options() -> None:
 
 
 async def test_an_application_that_fails_raises_its_error() -> None:
-    async def failing(scope: Scope, receive: Receive, send: Send) -> None:
+    async def fail(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/late":
             await send({"type": "http.response.start", "status": 200, "headers": []})
         raise LookupError(scope["path"])
 
     with pytest.raises(LookupError, match="/early"):
-        async with internal_request(failing, "/early", {}, {}, client="test"):
+        async with internal_request(fail, "/early", {}, {}, client="test"):
             pass
-    async with internal_request(failing, "/late", {}, {}, client="test") as response:
+    async with internal_request(fail, "/late", {}, {}, client="test") as response:
         with pytest.raises(LookupError, match="/late"):
             await response.body()

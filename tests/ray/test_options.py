@@ -27,7 +27,7 @@ from penstock.serve.config import ServeConfig
 SERVE = ServeConfig(shutdown_grace=45.0)
 
 
-def deployment_options(ray: RayConfig, **flat: object) -> dict[str, object]:
+def make_deployment_options(ray: RayConfig, **flat: object) -> dict[str, object]:
     config = PipelineConfig.from_flat({"model_path": "demo", **flat})
     return engine_options(config, SERVE, ray, Resources.of(config, ray))
 
@@ -47,8 +47,8 @@ def test_settings_are_validated() -> None:
 
 
 def test_the_number_of_replicas_is_fixed_or_autoscaled() -> None:
-    assert deployment_options(RayConfig(ray_min_replicas=2))["num_replicas"] == 2
-    scaled = deployment_options(RayConfig(ray_max_replicas=5, ray_target_requests=3))
+    assert make_deployment_options(RayConfig(ray_min_replicas=2))["num_replicas"] == 2
+    scaled = make_deployment_options(RayConfig(ray_max_replicas=5, ray_target_requests=3))
     assert "num_replicas" not in scaled
     assert scaled["autoscaling_config"] == {
         "min_replicas": 1,
@@ -58,7 +58,7 @@ def test_the_number_of_replicas_is_fixed_or_autoscaled() -> None:
 
 
 def test_draining_may_take_the_shutdown_grace() -> None:
-    both = (deployment_options(RayConfig()), ingress_options(SERVE, RayConfig(ray_ingress_replicas=2)))
+    both = (make_deployment_options(RayConfig()), ingress_options(SERVE, RayConfig(ray_ingress_replicas=2)))
     assert [options["graceful_shutdown_timeout_s"] for options in both] == [45.0, 45.0]
     assert both[1]["num_replicas"] == 2
     assert both[1]["ray_actor_options"] == {"num_cpus": 0}
@@ -66,29 +66,29 @@ def test_draining_may_take_the_shutdown_grace() -> None:
 
 def test_a_tensor_parallel_model_is_one_bundle_on_one_node() -> None:
     ray = RayConfig(ray_cpus=8)
-    options = deployment_options(ray, tensor_parallel_size=2)
+    options = make_deployment_options(ray, tensor_parallel_size=2)
     assert options["placement_group_bundles"] == [{"CPU": 8}]
     assert options["placement_group_strategy"] == "STRICT_PACK"
-    assert "placement_group_bundles" not in deployment_options(ray)
-    gpus = deployment_options(RayConfig(), tensor_parallel_size=2, devices="gpu:2,3")
+    assert "placement_group_bundles" not in make_deployment_options(ray)
+    gpus = make_deployment_options(RayConfig(), tensor_parallel_size=2, devices="gpu:2,3")
     assert gpus["placement_group_bundles"] == [{"CPU": 2, "GPU": 2}]
     assert gpus["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 2}
     with pytest.raises(ConfigError, match="ray_cpus: must be at least tensor_parallel_size, 2, was 1"):
-        deployment_options(RayConfig(ray_cpus=1), tensor_parallel_size=2)
+        make_deployment_options(RayConfig(ray_cpus=1), tensor_parallel_size=2)
 
 
 def test_cpus_and_threads_of_a_replica() -> None:
-    def cpus(ray: RayConfig, **flat: object) -> tuple[int, int | None]:
+    def compute_cpus_and_threads(ray: RayConfig, **flat: object) -> tuple[int, int | None]:
         config = PipelineConfig.from_flat({"model_path": "demo", **flat})
         resources = Resources.of(config, ray)
         return resources.num_cpus, replica_config(config, resources).num_threads
 
-    assert cpus(RayConfig(ray_cpus=3)) == (3, 3)
-    assert cpus(RayConfig(ray_cpus=3), num_threads=2) == (3, 2)
-    assert cpus(RayConfig(), num_threads=2) == (2, 2)
-    assert cpus(RayConfig()) == (usable_cpus(), usable_cpus())
-    assert cpus(RayConfig(ray_min_replicas=1000)) == (1, 1)
-    assert cpus(RayConfig(), devices="gpu:1") == (1, None)
+    assert compute_cpus_and_threads(RayConfig(ray_cpus=3)) == (3, 3)
+    assert compute_cpus_and_threads(RayConfig(ray_cpus=3), num_threads=2) == (3, 2)
+    assert compute_cpus_and_threads(RayConfig(), num_threads=2) == (2, 2)
+    assert compute_cpus_and_threads(RayConfig()) == (usable_cpus(), usable_cpus())
+    assert compute_cpus_and_threads(RayConfig(ray_min_replicas=1000)) == (1, 1)
+    assert compute_cpus_and_threads(RayConfig(), devices="gpu:1") == (1, None)
 
 
 def test_a_replica_sees_its_gpus_from_number_0() -> None:

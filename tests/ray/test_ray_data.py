@@ -47,7 +47,7 @@ penstock.ray.embed(dataset, "{model}", batch_size=4, num_cpus=1, normalize=True)
 """
 
 
-def expected_texts(prompts: list[str], num_tokens: int) -> dict[str, str]:
+def generate_expected_texts(prompts: list[str], num_tokens: int) -> dict[str, str]:
     with LLM("demo", kv_cache_memory="64MiB") as llm:
         params = SamplingParams(max_new_tokens=num_tokens, temperature=0, ignore_eos=True)
         return {
@@ -56,7 +56,7 @@ def expected_texts(prompts: list[str], num_tokens: int) -> dict[str, str]:
         }
 
 
-def parquet_rows(folder: Path) -> list[dict[str, Any]]:
+def read_parquet_rows(folder: Path) -> list[dict[str, Any]]:
     from pyarrow.parquet import read_table
 
     return [row for file in sorted(folder.glob("*.parquet")) for row in read_table(file).to_pylist()]
@@ -78,9 +78,9 @@ def test_each_row_has_one_output_if_an_actor_is_killed(tmp_path: Path) -> None:
         assert program.process.poll() is None
         assert program.wait(200) == 0
         assert "all written" in program.output
-    rows = parquet_rows(tmp_path / "answers")
+    rows = read_parquet_rows(tmp_path / "answers")
     assert sorted(row["id"] for row in rows) == list(range(len(prompts)))
-    texts = expected_texts(PROMPTS, 600)
+    texts = generate_expected_texts(PROMPTS, 600)
     for row in rows:
         if row["prompt"].startswith("too long"):
             assert row["generated_text"] is None
@@ -105,7 +105,7 @@ def write_requests(path: Path, count: int) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def batch_command(input_path: Path, output: Path) -> list[str]:
+def make_batch_command(input_path: Path, output: Path) -> list[str]:
     flags = [
         "--ray",
         "--ray-address",
@@ -126,15 +126,15 @@ def test_a_batch_has_each_result_once_if_processes_are_killed(tmp_path: Path) ->
     write_requests(input_path, NUM_PROMPTS)
     output.write_text('{"custom_id": "n0", "response": {"previous": true}, "error": null}\n{"torn')
 
-    def num_lines() -> int:
+    def count_lines() -> int:
         return output.read_bytes().count(b"\n")
 
-    with ray_program(batch_command(input_path, output), tmp_path) as program:
-        until(lambda: num_lines() > 10, 100)
+    with ray_program(make_batch_command(input_path, output), tmp_path) as program:
+        until(lambda: count_lines() > 10, 100)
         os.kill(program.pids("ray::", "LineActor")[0], signal.SIGKILL)
-        until(lambda: num_lines() > 50, 100)
+        until(lambda: count_lines() > 50, 100)
         os.kill(program.pids("penstock.worker.main")[0], signal.SIGKILL)
-        assert num_lines() < NUM_PROMPTS
+        assert count_lines() < NUM_PROMPTS
         assert program.wait(200) == 1
         assert "1 requests have results, 160 are left" in program.output
         assert "1 failed" in program.output
@@ -143,7 +143,7 @@ def test_a_batch_has_each_result_once_if_processes_are_killed(tmp_path: Path) ->
     assert len(lines) == len(results) == NUM_PROMPTS + 1
     assert results.pop("n0") == {"previous": True}
     assert results.pop("bad")["status_code"] == 400
-    texts = expected_texts(PROMPTS, 600)
+    texts = generate_expected_texts(PROMPTS, 600)
     for name, response in results.items():
         assert response["body"]["choices"][0]["text"] == texts[PROMPTS[int(name[1:])]]
 
@@ -161,11 +161,11 @@ def test_parquet_requests_and_results(tmp_path: Path) -> None:
     write_table(pyarrow.table(columns), tmp_path / "in.parquet")
     output = tmp_path / "out.parquet"
     for _ in range(2):
-        with ray_program(batch_command(tmp_path / "in.parquet", output), tmp_path) as program:
+        with ray_program(make_batch_command(tmp_path / "in.parquet", output), tmp_path) as program:
             assert program.wait(150) == 0
             log = program.output
     assert "40 requests have results, 0 are left" in log
-    rows = parquet_rows(output)
+    rows = read_parquet_rows(output)
     assert sorted(row["custom_id"] for row in rows) == sorted(columns["custom_id"])
     assert {row["status_code"] for row in rows} == {200}
     assert len({json.loads(row["body"])["choices"][0]["text"] for row in rows}) == 1
@@ -194,4 +194,4 @@ def test_the_example_of_a_dataset_runs(tmp_path: Path) -> None:
         assert program.wait(150) == 0
         assert "The capital of Japan is Tokyo." in program.output
         assert "6 answers in answers" in program.output
-    assert len(parquet_rows(tmp_path / "answers")) == 6
+    assert len(read_parquet_rows(tmp_path / "answers")) == 6

@@ -107,12 +107,12 @@ async def open_engine(
             await client.stop(0)
 
 
-def pipeline() -> FakePipeline:
+def make_pipeline() -> FakePipeline:
     return FakePipeline(letters(12))
 
 
 async def test_a_request_gets_the_output_of_its_replica() -> None:
-    async with open_engine(pipeline) as (engine, replicas):
+    async with open_engine(make_pipeline) as (engine, replicas):
         assert text(await read(engine.submit(request("a")))) == "abcdefghijkl"
         assert replicas.preferred == ["replica 0"]
         assert engine.num_outstanding == 0
@@ -150,7 +150,10 @@ async def test_another_replica_continues_a_request_after_a_loss(num_messages: in
 async def test_a_request_with_a_grammar_fails_after_its_first_output() -> None:
     gate = Gate()
     grammar = Grammar("regex", "[a-l]*")
-    async with open_engine(lambda: GatedPipeline(gate, choose=letters(12)), pipeline) as (engine, replicas):
+    async with open_engine(lambda: GatedPipeline(gate, choose=letters(12)), make_pipeline) as (
+        engine,
+        replicas,
+    ):
         replicas.lose_after[0] = 1
         generation = engine.submit(request("a", grammar=grammar))
         for _ in range(2):
@@ -233,7 +236,7 @@ async def test_limits_cancellation_and_stop() -> None:
 
 
 async def test_controls_of_a_single_process_server_are_refused() -> None:
-    async with open_engine(pipeline) as (engine, replicas):
+    async with open_engine(make_pipeline) as (engine, replicas):
         await engine.reset_prefix_cache()
         assert replicas.num_resets == 1
         for call in (engine.sleep(1, 0), engine.wake_up(), engine.reload(0), engine.start_profile()):
@@ -247,7 +250,7 @@ async def test_controls_of_a_single_process_server_are_refused() -> None:
 
 
 async def test_totals_include_lost_replicas() -> None:
-    async with open_engine(pipeline, pipeline) as (engine, replicas):
+    async with open_engine(make_pipeline, make_pipeline) as (engine, replicas):
         for name in ("a", "b"):
             await read(engine.submit(request(name)))
         await engine._poll()

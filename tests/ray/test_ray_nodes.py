@@ -88,10 +88,10 @@ def test_a_second_replica_starts_under_load(tmp_path: Path) -> None:
     with ray_program(["-m", "penstock", "serve", "demo", *flags], tmp_path) as program:
         until(lambda: is_ready(port) or program.process.poll() is not None, 120)
 
-        def replicas() -> list[int]:
+        def find_replicas() -> list[int]:
             return program.pids("ray::ServeReplica:penstock:engine")
 
-        assert len(replicas()) == 1
+        assert len(find_replicas()) == 1
         is_over = False
 
         def send_requests(prompt: str) -> None:
@@ -101,7 +101,7 @@ def test_a_second_replica_starts_under_load(tmp_path: Path) -> None:
         with ThreadPoolExecutor(12) as pool:
             requests = [pool.submit(send_requests, prompt) for prompt in PROMPTS[:12]]
             try:
-                until(lambda: len(replicas()) == 2, 120)
+                until(lambda: len(find_replicas()) == 2, 120)
             finally:
                 is_over = True
             for request in requests:

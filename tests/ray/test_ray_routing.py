@@ -26,7 +26,7 @@ def make_prompt(group: int, turn: int) -> str:
     return f"Story {group} of the old woman. " + STORY * 8 + f"Part {turn}."
 
 
-def hits_and_queries(port: int) -> tuple[int, int]:
+def read_hits_and_queries(port: int) -> tuple[int, int]:
     """Return (prompt tokens found in the prefix cache, prompt tokens), summed over replicas."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         text = response.read().decode()
@@ -46,7 +46,7 @@ def test_a_prefix_is_computed_by_only_one_replica(tmp_path: Path) -> None:
         until(lambda: is_ready(port) or program.process.poll() is not None, 120)
         until(lambda: "penstock: serving" in program.output, 60)
         time.sleep(5)  # until both replicas have reported the requests of their warm-up
-        before = hits_and_queries(port)
+        before = read_hits_and_queries(port)
         with ThreadPoolExecutor(4) as pool:
             for turn in range(ROUNDS):  # four requests at a time, so that both replicas have requests
                 futures = [
@@ -55,7 +55,7 @@ def test_a_prefix_is_computed_by_only_one_replica(tmp_path: Path) -> None:
                 ]
                 answers = [future.result(100) for future in futures]
         length = answers[0]["usage"]["prompt_tokens"]
-        until(lambda: hits_and_queries(port)[1] - before[1] >= 0.98 * GROUPS * ROUNDS * length, 20)
-        hits = hits_and_queries(port)[0] - before[0]
+        until(lambda: read_hits_and_queries(port)[1] - before[1] >= 0.98 * GROUPS * ROUNDS * length, 20)
+        hits = read_hits_and_queries(port)[0] - before[0]
         # Each round after the first finds the prompt in the cache, except for its last blocks of 32 tokens.
         assert hits >= (ROUNDS - 1) * GROUPS * (length - 2 * 32)

@@ -17,7 +17,7 @@ CACHING_INFO = msgspec.structs.replace(INFO, block_size=4, prefix_limits=[], max
 LONG_PROMPT = "x" * 600
 
 
-def stored_event(prompt: str) -> BlocksStored:
+def make_stored_event(prompt: str) -> BlocksStored:
     return BlocksStored(digests_of(request("", prompt), CACHING_INFO), None, [])
 
 
@@ -44,7 +44,7 @@ def choose_replica(
 
 def test_a_request_goes_to_the_replica_that_has_its_prefix() -> None:
     choice = ReplicaChoice()
-    report(choice, a=[], b=[stored_event(LONG_PROMPT)])
+    report(choice, a=[], b=[make_stored_event(LONG_PROMPT)])
     assert choose_replica(choice, LONG_PROMPT) == "b"
     assert choose_replica(choice, "y" * 600) == "a"
     assert choice.positions == {"a": 0, "b": 1}
@@ -67,7 +67,7 @@ def test_with_several_ingresses_each_request_counts_as_several() -> None:
     """Each of three ingress processes knows a third of the requests."""
     for num_ingresses, expected in {1: "b", 3: "a"}.items():
         choice = ReplicaChoice(num_ingresses)
-        report(choice, a=[], b=[stored_event(LONG_PROMPT)])
+        report(choice, a=[], b=[make_stored_event(LONG_PROMPT)])
         assert choice.assign(request("", LONG_PROMPT)) is not None
         assert choose_replica(choice, LONG_PROMPT) == expected
 
@@ -102,7 +102,7 @@ def test_a_session_stays_with_its_replica() -> None:
 def test_replicas_are_removed_and_added() -> None:
     choice = ReplicaChoice()
     assert choose_replica(choice) == ""
-    report(choice, a=[], b=[stored_event(LONG_PROMPT)])
+    report(choice, a=[], b=[make_stored_event(LONG_PROMPT)])
     assert choose_replica(choice, LONG_PROMPT, lost=("b",)) == "a"
     assert choose_replica(choice, LONG_PROMPT, lost=("a", "b")) == ""
     running = choice.assign(request("", LONG_PROMPT))

@@ -72,7 +72,7 @@ async def test_a_cancelled_call_does_not_cancel_the_start() -> None:
     assert model.num_starts == 1
 
 
-def child_processes() -> set[int]:
+def find_child_processes() -> set[int]:
     """Return the ids of the child processes of this process."""
     return {
         int(pid)
@@ -82,11 +82,11 @@ def child_processes() -> set[int]:
 
 
 async def test_a_model_starts_although_its_worker_is_killed_during_the_load() -> None:
-    before = child_processes()
+    before = find_child_processes()
     llm = AsyncLLM.from_config(PipelineConfig.from_flat({"model_path": "demo"}, "argument"))
     start = SharedStart(llm.start, retry_seconds=0)
     start_task = asyncio.ensure_future(start())
-    while not (workers := child_processes() - before):
+    while not (workers := find_child_processes() - before):
         await asyncio.sleep(0.01)
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
@@ -94,6 +94,6 @@ async def test_a_model_starts_although_its_worker_is_killed_during_the_load() ->
         await start_task
         (output,) = await llm.generate("Once upon a time")
         assert output.token_ids
-        assert not child_processes() & workers
+        assert not find_child_processes() & workers
     finally:
         await llm.close()

@@ -39,7 +39,7 @@ class Run:
         self.admitted += [context.request_id for context in self.scheduler.admitted]
         return dict(*self.pipeline.trace[before:])
 
-    def steps_until(self, name: str) -> int:
+    def run_until_token(self, name: str) -> int:
         """Run steps until a request has a token. Return their number."""
         for count in range(1, 2000):
             self.step()
@@ -58,7 +58,7 @@ class Run:
             assert self.tokens[name] == alone(copy), name
         return count
 
-    def running_per_client(self) -> Counter[str]:
+    def count_running_per_client(self) -> Counter[str]:
         return Counter(name[0] for name, context in self.contexts.items() if context.is_assigned_to_cache)
 
 
@@ -77,7 +77,7 @@ def test_free_batch_slots_are_shared_evenly() -> None:
     for number in range(9):
         run.submit(f"b{number}", 1, new=20)
     run.step()
-    assert run.running_per_client() == {"a": 2, "b": 2}
+    assert run.count_running_per_client() == {"a": 2, "b": 2}
     assert run.scheduler.num_preemptions == 0
     run.finish()
     assert run.scheduler.num_preemptions == 0
@@ -89,10 +89,10 @@ def test_a_client_that_fills_the_batch_is_preempted_at_once() -> None:
         run.submit(f"a{number}", 4, new=60)
     for _ in range(20):
         run.step()
-    assert run.running_per_client() == {"a": 4}
+    assert run.count_running_per_client() == {"a": 4}
     run.submit("b", 4, new=3)
-    assert run.steps_until("b") == 1
-    assert run.running_per_client() == {"a": 3, "b": 1}
+    assert run.run_until_token("b") == 1
+    assert run.count_running_per_client() == {"a": 3, "b": 1}
     assert run.scheduler.num_preemptions == 1
     assert not run.contexts["a3"].is_assigned_to_cache, "the youngest request is preempted"
     run.finish()
@@ -106,7 +106,7 @@ def test_a_waiting_client_gets_exactly_its_share() -> None:
     for number in range(16):
         run.submit(f"b{number}", 4, new=100)
     run.step()
-    assert run.running_per_client() == {"a": 4, "b": 4}
+    assert run.count_running_per_client() == {"a": 4, "b": 4}
     assert run.scheduler.num_preemptions == 4
     for _ in range(50):
         run.step()
@@ -122,7 +122,7 @@ def test_a_client_that_holds_all_blocks_is_preempted() -> None:
         run.step()
     assert run.scheduler.kv.num_free_blocks < 4
     run.submit("b", 12, new=2)
-    assert run.steps_until("b") == 1
+    assert run.run_until_token("b") == 1
     run.finish()
 
 
@@ -144,13 +144,13 @@ def test_consecutive_requests_cause_one_preemption() -> None:
         run.step()
     for number in range(10):
         run.submit(f"b{number}", 4, new=2)
-        assert run.steps_until(f"b{number}") == 1
+        assert run.run_until_token(f"b{number}") == 1
         for _ in range(8):
             run.step()
     assert run.scheduler.num_preemptions == 1
     for _ in range(64):
         run.step()
-    assert run.running_per_client() == {"a": 4}, "the first client uses the reserved slot again"
+    assert run.count_running_per_client() == {"a": 4}, "the first client uses the reserved slot again"
     run.finish()
 
 
@@ -191,7 +191,7 @@ def test_a_lower_priority_does_not_preempt_a_higher_one() -> None:
     run.submit("a2", 4, new=20, priority=1)
     run.step()
     run.submit("b", 4, new=2)
-    assert run.steps_until("b") == 20
+    assert run.run_until_token("b") == 20
     assert run.scheduler.num_preemptions == 0
     run.finish()
 
@@ -203,7 +203,7 @@ def test_the_client_with_the_most_blocks_is_preempted() -> None:
     run.submit("b", 4, new=16)  # the youngest
     while not run.scheduler.num_preemptions:
         run.step()
-    assert run.running_per_client() == {"a": 1, "b": 1}
+    assert run.count_running_per_client() == {"a": 1, "b": 1}
     run.finish()
 
 

@@ -716,7 +716,7 @@ def test_each_admission_is_reported_once() -> None:
 
 
 def test_the_cost_of_a_step_does_not_depend_on_the_queue() -> None:
-    def num_calls(num_waiting: int) -> int:
+    def count_calls(num_waiting: int) -> int:
         run = Run(1000, max_batch_size=3)
         for number in range(num_waiting):
             context = text_context([number], max_length=50, request_id=f"r{number}")
@@ -738,7 +738,7 @@ def test_the_cost_of_a_step_does_not_depend_on_the_queue() -> None:
             gc.enable()
         return calls
 
-    assert num_calls(10_000) == num_calls(10)
+    assert count_calls(10_000) == count_calls(10)
 
 
 def test_a_block_leak_is_detected_when_the_scheduler_is_idle() -> None:

@@ -59,7 +59,7 @@ class Run:
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
         return self.pipeline.seconds - before
 
-    def contend(self, num_rows: int, new: int = 40) -> None:
+    def start_competing_clients(self, num_rows: int, new: int = 40) -> None:
         """Start many sequences of one client, then two short requests of another."""
         for number in range(num_rows):
             self.submit(f"a{number}", new)
@@ -79,7 +79,7 @@ class Run:
 
 def test_steps_of_many_rows_are_short_while_another_client_sends_requests() -> None:
     run = Run(fixed=0.001, per_row=0.0002)
-    run.contend(128)
+    run.start_competing_clients(128)
     durations = [run.step() for _ in range(40)]
     assert max(durations) <= 0.0051
     assert min(map(len, run.pipeline.trace[-40:])) > 8
@@ -88,7 +88,7 @@ def test_steps_of_many_rows_are_short_while_another_client_sends_requests() -> N
 
 def test_a_step_may_take_twice_its_fixed_costs() -> None:
     run = Run(fixed=0.010, per_row=0.001)
-    run.contend(128)
+    run.start_competing_clients(128)
     durations = [run.step() for _ in range(40)]
     assert max(durations) == pytest.approx(0.020, rel=0.05)
     run.finish()
@@ -96,7 +96,7 @@ def test_a_step_may_take_twice_its_fixed_costs() -> None:
 
 def test_all_sequences_decode_equally_often() -> None:
     run = Run(fixed=0.001, per_row=0.0002)
-    run.contend(128)
+    run.start_competing_clients(128)
     before = {name: len(tokens) for name, tokens in run.tokens.items()}
     rows = Counter[str]()
     for _ in range(40):
@@ -111,7 +111,7 @@ def test_all_sequences_decode_equally_often() -> None:
 
 def test_a_client_without_competitors_decodes_all_rows_after_two_seconds() -> None:
     run = Run(fixed=0.001, per_row=0.0002)
-    run.contend(128, new=900)
+    run.start_competing_clients(128, new=900)
     while run.pipeline.seconds < 60 and len(run.pipeline.trace[-1]) < 128:
         run.step()
     assert len(run.pipeline.trace[-1]) == 128
@@ -131,14 +131,14 @@ def test_sequences_of_many_clients_are_in_every_step() -> None:
 
 def test_steps_are_not_limited_if_their_time_does_not_depend_on_rows() -> None:
     run = Run(fixed=0.040, per_row=0.0)
-    run.contend(128)
+    run.start_competing_clients(128)
     run.step()
     assert len(run.pipeline.trace[-1]) == 128
 
 
 def test_a_call_of_several_steps_is_as_short_as_a_step() -> None:
     run = Run(fixed=0.0005, per_row=0.00005)
-    run.contend(32)
+    run.start_competing_clients(32)
     assert run.step(8) <= 0.005
     assert run.pipeline.num_steps[-1] == 2
     run.finish()
@@ -146,7 +146,7 @@ def test_a_call_of_several_steps_is_as_short_as_a_step() -> None:
 
 def test_clients_with_few_sequences_decode_in_every_step() -> None:
     run = Run(fixed=0.001, per_row=0.0002)
-    run.contend(100, new=900)
+    run.start_competing_clients(100, new=900)
     for number in range(6):
         run.submit(f"c{number}", 400)
     for _ in range(30):

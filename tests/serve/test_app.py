@@ -25,7 +25,7 @@ from penstock.serve.http.gate import Gate
 from penstock.serve.observability.request_record import RequestRecord
 
 
-def failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
+def make_failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
     """Return routes with various errors. "/slow" waits for `may_finish`, or until it is cancelled."""
     router = APIRouter()
 
@@ -60,7 +60,7 @@ def failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
         return StreamingResponse(broken(ZeroDivisionError("a secret")), media_type="text/plain")
 
     @router.get("/left")
-    async def left(request: Request) -> None:
+    async def wait_for_disconnect(request: Request) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         raise ClientDisconnect
@@ -83,7 +83,7 @@ def failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
 
 @pytest.mark.parametrize("request_id", ["abc", "a" * 128, "A-z_0.9:/+=@"])
 async def test_the_request_id_is_returned(request_id: str) -> None:
-    async with client_of(make_services(), failing_routes()) as client:
+    async with client_of(make_services(), make_failing_routes()) as client:
         for path in ("/items/a", "/bug", "/nowhere", "/health"):
             response = await client.get(path, headers={"x-request-id": request_id})
             assert response.headers.get_list("x-request-id") == [request_id]
@@ -91,20 +91,20 @@ async def test_the_request_id_is_returned(request_id: str) -> None:
 
 @pytest.mark.parametrize("request_id", ["", "a" * 129, "a b", "a\tb", "ä", "a;b", '"'])
 async def test_an_invalid_request_id_is_replaced(request_id: str) -> None:
-    async with client_of(make_services(), failing_routes()) as client:
+    async with client_of(make_services(), make_failing_routes()) as client:
         response = await client.get("/items/a", headers=[(b"x-request-id", request_id.encode("latin-1"))])
     assert response.headers["x-request-id"] != request_id
     assert len(response.headers["x-request-id"]) == 32
 
 
 async def test_every_request_has_a_unique_id() -> None:
-    async with client_of(make_services(), failing_routes()) as client:
+    async with client_of(make_services(), make_failing_routes()) as client:
         ids = {(await client.get("/items/a")).headers["x-request-id"] for _ in range(10)}
     assert len(ids) == 10
 
 
 async def test_an_unexpected_error_is_logged_and_hidden(caplog: pytest.LogCaptureFixture) -> None:
-    async with client_of(make_services(), failing_routes()) as client:
+    async with client_of(make_services(), make_failing_routes()) as client:
         response = await client.get("/bug", headers={"x-request-id": "abc"})
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
@@ -117,7 +117,7 @@ async def test_an_unexpected_error_is_logged_and_hidden(caplog: pytest.LogCaptur
 async def test_a_stream_that_breaks_ends_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
-    async with client_of(services, failing_routes()) as client:
+    async with client_of(services, make_failing_routes()) as client:
         bug = await client.get("/stream/bug")
         gone = await client.get("/stream/gone")
     assert bug.status_code == gone.status_code == 200
@@ -125,24 +125,24 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(caplog: pytest.LogC
     assert bug.text.endswith("}}\n\n")
     assert "secret" not in bug.text
     assert "the worker died" in gone.text
-    assert [line["status"] for line in access_log_fields(caplog)] == [500, 503]
-    assert [line["outcome"] for line in access_log_fields(caplog)] == [
+    assert [line["status"] for line in read_access_log(caplog)] == [500, 503]
+    assert [line["outcome"] for line in read_access_log(caplog)] == [
         "error:internal_error",
         "error:service_unavailable",
     ]
 
 
 async def test_an_error_within_another_response_closes_the_connection() -> None:
-    async with client_of(make_services(), failing_routes()) as client:
+    async with client_of(make_services(), make_failing_routes()) as client:
         with pytest.raises(ZeroDivisionError):  # the HTTP server then closes the connection
             await client.get("/text/bug")
 
 
 async def test_each_request_has_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    async with client_of(make_services(), failing_routes()) as client:
+    async with client_of(make_services(), make_failing_routes()) as client:
         await client.get("/items/secret-name", headers={"x-request-id": "abc"})
-    [line] = access_log_fields(caplog)
+    [line] = read_access_log(caplog)
     times = [line.pop(name) for name in ("queue_s", "first_token_s", "total_s")]
     assert times == sorted(times)
     assert line == {
@@ -166,23 +166,23 @@ async def test_probes_are_logged_at_debug_level(caplog: pytest.LogCaptureFixture
     caplog.set_level("INFO")
     async with client_of(make_services()) as client:
         await client.get("/health")
-        assert access_log_fields(caplog) == []
+        assert read_access_log(caplog) == []
         await client.get("/nowhere")
-    assert [line["route"] for line in access_log_fields(caplog)] == ["unmatched"]
+    assert [line["route"] for line in read_access_log(caplog)] == ["unmatched"]
 
 
 async def test_the_access_log_can_be_disabled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     async with client_of(make_services(access_log=False)) as client:
         await client.get("/nowhere")
-    assert access_log_fields(caplog) == []
+    assert read_access_log(caplog) == []
 
 
 async def test_a_disconnected_client_is_logged_with_status_499(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
-    sent = await call(create_app(services, failing_routes()), "/left")
-    [line] = access_log_fields(caplog)
+    sent = await call(create_app(services, make_failing_routes()), "/left")
+    [line] = read_access_log(caplog)
     assert (line["outcome"], line["status"]) == ("abort:client_disconnect", 499)
     assert sent == []
     assert services.gate.num_active == 0
@@ -194,21 +194,21 @@ async def test_a_client_that_disconnects_after_its_answer_is_not_logged_as_499(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    await call(create_app(make_services(), failing_routes()), "/watching")
-    [line] = access_log_fields(caplog)
+    await call(create_app(make_services(), make_failing_routes()), "/watching")
+    [line] = read_access_log(caplog)
     assert (line["outcome"], line["status"]) == ("-", 200)
 
 
 async def test_a_forced_shutdown_logs_interrupted_requests(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     services = make_services()
-    async with client_of(services, failing_routes()) as client:
+    async with client_of(services, make_failing_routes()) as client:
         task = asyncio.create_task(client.get("/slow"))
         await eventually(lambda: services.gate.num_active == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert [line["outcome"] for line in access_log_fields(caplog)] == ["error:cancelled"]
+    assert [line["outcome"] for line in read_access_log(caplog)] == ["error:cancelled"]
     assert services.gate.num_active == 0
 
 
@@ -230,7 +230,7 @@ async def test_health_and_readiness_probes() -> None:
 
 async def test_requests_are_refused_before_the_gate_opens_and_after_it_closes() -> None:
     services, may_finish = make_services(gate=Gate(is_open=False)), asyncio.Event()
-    async with client_of(services, failing_routes(may_finish)) as client:
+    async with client_of(services, make_failing_routes(may_finish)) as client:
         early = await client.get("/items/a")
         assert early.status_code == 503
         assert early.headers["retry-after"] == "1"
@@ -332,8 +332,8 @@ async def test_the_openapi_document_is_served_without_external_pages() -> None:
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"} <= set(document["paths"])
 
 
-def access_log_fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """Return the fields of the access_log_fields of the access log."""
+def read_access_log(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """Return the fields of the lines of the access log."""
     return [
         record.fields  # type: ignore[attr-defined]
         for record in caplog.records

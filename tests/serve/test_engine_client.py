@@ -1,4 +1,4 @@
-"""The server with a fake engine client: it uses only the `EngineClient` protocol."""
+"""The server with a fake engine client. The server needs only the `EngineClient` protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.worker.messages import WorkerStats
 from penstock.worker.router import WorkerRouter
 
 
-def body(**more: Any) -> dict[str, Any]:
+def make_body(**more: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **more}
 
 
@@ -25,12 +25,12 @@ async def test_responses_and_streams_of_a_fake_engine(route: bool) -> None:
     engine = FakeEngine()
     services = make_services(WorkerRouter([engine]) if route else engine)
     async with client_of(services) as client:
-        chat = (await client.post("/v1/chat/completions", json=body(n=2))).json()
+        chat = (await client.post("/v1/chat/completions", json=make_body(n=2))).json()
         assert [choice["message"]["content"] for choice in chat["choices"]] == ["Hello!", "Hello!"]
         short = await client.post("/v1/completions", json={"model": "demo", "prompt": "Hi", "max_tokens": 3})
         assert short.json()["choices"][0]["text"] == "Hel"
         assert short.json()["choices"][0]["finish_reason"] == "length"
-        stream = (await client.post("/v1/chat/completions", json=body(stream=True))).text
+        stream = (await client.post("/v1/chat/completions", json=make_body(stream=True))).text
     events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: {")]
     assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == "Hello!"
     assert (len(engine.contexts), engine.num_outstanding) == (4, 0)
@@ -39,7 +39,7 @@ async def test_responses_and_streams_of_a_fake_engine(route: bool) -> None:
 async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
     engine = FakeEngine(is_paused=True)
     async with client_of(make_services(engine)) as client:
-        task = asyncio.create_task(client.post("/v1/chat/completions", json=body(n=2)))
+        task = asyncio.create_task(client.post("/v1/chat/completions", json=make_body(n=2)))
         await eventually(lambda: len(engine.contexts) == 2)
         task.cancel()
         await asyncio.wait({task})
@@ -50,7 +50,7 @@ async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
 async def test_an_engine_that_is_not_ready_gets_no_request() -> None:
     engine = FakeEngine(state="restarting", is_alive=False)
     async with client_of(make_services(engine)) as client:
-        refused = await client.post("/v1/chat/completions", json=body())
+        refused = await client.post("/v1/chat/completions", json=make_body())
         probes = [(await client.get(path)).status_code for path in ("/health", "/ready", "/version")]
     assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the engine is restarting")
     assert probes == [503, 503, 200]

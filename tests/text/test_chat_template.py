@@ -36,27 +36,36 @@ CALL_AS_TEXT = {**CALL, "function": {"name": "get_weather", "arguments": '{"city
 RESULT = {"role": "tool", "content": "12 °C", "tool_call_id": "call12345", "name": "get_weather"}
 
 
-def user(content: Any) -> dict[str, Any]:
+def make_user_message(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def assistant(content: Any, **more: Any) -> dict[str, Any]:
+def make_assistant_message(content: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 CHATS: dict[str, list[dict[str, Any]]] = {
-    "single turn": [user("Is 1 < 2 & 'é'?")],
-    "system": [SYSTEM, user(" hello\n")],
-    "turns": [SYSTEM, user("a"), assistant("b"), user("c")],
-    "final assistant message": [user("a"), assistant(" b ")],
-    "two user messages": [user("a"), user("b")],
-    "tool call": [user("w?"), assistant(None, tool_calls=[CALL]), RESULT],
-    "tool call as text": [user("w?"), assistant("", tool_calls=[CALL_AS_TEXT]), RESULT, user("thanks")],
-    "reasoning": [user("a"), assistant("<think>\nhm\n</think>\n\nb", reasoning_content="hm"), user("c")],
-    "parts": [user(PARTS)],
-    "no content": [user(None)],
+    "single turn": [make_user_message("Is 1 < 2 & 'é'?")],
+    "system": [SYSTEM, make_user_message(" hello\n")],
+    "turns": [SYSTEM, make_user_message("a"), make_assistant_message("b"), make_user_message("c")],
+    "final assistant message": [make_user_message("a"), make_assistant_message(" b ")],
+    "two user messages": [make_user_message("a"), make_user_message("b")],
+    "tool call": [make_user_message("w?"), make_assistant_message(None, tool_calls=[CALL]), RESULT],
+    "tool call as text": [
+        make_user_message("w?"),
+        make_assistant_message("", tool_calls=[CALL_AS_TEXT]),
+        RESULT,
+        make_user_message("thanks"),
+    ],
+    "reasoning": [
+        make_user_message("a"),
+        make_assistant_message("<think>\nhm\n</think>\n\nb", reasoning_content="hm"),
+        make_user_message("c"),
+    ],
+    "parts": [make_user_message(PARTS)],
+    "no content": [make_user_message(None)],
     "an unknown role": [{"role": "wizard", "content": "x"}],
     "a role without content": [{"role": "user"}],
 }
@@ -125,40 +134,43 @@ def test_published_templates_render_the_text_of_transformers(name: str, source: 
 def test_small_templates_render_the_text_of_transformers(source: str) -> None:
     template = ChatTemplate({"default": source}, SPECIAL_TOKENS, "test")
     for options in ({}, {"add_generation_prompt": False}):
-        expected = render_with_transformers(source, [user("hi")], None, options)
-        assert render_ours(template, [user("hi")], None, options) == expected
+        expected = render_with_transformers(source, [make_user_message("hi")], None, options)
+        assert render_ours(template, [make_user_message("hi")], None, options) == expected
 
 
 def test_strftime_now_gives_the_current_date() -> None:
     template = ChatTemplate({"default": "{{ strftime_now('%Y') }}"}, {}, "test")
-    assert template.render([user("x")]) in (str(datetime.now().year), str(datetime.now().year - 1))
+    assert template.render([make_user_message("x")]) in (
+        str(datetime.now().year),
+        str(datetime.now().year - 1),
+    )
 
 
 def test_the_message_of_raise_exception_is_in_the_error() -> None:
     template = ChatTemplate({"default": "{{ raise_exception('Roles must alternate') }}"}, {}, "test")
     with pytest.raises(InputError, match="cannot render these messages: Roles must alternate"):
-        template.render([user("x")])
+        template.render([make_user_message("x")])
 
 
 def test_options_override_the_defaults() -> None:
     template = ChatTemplate(
         {"default": "{{ add_generation_prompt }} {{ style }} {{ eos_token }}"}, SPECIAL_TOKENS, "test"
     )
-    assert template.render([user("x")]) == "True  </s>"
+    assert template.render([make_user_message("x")]) == "True  </s>"
     options = {"add_generation_prompt": False, "style": "brief", "eos_token": "!"}
-    assert template.render([user("x")], None, options) == "False brief !"
+    assert template.render([make_user_message("x")], None, options) == "False brief !"
 
 
 @pytest.mark.parametrize("name", ["self", "environment", "caller", "loop", "1 a"])
 def test_options_may_have_reserved_names(name: str) -> None:
     template = ChatTemplate({"default": "{{ messages[0].content }}{{ self }}"}, {}, "test")
-    assert template.render([user("x")], None, {name: "y"}).startswith("x")
+    assert template.render([make_user_message("x")], None, {name: "y"}).startswith("x")
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize", "return_tensors"])
 def test_options_that_are_not_template_variables_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"cannot set {name}"):
-        ChatTemplate({"default": "x"}, {}, "test").render([user("x")], None, {name: 1})
+        ChatTemplate({"default": "x"}, {}, "test").render([make_user_message("x")], None, {name: 1})
 
 
 @pytest.mark.parametrize(
@@ -175,7 +187,10 @@ def test_continue_final_message_cuts_the_text_after_the_message(
 ) -> None:
     template = ChatTemplate({"default": source}, {}, "test")
     assert (
-        template.render([user("q"), assistant(content)], None, {"continue_final_message": True}) == expected
+        template.render(
+            [make_user_message("q"), make_assistant_message(content)], None, {"continue_final_message": True}
+        )
+        == expected
     )
 
 
@@ -193,7 +208,7 @@ def test_a_final_message_that_cannot_be_continued_is_refused(
 ) -> None:
     template = ChatTemplate({"default": source}, {}, "test")
     with pytest.raises(InputError, match=message):
-        template.render([assistant(content)], None, {"continue_final_message": True, **options})
+        template.render([make_assistant_message(content)], None, {"continue_final_message": True, **options})
 
 
 @pytest.mark.parametrize(
@@ -201,7 +216,7 @@ def test_a_final_message_that_cannot_be_continued_is_refused(
     [
         ([], "messages is empty"),
         (["hi"], r"messages\[0\] is 'hi'"),
-        ([user("x"), {"content": "x"}], r"messages\[1\]"),
+        ([make_user_message("x"), {"content": "x"}], r"messages\[1\]"),
     ],
 )
 def test_values_that_are_not_messages_are_refused(messages: Any, message: str) -> None:
@@ -212,13 +227,16 @@ def test_values_that_are_not_messages_are_refused(messages: Any, message: str) -
 class TestNamedTemplates:
     def test_tools_select_the_tool_use_template(self) -> None:
         template = ChatTemplate({"default": "D", "tool_use": "T"}, {}, "test")
-        assert (template.render([user("x")]), template.render([user("x")], [TOOL])) == ("D", "T")
+        assert (
+            template.render([make_user_message("x")]),
+            template.render([make_user_message("x")], [TOOL]),
+        ) == ("D", "T")
 
     def test_without_a_default_template_tools_are_required(self) -> None:
         template = ChatTemplate({"rag": "R", "tool_use": "T"}, {}, "test")
-        assert template.render([user("x")], [TOOL]) == "T"
+        assert template.render([make_user_message("x")], [TOOL]) == "T"
         with pytest.raises(InputError, match="no default chat template, only rag, tool_use"):
-            template.render([user("x")])
+            template.render([make_user_message("x")])
 
     def test_files_take_precedence_over_the_configuration(self, tmp_path: Path) -> None:
         config = {"chat_template": [{"name": "default", "template": "C"}, {"name": "rag", "template": "R"}]}
@@ -242,11 +260,13 @@ class TestTemplateFiles:
     @pytest.mark.parametrize("name", ["custom.jinja", "custom.txt"])
     def test_a_jinja_file_is_read(self, name: str, tmp_path: Path) -> None:
         (tmp_path / name).write_text("{{ bos_token }}{{ messages[0].content }}")
-        assert ChatTemplate.from_file(tmp_path / name, SPECIAL_TOKENS).render([user("x")]) == "<s>x"
+        assert (
+            ChatTemplate.from_file(tmp_path / name, SPECIAL_TOKENS).render([make_user_message("x")]) == "<s>x"
+        )
 
     def test_a_json_file_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "t.json").write_text(json.dumps({"chat_template": "J"}))
-        assert ChatTemplate.from_file(tmp_path / "t.json", {}).render([user("x")]) == "J"
+        assert ChatTemplate.from_file(tmp_path / "t.json", {}).render([make_user_message("x")]) == "J"
 
     @pytest.mark.parametrize(
         ("name", "text", "message"),
@@ -287,15 +307,15 @@ def test_a_template_that_is_nested_too_deeply_is_refused() -> None:
 
 def test_a_syntax_error_in_a_template_names_the_checkpoint() -> None:
     with pytest.raises(CheckpointError, match=r"folder: the chat template .* has an error in line 1"):
-        ChatTemplate({"default": "{% endif %}"}, {}, "folder").render([user("x")])
+        ChatTemplate({"default": "{% endif %}"}, {}, "folder").render([make_user_message("x")])
 
 
 class TestRequests:
     def test_a_template_for_strings_gets_joined_parts(self) -> None:
         template = ChatTemplate({"default": "<{{ messages[0].content }}>"}, {}, "test")
         assert not template.takes_parts
-        assert template.render_request([user(PARTS)]) == "<a\nb>"
-        assert template.render_request([user("a")]) == "<a>"
+        assert template.render_request([make_user_message(PARTS)]) == "<a\nb>"
+        assert template.render_request([make_user_message("a")]) == "<a>"
 
     def test_a_template_for_parts_gets_parts(self) -> None:
         source = (
@@ -304,19 +324,19 @@ class TestRequests:
         )
         template = ChatTemplate({"default": source}, {}, "test")
         assert template.takes_parts
-        assert template.render_request([user(PARTS)]) == "ab"
+        assert template.render_request([make_user_message(PARTS)]) == "ab"
 
     @pytest.mark.parametrize("kind", ["image_url", "image", "input_audio", "video"])
     def test_content_that_is_not_text_is_named(self, kind: str) -> None:
         with pytest.raises(UnsupportedFeatureError, match=f"content of type {kind} is not supported"):
-            ChatTemplate({"default": "x"}, {}, "test").render_request([user([{"type": kind}])])
+            ChatTemplate({"default": "x"}, {}, "test").render_request([make_user_message([{"type": kind}])])
 
     @pytest.mark.parametrize(
         "content", [3, [3], [{"text": "x"}], [{"type": "text"}], [{"type": "text", "text": 3}]]
     )
     def test_values_that_are_not_content_are_refused(self, content: object) -> None:
         with pytest.raises(InputError, match=r"a message's content is text|a part of a message is"):
-            ChatTemplate({"default": "x"}, {}, "test").render_request([user(content)])
+            ChatTemplate({"default": "x"}, {}, "test").render_request([make_user_message(content)])
 
 
 def render_ours(template: ChatTemplate, messages: Any, tools: Any, options: dict[str, Any]) -> str | None:
@@ -331,7 +351,7 @@ def render_with_transformers(source: str, messages: Any, tools: Any, options: di
     """Return the text that transformers renders, or None if the template raises."""
     adds_prompt = not options.get("continue_final_message", False)
     try:
-        return reference_tokenizer().apply_chat_template(  # type: ignore[no-any-return]
+        return load_reference_tokenizer().apply_chat_template(  # type: ignore[no-any-return]
             messages,
             tools,
             chat_template=source,
@@ -343,7 +363,7 @@ def render_with_transformers(source: str, messages: Any, tools: Any, options: di
 
 
 @cache
-def reference_tokenizer() -> Any:
+def load_reference_tokenizer() -> Any:
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models
 

@@ -32,7 +32,7 @@ BYTE_TOKENIZER = FakeTokenizer()
 def test_appended_texts_join_to_the_text_of_all_ids(
     name: str, skip_special_tokens: bool, shared_data: Path
 ) -> None:
-    tokenizer = real_tokenizer(shared_data / name)
+    tokenizer = load_tokenizer(shared_data / name)
 
     @given(ids=draw_token_ids(tokenizer))
     @settings(max_examples=examples(30))
@@ -97,7 +97,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> N
 
 @pytest.mark.parametrize("name", ["tokenizers/gpt2", "tokenizers/tinyllama", "models/stories260K"])
 def test_the_result_does_not_depend_on_chunks(name: str, shared_data: Path) -> None:
-    tokenizer = real_tokenizer(shared_data / name)
+    tokenizer = load_tokenizer(shared_data / name)
     text = st.text("ab \n\u00e9\U0001f389", max_size=30)
 
     @given(
@@ -125,7 +125,7 @@ def test_the_result_does_not_depend_on_chunks(name: str, shared_data: Path) -> N
 
 
 def test_a_stop_string_in_byte_tokens_ends_at_its_token(shared_data: Path) -> None:
-    tokenizer = real_tokenizer(shared_data / "tokenizers/tinyllama")
+    tokenizer = load_tokenizer(shared_data / "tokenizers/tinyllama")
     newline, hello = 13, 15043
     assert tokenizer.byte_tokens[newline] == ord("\n")
     detokenizer = Detokenizer(tokenizer, ["\n"])
@@ -210,7 +210,7 @@ def test_the_number_of_decoded_ids_is_linear(ids: list[int]) -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path) -> None:
     """The text of the output equals that of decoding prompt and output together, for chunks of any size."""
-    tokenizer = real_tokenizer(shared_data / name)
+    tokenizer = load_tokenizer(shared_data / name)
     special = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]
     text = st.text(" ab\n\u00e9\u6f22\U0001f389", max_size=30)
 
@@ -246,8 +246,8 @@ def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path)
 @pytest.mark.parametrize("name", [name for name in TOKENIZERS if "bert" not in name])
 @pytest.mark.parametrize("prompt", ["Once upon a time", "a ", "line\n", "caf\u00e9", "\u6f22\u5b57"])
 def test_output_text_equals_the_suffix_of_transformers(name: str, prompt: str, shared_data: Path) -> None:
-    reference = transformers_tokenizer(shared_data / name)
-    tokenizer = real_tokenizer(shared_data / name)
+    reference = load_transformers_tokenizer(shared_data / name)
+    tokenizer = load_tokenizer(shared_data / name)
     ids = reference(prompt).input_ids
     for answer in (" there was", "there", "\n\nOne day", "  two", "\U0001f389!", ""):
         output = reference(f"x{answer}", add_special_tokens=False).input_ids
@@ -260,7 +260,7 @@ def test_output_text_equals_the_suffix_of_transformers(name: str, prompt: str, s
 
 
 def test_the_first_word_has_a_space_unless_a_special_token_precedes_it(shared_data: Path) -> None:
-    tokenizer = real_tokenizer(shared_data / "models/stories260K")
+    tokenizer = load_tokenizer(shared_data / "models/stories260K")
     prompt, answer = (tokenizer.encode_text(text, add_special_tokens=False) for text in ("One day", "the"))
     for ids, text in (
         (prompt.tolist(), " the"),
@@ -275,7 +275,7 @@ def test_the_first_word_has_a_space_unless_a_special_token_precedes_it(shared_da
 
 
 def test_a_character_that_begins_in_the_prompt_belongs_to_the_output(shared_data: Path) -> None:
-    tokenizer = real_tokenizer(shared_data / "models/stories260K")
+    tokenizer = load_tokenizer(shared_data / "models/stories260K")
     byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
     for decoder, first, rest in (
         (BYTE_TOKENIZER, list("né\n漢".encode()[:-1]), [list("漢".encode())[-1]]),
@@ -292,7 +292,7 @@ def test_a_character_that_begins_in_the_prompt_belongs_to_the_output(shared_data
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_a_prompt_may_end_within_a_multibyte_character(shared_data: Path, count: int) -> None:
-    tokenizer = real_tokenizer(shared_data / "models/stories260K")
+    tokenizer = load_tokenizer(shared_data / "models/stories260K")
     byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
     character = [byte[value] for value in "漢".encode()]
     for num_bytes in range(3):
@@ -304,7 +304,7 @@ def test_a_prompt_may_end_within_a_multibyte_character(shared_data: Path, count:
 
 
 def test_only_the_end_of_a_long_prompt_is_decoded(shared_data: Path) -> None:
-    tokenizer = CountingDecoder(real_tokenizer(shared_data / "models/stories260K"))
+    tokenizer = CountingDecoder(load_tokenizer(shared_data / "models/stories260K"))
     detokenizer = Detokenizer(tokenizer, prompt=[400] * 100_000)
     detokenizer.append([401, 402])
     assert tokenizer.num_decoded < 50
@@ -314,7 +314,7 @@ def test_only_the_end_of_a_long_prompt_is_decoded(shared_data: Path) -> None:
 def test_a_long_run_of_byte_tokens_is_decoded_in_linear_time(
     first: int, stop: str, shared_data: Path
 ) -> None:
-    tokenizer = CountingDecoder(real_tokenizer(shared_data / "models/stories260K"))
+    tokenizer = CountingDecoder(load_tokenizer(shared_data / "models/stories260K"))
     byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
     ids = [byte[first], *[byte[ord("\n")]] * 3000]
     detokenizer = Detokenizer(tokenizer, [stop])
@@ -358,7 +358,7 @@ def draw_token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
     if tokenizer.byte_tokens:
         kinds += [
             st.sampled_from(sorted(tokenizer.byte_tokens)),
-            st.sampled_from(byte_tokens_of_text(tokenizer)),
+            st.sampled_from(find_byte_tokens(tokenizer)),
         ]
     special = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]
     if special:
@@ -366,18 +366,18 @@ def draw_token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(st.one_of(kinds), max_size=40)
 
 
-def byte_tokens_of_text(tokenizer: TextTokenizer) -> list[int]:
+def find_byte_tokens(tokenizer: TextTokenizer) -> list[int]:
     byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
     return [byte[value] for value in "é漢\n ".encode()]
 
 
 @cache
-def transformers_tokenizer(folder: Path) -> Any:
+def load_transformers_tokenizer(folder: Path) -> Any:
     return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
 
 
 @cache
-def real_tokenizer(folder: Path) -> TextTokenizer:
+def load_tokenizer(folder: Path) -> TextTokenizer:
     return TextTokenizer(folder)
 
 

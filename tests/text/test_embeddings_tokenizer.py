@@ -34,7 +34,7 @@ def encode_request(tokenizer: EmbeddingsTokenizer, text: Any, **fields: Any) -> 
     return ids
 
 
-def expected_ids(text: str, pair: str | None = None) -> list[int]:
+def encode_with_tokenizers(text: str, pair: str | None = None) -> list[int]:
     ids: list[int] = tiny_tokenizer().encode(text, pair).ids
     return ids
 
@@ -68,8 +68,8 @@ def test_max_length_is_the_smallest_limit(tokenizer: EmbeddingsTokenizer, tmp_pa
 
 
 def test_a_prompt_precedes_the_text(tokenizer: EmbeddingsTokenizer) -> None:
-    assert encode_request(tokenizer, "cat", prompt_name="query") == expected_ids("query: cat")
-    assert encode_request(tokenizer, "cat", prompt="the ") == expected_ids("the cat")
+    assert encode_request(tokenizer, "cat", prompt_name="query") == encode_with_tokenizers("query: cat")
+    assert encode_request(tokenizer, "cat", prompt="the ") == encode_with_tokenizers("the cat")
     with pytest.raises(InputError, match="prompt_name 'q' is unknown: the checkpoint has query, passage"):
         build_context(tokenizer, "cat", prompt_name="q")
     with pytest.raises(InputError, match="prompt and prompt_name are both given"):
@@ -79,9 +79,9 @@ def test_a_prompt_precedes_the_text(tokenizer: EmbeddingsTokenizer) -> None:
 def test_the_default_prompt_is_used_without_another(tmp_path: Path) -> None:
     settings = PROMPTS | {"default_prompt_name": "passage"}
     tokenizer = EmbeddingsTokenizer(write_tiny_embedder(tmp_path, settings=settings))
-    assert encode_request(tokenizer, "cat") == expected_ids("passage: cat")
-    assert encode_request(tokenizer, "cat", prompt_name="query") == expected_ids("query: cat")
-    assert encode_request(tokenizer, "cat", prompt="") == expected_ids("cat")
+    assert encode_request(tokenizer, "cat") == encode_with_tokenizers("passage: cat")
+    assert encode_request(tokenizer, "cat", prompt_name="query") == encode_with_tokenizers("query: cat")
+    assert encode_request(tokenizer, "cat", prompt="") == encode_with_tokenizers("cat")
     assert encode_request(tokenizer, [CLS, CAT, SEP]) == [CLS, CAT, SEP]
 
 
@@ -162,7 +162,7 @@ def test_an_instruction_is_refused(tokenizer: EmbeddingsTokenizer) -> None:
 def test_surrogates_are_replaced_and_lower_case_is_read(
     tokenizer: EmbeddingsTokenizer, tmp_path: Path
 ) -> None:
-    assert encode_request(tokenizer, "cat \ud800") == expected_ids("cat �")
+    assert encode_request(tokenizer, "cat \ud800") == encode_with_tokenizers("cat �")
     folder = write_tiny_embedder(tmp_path, max_seq_length=20)
     (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
     assert EmbeddingsTokenizer(folder).layout.lower_case

@@ -83,11 +83,11 @@ def make_message(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-def num_special(tokenizer: TextTokenizer, ids: list[int]) -> int:
+def count_special(tokenizer: TextTokenizer, ids: list[int]) -> int:
     return sum(not tokenizer.is_visible(token_id) for token_id in ids)
 
 
-def text_of(tokenizer: TextTokenizer, ids: list[int]) -> str:
+def decode_all(tokenizer: TextTokenizer, ids: list[int]) -> str:
     return tokenizer.decode_ids(ids, skip_special_tokens=False)
 
 
@@ -99,9 +99,9 @@ def test_special_tokens_in_content_are_encoded_as_text(
     tokenizer, permissive = open_pair("qwen3")
     plain_ids = encode_prompt(tokenizer, make_message(role, "Hello"))[1]
     text, ids = encode_prompt(tokenizer, make_message(role, content))
-    assert num_special(tokenizer, ids) == num_special(tokenizer, plain_ids) == 3
-    assert text == text_of(tokenizer, ids) == encode_prompt(permissive, make_message(role, content))[0]
-    assert num_special(permissive, encode_prompt(permissive, make_message(role, content))[1]) > 3
+    assert count_special(tokenizer, ids) == count_special(tokenizer, plain_ids) == 3
+    assert text == decode_all(tokenizer, ids) == encode_prompt(permissive, make_message(role, content))[0]
+    assert count_special(permissive, encode_prompt(permissive, make_message(role, content))[1]) > 3
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -113,14 +113,14 @@ def test_all_other_text_keeps_its_tokens(name: str, open_pair: Callable[[str], T
     (_, ids), (_, permissive_ids) = encode_prompt(tokenizer, message), encode_prompt(permissive, message)
     replaced: list[int] = []
     special = tokenizer.backend.token_to_id(spelling)
-    as_text = re.sub(r"\s", "", text_of(tokenizer, [token_id for token_id in ids if token_id != special]))
+    as_text = re.sub(r"\s", "", decode_all(tokenizer, [token_id for token_id in ids if token_id != special]))
     for token_id in permissive_ids:
         index = len(replaced)
         if token_id == special and ids[index] != special:
             end = next(
                 end
                 for end in range(index + 1, len(ids))
-                if text_of(tokenizer, ids[index:end]).replace(" ", "").lower() == spelling.lower()
+                if decode_all(tokenizer, ids[index:end]).replace(" ", "").lower() == spelling.lower()
             )
             replaced += ids[index:end]
         else:
@@ -152,14 +152,14 @@ def test_messages_of_system_and_assistant_are_unchanged(
     tokenizer, permissive = open_pair("qwen3")
     messages = [make_message(role, ATTACK), make_message("user", "Hello")]
     assert encode_prompt(tokenizer, *messages) == encode_prompt(permissive, *messages)
-    assert num_special(tokenizer, encode_prompt(tokenizer, *messages)[1]) == 8
+    assert count_special(tokenizer, encode_prompt(tokenizer, *messages)[1]) == 8
 
 
 def test_a_prompt_without_messages_is_unchanged(open_pair: Callable[[str], TokenizerPair]) -> None:
     tokenizer, _ = open_pair("qwen3")
     _, ids = tokenizer.prompt_of(TokenGeneratorRequest("1", 0, "m", prompt=ATTACK))
-    assert num_special(tokenizer, ids.tolist()) == 3
-    assert num_special(tokenizer, tokenizer.encode_text(ATTACK, limited=False).tolist()) == 3
+    assert count_special(tokenizer, ids.tolist()) == 3
+    assert count_special(tokenizer, tokenizer.encode_text(ATTACK, limited=False).tolist()) == 3
 
 
 def test_added_tokens_that_are_not_special_remain_tokens(open_pair: Callable[[str], TokenizerPair]) -> None:
@@ -187,8 +187,8 @@ def test_special_tokens_in_or_across_content_parts_are_text(
     tokenizer, permissive = open_pair("qwen3")
     messages = [make_message("user", content) for content in contents]
     text, ids = encode_prompt(tokenizer, *messages)
-    assert num_special(tokenizer, ids) == 2 * len(contents) + 1
-    assert (text, text_of(tokenizer, ids)) == (encode_prompt(permissive, *messages)[0], text)
+    assert count_special(tokenizer, ids) == 2 * len(contents) + 1
+    assert (text, decode_all(tokenizer, ids)) == (encode_prompt(permissive, *messages)[0], text)
 
 
 def test_special_tokens_in_joined_parts_are_text(shared_data: Path) -> None:
@@ -272,7 +272,7 @@ def test_special_tokens_in_tool_definitions_remain_tokens() -> None:
 # -- Other kinds of tokenizers
 
 
-def word_tokenizer(*tokens: AddedToken) -> Tokenizer:
+def make_word_tokenizer(*tokens: AddedToken) -> Tokenizer:
     letters = [chr(code) for code in range(33, 127)] + ["▁"]
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -282,17 +282,17 @@ def word_tokenizer(*tokens: AddedToken) -> Tokenizer:
 
 
 def test_a_special_token_that_absorbs_spaces_is_text() -> None:
-    source = word_tokenizer(AddedToken("<x>", lstrip=True, rstrip=True, normalized=False))
+    source = make_word_tokenizer(AddedToken("<x>", lstrip=True, rstrip=True, normalized=False))
     tokenizer, permissive = make_pair(source, "{{ messages[0].content }}<x>")
     _, ids = encode_prompt(tokenizer, make_message("user", "a <x> b"))
-    assert num_special(tokenizer, ids) == 1
-    assert text_of(tokenizer, ids[:-1]).replace("  ", " ") == "a <x> b"
-    assert num_special(permissive, encode_prompt(permissive, make_message("user", "a <x> b"))[1]) == 2
+    assert count_special(tokenizer, ids) == 1
+    assert decode_all(tokenizer, ids[:-1]).replace("  ", " ") == "a <x> b"
+    assert count_special(permissive, encode_prompt(permissive, make_message("user", "a <x> b"))[1]) == 2
 
 
 def test_a_segment_has_no_leading_space() -> None:
     tokenizer, _ = make_pair(
-        word_tokenizer(AddedToken("<x>", normalized=False)), "<x>{{ messages[0].content }}"
+        make_word_tokenizer(AddedToken("<x>", normalized=False)), "<x>{{ messages[0].content }}"
     )
     _, ids = encode_prompt(tokenizer, make_message("user", "a<x>"))
     tokens = [tokenizer.backend.id_to_token(token_id) for token_id in ids]
@@ -300,12 +300,12 @@ def test_a_segment_has_no_leading_space() -> None:
 
 
 def test_a_special_token_that_is_matched_after_normalising_is_text() -> None:
-    source = word_tokenizer(AddedToken("<x>", normalized=True, special=True))
+    source = make_word_tokenizer(AddedToken("<x>", normalized=True, special=True))
     source.normalizer = normalizers.NFKC()
     tokenizer, permissive = make_pair(source, "{{ messages[0].content }}<x>")
     for content in ("<x>", "\uff1c\uff58\uff1e", "a \uff1cx>"):
-        assert num_special(permissive, encode_prompt(permissive, make_message("user", content))[1]) == 2
-        assert num_special(tokenizer, encode_prompt(tokenizer, make_message("user", content))[1]) == 1
+        assert count_special(permissive, encode_prompt(permissive, make_message("user", content))[1]) == 2
+        assert count_special(tokenizer, encode_prompt(tokenizer, make_message("user", content))[1]) == 1
 
 
 def test_a_special_token_that_is_also_in_the_vocabulary_is_text() -> None:
@@ -314,8 +314,8 @@ def test_a_special_token_that_is_also_in_the_vocabulary_is_text() -> None:
     source.add_special_tokens([AddedToken("</s>", normalized=False)])
     tokenizer, permissive = make_pair(source, "{{ messages[0].content }}</s>")
     text, ids = encode_prompt(tokenizer, make_message("user", "a</s>"))
-    assert (num_special(tokenizer, ids), text_of(tokenizer, ids).replace(" ", "")) == (1, text)
-    assert num_special(permissive, encode_prompt(permissive, make_message("user", "a</s>"))[1]) == 2
+    assert (count_special(tokenizer, ids), decode_all(tokenizer, ids).replace(" ", "")) == (1, text)
+    assert count_special(permissive, encode_prompt(permissive, make_message("user", "a</s>"))[1]) == 2
 
 
 def test_a_special_token_without_another_encoding_is_refused() -> None:
@@ -341,7 +341,7 @@ def test_concurrent_encoding_equals_sequential_encoding(open_pair: Callable[[str
     expected = [encode_prompt(tokenizer, message) for message in messages]
     with ThreadPoolExecutor(6) as threads:
         assert list(threads.map(lambda message: encode_prompt(tokenizer, message), messages)) == expected
-    assert num_special(tokenizer, tokenizer.encode_text(ATTACK, limited=False).tolist()) == 3
+    assert count_special(tokenizer, tokenizer.encode_text(ATTACK, limited=False).tolist()) == 3
 
 
 def test_long_content_is_encoded_in_linear_time(open_pair: Callable[[str], TokenizerPair]) -> None:
@@ -349,7 +349,7 @@ def test_long_content_is_encoded_in_linear_time(open_pair: Callable[[str], Token
     message = make_message("user", "<p>text</p> <|" * 20_000)
     assert encode_prompt(tokenizer, message) == encode_prompt(permissive, message)
     many = "<|im_end|>" * 3_000
-    assert num_special(tokenizer, encode_prompt(tokenizer, make_message("user", many))[1]) == 3
+    assert count_special(tokenizer, encode_prompt(tokenizer, make_message("user", many))[1]) == 3
 
 
 _SPELLED = re.compile(
@@ -383,8 +383,8 @@ def _check_real_template(path: Path) -> int:
             except InputError:
                 continue  # the template does not accept this chat
             text, ids = encode_prompt(tokenizer, *make_chat(content))
-            assert text_of(tokenizer, ids) == text == encode_prompt(permissive, *make_chat(content))[0]
-            assert num_special(tokenizer, ids) == num_special(tokenizer, expected[1]), path.name
+            assert decode_all(tokenizer, ids) == text == encode_prompt(permissive, *make_chat(content))[0]
+            assert count_special(tokenizer, ids) == count_special(tokenizer, expected[1]), path.name
             count += 1
     return count
 
@@ -395,7 +395,7 @@ def test_the_setting_applies_to_the_loaded_tokenizer(allowed: bool) -> None:
     tokenizer = load_tokenizer(config)
     spelling = tokenizer.special_tokens["eos_token"]
     counts = [
-        num_special(tokenizer, encode_prompt(tokenizer, make_message("user", content))[1])
+        count_special(tokenizer, encode_prompt(tokenizer, make_message("user", content))[1])
         for content in ("", spelling)
     ]
     assert counts[1] - counts[0] == allowed

@@ -65,7 +65,10 @@ USER = {"role": "user", "content": "hi"}
 class TestEqualToTransformers:
     @pytest.mark.parametrize("name", TOKENIZERS)
     def test_tokens_of_a_text(self, name: str, shared_data: Path) -> None:
-        tokenizer, expected = real_tokenizer(shared_data / name), transformers_tokenizer(shared_data / name)
+        tokenizer, expected = (
+            load_tokenizer(shared_data / name),
+            load_transformers_tokenizer(shared_data / name),
+        )
 
         @given(text=TEXTS, add_special_tokens=st.booleans())
         @settings(max_examples=examples(50))
@@ -79,28 +82,34 @@ class TestEqualToTransformers:
 
     @pytest.mark.parametrize("name", ["tokenizers/qwen3", "tokenizers/tinyllama"])
     def test_tokens_of_a_chat(self, name: str, shared_data: Path) -> None:
-        tokenizer, expected = real_tokenizer(shared_data / name), transformers_tokenizer(shared_data / name)
+        tokenizer, expected = (
+            load_tokenizer(shared_data / name),
+            load_transformers_tokenizer(shared_data / name),
+        )
         messages: Any = [
             {"role": "system", "content": "Brief."},
             USER,
             {"role": "assistant", "content": "yo"},
             USER,
         ]
-        context = tokenizer.build_context(request(messages=messages))
+        context = tokenizer.build_context(make_request(messages=messages))
         text = expected.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert context.prompt == tokenizer.render_chat(messages) == text
         assert context.prompt_tokens.tolist() == expected(text, add_special_tokens=False)["input_ids"]
 
     @pytest.mark.parametrize("name", TOKENIZERS)
     def test_special_tokens_and_vocabulary_size(self, name: str, shared_data: Path) -> None:
-        tokenizer, expected = real_tokenizer(shared_data / name), transformers_tokenizer(shared_data / name)
+        tokenizer, expected = (
+            load_tokenizer(shared_data / name),
+            load_transformers_tokenizer(shared_data / name),
+        )
         assert tokenizer.special_tokens == expected.special_tokens_map
         assert tokenizer.vocab_size == len(expected)
         assert tokenizer.eos_token_ids == ({expected.eos_token_id} - {None})
 
     def test_long_text_is_not_truncated(self, shared_data: Path) -> None:
         # The tokenizer.json of this tokenizer truncates at 512 tokens.
-        tokenizer = real_tokenizer(shared_data / "tokenizers/tinyllama")
+        tokenizer = load_tokenizer(shared_data / "tokenizers/tinyllama")
         assert len(tokenizer.encode_text("hello " * 1000)) > 1000
 
 
@@ -120,7 +129,7 @@ class TestText:
     )
     def test_lone_surrogates_are_replaced(self, text: str, expected: str) -> None:
         assert TOKENIZER.decode_ids(TOKENIZER.encode_text(text)) == expected
-        assert TOKENIZER.build_context(request(text)).prompt_tokens.tolist() == list(expected.encode())
+        assert TOKENIZER.build_context(make_request(text)).prompt_tokens.tolist() == list(expected.encode())
 
     @pytest.mark.parametrize("ids", [np.array(HELLO, dtype=np.int32), tuple(HELLO), HELLO])
     def test_any_sequence_of_ids_is_decoded(self, ids: Sequence[int]) -> None:
@@ -139,8 +148,8 @@ class TestText:
         assert not TOKENIZER.is_visible(999, skip_special_tokens=False)
 
     async def test_async_methods_equal_the_synchronous_ones(self) -> None:
-        context = await TOKENIZER.new_context(request("hello"))
-        assert context == TOKENIZER.build_context(request("hello"))
+        context = await TOKENIZER.new_context(make_request("hello"))
+        assert context == TOKENIZER.build_context(make_request("hello"))
         assert (await TOKENIZER.encode("hello", True)).tolist() == HELLO
         assert await TOKENIZER.decode(context, HELLO) == "hello"
         assert await TOKENIZER.decode(context, np.array(HELLO)) == "hello"
@@ -160,7 +169,7 @@ class TestText:
         assert decoded == [tokenizer.decode_ids(ids) for ids in expected]
 
     async def test_concurrent_requests_equal_sequential_requests(self) -> None:
-        requests = [request("x" * (i % 30 + 1), id=str(i)) for i in range(100)]
+        requests = [make_request("x" * (i % 30 + 1), id=str(i)) for i in range(100)]
         contexts = await asyncio.gather(*map(TOKENIZER.new_context, requests))
         assert contexts == [TOKENIZER.build_context(item) for item in requests]
 
@@ -173,31 +182,35 @@ class TestEndOfSequence:
         tokenizer = TextTokenizer(folder, eos_token_ids=[9, 7, 5000])
         assert tokenizer.eos_token_ids == {2, 7, 8, 9}  # 5000 is outside the vocabulary
         assert tokenizer.eos == 2
-        assert TextTokenizer(folder).build_context(request("x")).eos_token_ids == {2, 7, 8}
+        assert TextTokenizer(folder).build_context(make_request("x")).eos_token_ids == {2, 7, 8}
 
     def test_a_checkpoint_without_eos_tokens(self, shared_data: Path) -> None:
-        tokenizer = real_tokenizer(shared_data / "tokenizers/bert-base-uncased")
+        tokenizer = load_tokenizer(shared_data / "tokenizers/bert-base-uncased")
         assert tokenizer.eos_token_ids == set()
         with pytest.raises(CheckpointError, match="bert-base-uncased: has no end-of-sequence token"):
             _ = tokenizer.eos
 
     def test_stop_ids_of_a_request_do_not_change_the_tokenizer(self) -> None:
-        context = TOKENIZER.build_context(request("x", stop_token_ids=[5, 6]))
+        context = TOKENIZER.build_context(make_request("x", stop_token_ids=[5, 6]))
         assert context.eos_token_ids == {TOKENIZER.EOS, 5, 6}
         context.eos_token_ids.add(7)
         TOKENIZER.eos_token_ids.add(8)
         assert (
-            TOKENIZER.eos_token_ids == TOKENIZER.build_context(request("x")).eos_token_ids == {TOKENIZER.EOS}
+            TOKENIZER.eos_token_ids
+            == TOKENIZER.build_context(make_request("x")).eos_token_ids
+            == {TOKENIZER.EOS}
         )
 
     def test_ignore_eos_keeps_only_stop_ids_of_the_request(self) -> None:
-        context = TOKENIZER.build_context(request("x", ignore_eos=True))
+        context = TOKENIZER.build_context(make_request("x", ignore_eos=True))
         assert (context.eos_token_ids, context.ignore_eos) == (set(), True)
-        assert TOKENIZER.build_context(request("x", ignore_eos=True, stop_token_ids=[5])).eos_token_ids == {5}
+        assert TOKENIZER.build_context(
+            make_request("x", ignore_eos=True, stop_token_ids=[5])
+        ).eos_token_ids == {5}
 
     def test_a_stop_id_outside_the_vocabulary_is_refused(self) -> None:
         with pytest.raises(InputError, match="stop_token_ids has 257: ids are integers from 0 to 256"):
-            TOKENIZER.build_context(request("x", stop_token_ids=[257]))
+            TOKENIZER.build_context(make_request("x", stop_token_ids=[257]))
 
     @pytest.mark.parametrize(
         ("stop", "param_stop", "expected"),
@@ -212,13 +225,13 @@ class TestEndOfSequence:
         self, stop: Any, param_stop: Any, expected: list[str] | None
     ) -> None:
         context = TOKENIZER.build_context(
-            request("x", stop=stop, sampling_params=SamplingParams(stop=param_stop))
+            make_request("x", stop=stop, sampling_params=SamplingParams(stop=param_stop))
         )
         assert context.sampling_params.stop == expected
         assert len(context.eos_sequences) == len(expected or [])
 
     async def test_stop_strings_become_sequences_unless_the_text_is_matched(self) -> None:
-        stop_request = request("x", stop=["END", ""], sampling_params=SamplingParams(stop=["é"]))
+        stop_request = make_request("x", stop=["END", ""], sampling_params=SamplingParams(stop=["é"]))
         context = await TOKENIZER.new_context(stop_request)
         assert context.eos_sequences == [list(b"END"), list("é".encode())]
         assert context.sampling_params.stop == ["END", "é"]
@@ -229,7 +242,7 @@ class TestEndOfSequence:
 
     def test_a_stop_value_that_is_not_a_string_is_refused(self) -> None:
         with pytest.raises(InputError, match=r"stop must be a string or a list of strings, was \[3\]"):
-            TOKENIZER.build_context(request("x", stop=[3]))
+            TOKENIZER.build_context(make_request("x", stop=[3]))
 
 
 class TestLengths:
@@ -237,7 +250,7 @@ class TestLengths:
         ("max_new_tokens", "max_length"), [(None, 40), (1, 6), (35, 40), (100, 40), (0, 5)]
     )
     def test_max_length_includes_prompt_and_output(self, max_new_tokens: int | None, max_length: int) -> None:
-        context = TOKENIZER.build_context(request("hello", max_new_tokens=max_new_tokens))
+        context = TOKENIZER.build_context(make_request("hello", max_new_tokens=max_new_tokens))
         assert (context.max_length, context.current_length) == (max_length, 5)
 
     @pytest.mark.parametrize(
@@ -247,13 +260,13 @@ class TestLengths:
         with pytest.raises(
             PromptTooLongError, match=r"has 4\d tokens, but the maximum length is 40"
         ) as caught:
-            TOKENIZER.build_context(request(**too_long))
+            TOKENIZER.build_context(make_request(**too_long))
         assert (caught.value.num_tokens >= 40, caught.value.max_length) == (True, 40)
 
     def test_a_prompt_of_maximum_length_is_accepted_without_output(self) -> None:
-        assert TOKENIZER.build_context(request("x" * 40, max_new_tokens=0)).max_length == 40
+        assert TOKENIZER.build_context(make_request("x" * 40, max_new_tokens=0)).max_length == 40
         with pytest.raises(PromptTooLongError):
-            TOKENIZER.build_context(request("x" * 41, max_new_tokens=0))
+            TOKENIZER.build_context(make_request("x" * 41, max_new_tokens=0))
 
     def test_encode_refuses_text_above_the_maximum_length(self) -> None:
         assert len(TOKENIZER.encode_text("x" * 40)) == 40
@@ -275,8 +288,8 @@ class TestLengths:
         counting_tokenizer = SimpleNamespace(tokenizer=SimpleNamespace(encode_batch_fast=count_encoded))
         monkeypatch.setattr(tokenizer, "_copies", counting_tokenizer)
         calls: dict[str, Callable[[], object]] = {
-            "prompt": lambda: tokenizer.build_context(request(text)),
-            "messages": lambda: tokenizer.build_context(request(messages=[{**USER, "content": text}])),
+            "prompt": lambda: tokenizer.build_context(make_request(text)),
+            "messages": lambda: tokenizer.build_context(make_request(messages=[{**USER, "content": text}])),
             "encode": lambda: tokenizer.encode_text(text),
         }
         with pytest.raises(PromptTooLongError, match="more than 320 tokens, but the maximum length is 40"):
@@ -315,18 +328,18 @@ class TestLengths:
 
     def test_the_tokens_of_any_text_can_be_counted(self) -> None:
         tokenizer = FakeTokenizer(max_length=40)
-        assert len(tokenizer.prompt_of(request("x" * 100_000))[1]) == 100_000
+        assert len(tokenizer.prompt_of(make_request("x" * 100_000))[1]) == 100_000
         assert len(tokenizer.encode_text("x" * 100_000, limited=False)) == 100_000
 
     def test_without_a_maximum_length_the_request_must_have_a_limit(self) -> None:
         tokenizer = FakeTokenizer(max_length=None)
-        assert tokenizer.build_context(request("x" * 5000, max_new_tokens=3)).max_length == 5003
+        assert tokenizer.build_context(make_request("x" * 5000, max_new_tokens=3)).max_length == 5003
         with pytest.raises(InputError, match="max_new_tokens is needed"):
-            tokenizer.build_context(request("x"))
+            tokenizer.build_context(make_request("x"))
 
     def test_min_new_tokens_beyond_the_limit_is_refused(self) -> None:
         with pytest.raises(InputError, match="min_new_tokens is 36, but only 35 tokens can follow"):
-            TOKENIZER.build_context(request("hello", min_new_tokens=36))
+            TOKENIZER.build_context(make_request("hello", min_new_tokens=36))
 
     def test_the_configured_limit_overrides_the_checkpoint(self, shared_data: Path) -> None:
         assert TextTokenizer(shared_data / "models/stories260K", max_length=10).max_length == 10
@@ -342,14 +355,14 @@ class TestPrompts:
         tokenizer = TextTokenizer(folder)
         expected = tokenizer.encode_text("Once").tolist()
         assert expected[0] == 1
-        assert tokenizer.build_context(request("Once")).prompt_tokens.tolist() == expected
-        chat = tokenizer.build_context(request(messages=[{"role": "user", "content": "Once"}]))
+        assert tokenizer.build_context(make_request("Once")).prompt_tokens.tolist() == expected
+        chat = tokenizer.build_context(make_request(messages=[{"role": "user", "content": "Once"}]))
         assert chat.prompt_tokens.tolist().count(1) == 1
         assert chat.prompt == "<s>Once"
 
     @pytest.mark.parametrize("ids", [HELLO, tuple(HELLO), np.array(HELLO), np.array(HELLO, dtype=np.uint16)])
     def test_token_ids_are_used_unchanged(self, ids: Any) -> None:
-        context = TOKENIZER.build_context(request(ids))
+        context = TOKENIZER.build_context(make_request(ids))
         assert context.prompt == context.prompt_tokens.tolist() == HELLO
 
     @pytest.mark.parametrize("invalid", [-1, 257, 2**70, 1.0, True, "a", None])
@@ -357,42 +370,42 @@ class TestPrompts:
         with pytest.raises(
             InputError, match=rf"token 1 of the prompt is {invalid!r}: ids are integers from 0 to 256"
         ):
-            TOKENIZER.build_context(request([1, invalid, -7]))
+            TOKENIZER.build_context(make_request([1, invalid, -7]))
 
     @pytest.mark.parametrize("invalid", [3, b"x", {"a": 1}, np.array([[1, 2]]), np.array([0.5])])
     def test_values_that_are_not_prompts_are_refused(self, invalid: Any) -> None:
         with pytest.raises(InputError, match=r"a prompt is text or|of the prompt is"):
-            TOKENIZER.build_context(request(invalid))
+            TOKENIZER.build_context(make_request(invalid))
 
     @pytest.mark.parametrize("empty", ["", [], np.array([], dtype=np.int64)])
     def test_an_empty_prompt_is_refused(self, empty: Any) -> None:
         with pytest.raises(InputError, match="the prompt is empty"):
-            TOKENIZER.build_context(request(empty))
+            TOKENIZER.build_context(make_request(empty))
 
     @pytest.mark.parametrize(
         "fields", [{}, {"prompt": "x", "messages": [USER]}, {"prompt": "", "messages": []}]
     )
     def test_exactly_one_of_prompt_and_messages_is_required(self, fields: dict[str, Any]) -> None:
         with pytest.raises(InputError, match="either a prompt or messages"):
-            TOKENIZER.build_context(request(**fields))
+            TOKENIZER.build_context(make_request(**fields))
 
     @pytest.mark.parametrize(
         "field", [{"tools": [{"type": "function"}]}, {"chat_template_options": {"a": 1}}]
     )
     def test_template_options_need_messages(self, field: dict[str, Any]) -> None:
         with pytest.raises(InputError, match="tools and chat_template_options need messages"):
-            TOKENIZER.build_context(request("x", **field))
+            TOKENIZER.build_context(make_request("x", **field))
 
     def test_tools_and_options_are_variables_of_the_template(self) -> None:
         template = "{{ tools[0].type }} {{ style }} {{ add_generation_prompt }}"
         context = FakeTokenizer(template=template).build_context(
-            request(messages=[USER], tools=[{"type": "function"}], chat_template_options={"style": "s"})
+            make_request(messages=[USER], tools=[{"type": "function"}], chat_template_options={"style": "s"})
         )
         assert context.prompt == "function s True"
 
     def test_messages_without_a_template_are_refused(self) -> None:
         with pytest.raises(InputError, match="no chat template: pass a prompt, or a template"):
-            FakeTokenizer(template=None).build_context(request(messages=[USER]))
+            FakeTokenizer(template=None).build_context(make_request(messages=[USER]))
 
     def test_an_error_of_the_template_is_reported(self) -> None:
         with pytest.raises(InputError, match="these messages: only one turn"):
@@ -409,10 +422,10 @@ class TestPrompts:
 
     def test_images_are_refused(self) -> None:
         with pytest.raises(UnsupportedFeatureError, match="images is not supported"):
-            TOKENIZER.build_context(request(messages=[USER], images=[b"png"]))
+            TOKENIZER.build_context(make_request(messages=[USER], images=[b"png"]))
         parts = [{"type": "image_url", "image_url": {"url": "x"}}]
         with pytest.raises(UnsupportedFeatureError, match="content of type image_url"):
-            TOKENIZER.build_context(request(messages=[{"role": "user", "content": parts}]))
+            TOKENIZER.build_context(make_request(messages=[{"role": "user", "content": parts}]))
 
     def test_tokens_without_an_embedding_are_refused(self, shared_data: Path, tmp_path: Path) -> None:
         folder = copy_stories_tokenizer(shared_data, tmp_path)
@@ -420,13 +433,13 @@ class TestPrompts:
         with pytest.raises(
             InputError, match=r"token \d of the prompt is \d+: ids are integers from 0 to 299"
         ):
-            TextTokenizer(folder).build_context(request("Once upon a time"))
+            TextTokenizer(folder).build_context(make_request("Once upon a time"))
 
 
 class TestOtherFields:
     def test_fields_are_set_on_the_context(self) -> None:
         context = TOKENIZER.build_context(
-            request(
+            make_request(
                 "x", id="r1", model_name="m", logprobs=3, echo=True, adapter="a", cache_salt="s", priority=4
             )
         )
@@ -436,32 +449,32 @@ class TestOtherFields:
         assert not context.is_assigned_to_cache
 
     def test_absent_fields_have_defaults(self) -> None:
-        context = TOKENIZER.build_context(request("x"))
+        context = TOKENIZER.build_context(make_request("x"))
         assert (context.log_probabilities, context.log_probabilities_echo) == (None, False)
         assert (context.json_schema, context.grammar, context.adapter, context.cache_salt) == (None,) * 4
 
     @pytest.mark.parametrize("invalid", [-1, True, "3"])
     def test_invalid_logprobs_are_refused(self, invalid: Any) -> None:
         with pytest.raises(InputError, match="logprobs must be an integer of at least 0"):
-            TOKENIZER.build_context(request("x", logprobs=invalid))
+            TOKENIZER.build_context(make_request("x", logprobs=invalid))
 
     @pytest.mark.parametrize("envelope", [None, {}, {"name": "answer", "strict": True}])
     def test_a_json_schema_becomes_a_grammar(self, envelope: dict[str, Any] | None) -> None:
         schema = {"type": "object", "properties": {"é": {"type": "string"}}}
         given = schema if envelope is None else {**envelope, "schema": schema}
         context = TOKENIZER.build_context(
-            request("x", response_format={"type": "json_schema", "json_schema": given})
+            make_request("x", response_format={"type": "json_schema", "json_schema": given})
         )
         assert context.json_schema is not None
         assert json.loads(context.json_schema) == schema
         assert context.grammar == Grammar("json_schema", context.json_schema)
 
     def test_other_response_formats(self) -> None:
-        context = TOKENIZER.build_context(request("x", response_format={"type": "json_object"}))
+        context = TOKENIZER.build_context(make_request("x", response_format={"type": "json_object"}))
         assert (context.grammar, context.json_schema) == (Grammar("json_object"), None)
-        assert TOKENIZER.build_context(request("x", response_format={"type": "text"})).grammar is None
+        assert TOKENIZER.build_context(make_request("x", response_format={"type": "text"})).grammar is None
         regex = Grammar("regex", "[a-z]+")
-        assert TOKENIZER.build_context(request("x", grammar=regex)).grammar == regex
+        assert TOKENIZER.build_context(make_request("x", grammar=regex)).grammar == regex
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -484,10 +497,10 @@ class TestOtherFields:
     )
     def test_invalid_formats_and_fields_are_refused(self, fields: dict[str, Any], message: str) -> None:
         with pytest.raises(InputError, match=message):
-            TOKENIZER.build_context(request("x", **fields))
+            TOKENIZER.build_context(make_request("x", **fields))
 
 
-def request(
+def make_request(
     prompt: Any = None, *, id: str = "1", model_name: str = "fake", **fields: Any
 ) -> TokenGeneratorRequest:
     """Return a request. Names of sampling parameters are accepted as fields."""
@@ -504,17 +517,17 @@ def copy_stories_tokenizer(shared_data: Path, folder: Path) -> Path:
 
 
 @cache
-def real_tokenizer(folder: Path) -> TextTokenizer:
+def load_tokenizer(folder: Path) -> TextTokenizer:
     return TextTokenizer(folder, max_length=100_000)
 
 
 @cache
-def transformers_tokenizer(folder: Path) -> Any:
+def load_transformers_tokenizer(folder: Path) -> Any:
     return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(str(folder))
 
 
 def test_a_context_is_a_text_context() -> None:
-    assert type(TOKENIZER.build_context(request("x"))) is TextContext
+    assert type(TOKENIZER.build_context(make_request("x"))) is TextContext
 
 
 def test_encoding_a_long_prompt_releases_the_interpreter() -> None:

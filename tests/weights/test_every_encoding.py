@@ -59,14 +59,14 @@ def test_adapter_logits_are_close_to_those_of_peft(checkpoint: Path, tmp_path: P
     layers = [layer for layer in parts_of(model.network) if isinstance(layer, PackedLinear)]
     assert {layer.encoding for layer in layers if layer.slices[0].name.endswith("_proj")} == {encoding}
 
-    def relative_error(adapter: str | None) -> float:
+    def compute_error(adapter: str | None) -> float:
         context = context_of(TOKENS, adapter=adapter)
         logits = step_logits(pipeline, [context])[0].float()
         pipeline.release(context)
         return float((logits - expected).norm() / expected.norm())
 
-    assert relative_error("tone") < 0.09  # activations are rounded to 8 bits
-    assert relative_error(None) > 0.2
+    assert compute_error("tone") < 0.09  # activations are rounded to 8 bits
+    assert compute_error(None) > 0.2
 
 
 @pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")

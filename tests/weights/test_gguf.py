@@ -50,7 +50,7 @@ def make_gguf_bytes(
     return header + bytes(-len(header) % 32) + data
 
 
-def tensor_description(name: str, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
+def make_tensor_description(name: str, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
     return encode_string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
 
 
@@ -195,31 +195,31 @@ def test_big_endian_files_are_refused(tmp_path: Path) -> None:
             "a string of 2 bytes is not UTF-8",
         ),
         (make_gguf_bytes([encode_string("k") + struct.pack("<II", _U32, 1)] * 2), "k appears twice"),
-        (make_gguf_bytes(tensors=[tensor_description("w", [2])] * 2, data=bytes(64)), "w appears twice"),
-        (make_gguf_bytes(tensors=[tensor_description("w", [])]), "w has 0 dimensions"),
+        (make_gguf_bytes(tensors=[make_tensor_description("w", [2])] * 2, data=bytes(64)), "w appears twice"),
+        (make_gguf_bytes(tensors=[make_tensor_description("w", [])]), "w has 0 dimensions"),
         (
-            make_gguf_bytes(tensors=[tensor_description("w", [1] * 5)]),
+            make_gguf_bytes(tensors=[make_tensor_description("w", [1] * 5)]),
             "w has 5 dimensions: it must have 1 to 4",
         ),
         (
-            make_gguf_bytes(tensors=[tensor_description("w", [2, 0])]),
+            make_gguf_bytes(tensors=[make_tensor_description("w", [2, 0])]),
             r"w of type F32 cannot have the dimensions \[2, 0\]",
         ),
         (
-            make_gguf_bytes(tensors=[tensor_description("w", [48, 4], 2)]),
+            make_gguf_bytes(tensors=[make_tensor_description("w", [48, 4], 2)]),
             r"w of type Q4_0 cannot have the dimensions \[48, 4\]",
         ),
-        (make_gguf_bytes(tensors=[tensor_description("w", [32], 4)]), "w has the unknown type 4"),
+        (make_gguf_bytes(tensors=[make_tensor_description("w", [32], 4)]), "w has the unknown type 4"),
         (
-            make_gguf_bytes(tensors=[tensor_description("w", [2], 0, 4)], data=bytes(64)),
+            make_gguf_bytes(tensors=[make_tensor_description("w", [2], 0, 4)], data=bytes(64)),
             "the offset of w is 4, not a multiple of 32",
         ),
         (
-            make_gguf_bytes(tensors=[tensor_description("w", [9])], data=bytes(32)),
+            make_gguf_bytes(tensors=[make_tensor_description("w", [9])], data=bytes(32)),
             "is truncated: w ends at byte 100, the file at 96",
         ),
         (
-            make_gguf_bytes(tensors=[tensor_description("w", [2**62, 2])], data=bytes(32)),
+            make_gguf_bytes(tensors=[make_tensor_description("w", [2**62, 2])], data=bytes(32)),
             "is truncated: w ends at byte",
         ),
         (

@@ -54,7 +54,7 @@ def load_blueprint(file: Path) -> Any:
     return model.blueprint(config)  # type: ignore[attr-defined]
 
 
-def rotary_tables(config: Any, head_dim: int = 16) -> torch.Tensor:
+def compute_rotary_tables(config: Any, head_dim: int = 16) -> torch.Tensor:
     rotary = Rotary(RotaryConfig.from_huggingface(config, head_dim), 64, torch.device("cpu"))
     return torch.stack([rotary.cos, rotary.sin])
 
@@ -161,8 +161,8 @@ class TestRope:
         file = write_gguf_file(
             tmp_path, tensors={"rope_freqs.weight": factors.numpy()}, rope__freq_base=10000.0
         )
-        actual = rotary_tables(HuggingFaceConfig.from_checkpoint(file))
-        expected = rotary_tables(HuggingFaceConfig(values | {"rope_scaling": llama3}))
+        actual = compute_rotary_tables(HuggingFaceConfig.from_checkpoint(file))
+        expected = compute_rotary_tables(HuggingFaceConfig(values | {"rope_scaling": llama3}))
         torch.testing.assert_close(actual, expected, atol=2e-6, rtol=0)
         assert load_blueprint(file).max_length == 512
 

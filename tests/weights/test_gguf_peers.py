@@ -52,13 +52,13 @@ def open_with_llama_cpp(file: Path, **options: Any) -> Any:
     return llama_cpp.Llama(model_path=str(file), **more | options)
 
 
-def logits_of_llama_cpp(file: Path, tokens: list[int]) -> torch.Tensor:  # [T, V]
+def compute_logits_with_llama_cpp(file: Path, tokens: list[int]) -> torch.Tensor:  # [T, V]
     llama = open_with_llama_cpp(file, logits_all=True)
     llama.eval(tokens)
     return torch.from_numpy(np.array(llama.scores[: len(tokens)]))
 
 
-def our_logits(file: Path, tokens: list[int]) -> torch.Tensor:
+def compute_our_logits(file: Path, tokens: list[int]) -> torch.Tensor:
     pipeline = open_pipeline(file, quantization_encoding="float32")
     return step_logits(pipeline, [context_of(tokens, log_probabilities_echo=True)])[0]
 
@@ -67,10 +67,10 @@ def our_logits(file: Path, tokens: list[int]) -> torch.Tensor:
 def test_logits_are_close_to_those_of_llama_cpp(family: str, tmp_path: Path) -> None:
     checkpoint = write_family_checkpoint(family, tmp_path, **ASSUMED_SETTINGS.get(family, {}))
     file = write_gguf(checkpoint, tmp_path / "m.gguf", more=sentencepiece_metadata(BYTE_PIECES))
-    expected = logits_of_llama_cpp(file, TOKENS)
+    expected = compute_logits_with_llama_cpp(file, TOKENS)
     # llama.cpp computes GELU with a table of float16.
     tolerance = 0.05 if family.startswith("g") and family != "granite" else 1e-4
-    torch.testing.assert_close(our_logits(file, TOKENS), expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(compute_our_logits(file, TOKENS), expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(

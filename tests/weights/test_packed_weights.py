@@ -202,12 +202,12 @@ def test_back_ends_that_pack_in_rows_are_refused(llama: Path, monkeypatch: pytes
 
 
 def test_the_reference_kernels_do_not_use_the_file(llama: Path, packed_encodings: list[str]) -> None:
-    def reference_logits() -> torch.Tensor:
+    def compute_reference_logits() -> torch.Tensor:
         pipeline = open_pipeline(llama, kernels="reference", quantization_encoding="int8")
         return step_logits(pipeline, [context_of(PROMPT)])[0]
 
-    expected = reference_logits()
+    expected = compute_reference_logits()
     pack_checkpoint(make_config(llama))
     packed_encodings.clear()
-    assert torch.equal(reference_logits(), expected)
+    assert torch.equal(compute_reference_logits(), expected)
     assert not packed_encodings

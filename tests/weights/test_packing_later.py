@@ -71,12 +71,12 @@ def test_the_first_step_equals_later_steps(name: str, encoding: str, tmp_path: P
 def test_tokens_equal_those_of_a_packed_model(llama: Path) -> None:
     prompts = [random_tokens(n, 130, seed=n) for n in (3, 50, 17)]
 
-    def tokens(pipeline: TextGenerationPipeline) -> list[list[int]]:
+    def generate_tokens(pipeline: TextGenerationPipeline) -> list[list[int]]:
         return generate(pipeline, [context_of(prompt, 12) for prompt in prompts])
 
     packed = open_pipeline(llama, quantization_encoding="bfloat16")
     packed.pack_all_pending()
-    assert tokens(open_pipeline(llama, quantization_encoding="bfloat16")) == tokens(packed)
+    assert generate_tokens(open_pipeline(llama, quantization_encoding="bfloat16")) == generate_tokens(packed)
 
 
 def test_weights_are_packed_one_by_one(llama: Path) -> None:

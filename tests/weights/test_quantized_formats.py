@@ -37,12 +37,12 @@ TOKENS = random_tokens(24, 120, seed=3)
 Case = tuple[Packer | Mapping[str, Packer], dict[str, Any], str | None]
 
 
-def compressed_tensors_config(bits: int = 8, kind: str = "int", **weights: Any) -> dict[str, Any]:
+def make_compressed_tensors_config(bits: int = 8, kind: str = "int", **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, **weights}}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
-MIXED = compressed_tensors_config(4, group_size=32)
+MIXED = make_compressed_tensors_config(4, group_size=32)
 MIXED["config_groups"]["group_1"] = {
     "targets": [r"re:.*down_proj$", "model.layers.0.self_attn.o_proj"],
     "weights": {"num_bits": 8, "type": "int", "group_size": 32},
@@ -61,23 +61,31 @@ CASES: dict[str, Case] = {
         {"quant_method": "fp8", "weight_block_size": [24, 40]},
         None,
     ),
-    "ct-w4-symmetric": (packers.compressed_codes(), compressed_tensors_config(4, group_size=32), "uint4"),
-    "ct-w4-asymmetric": (
-        packers.compressed_codes(symmetric=False),
-        compressed_tensors_config(4, group_size=32),
+    "ct-w4-symmetric": (
+        packers.compressed_codes(),
+        make_compressed_tensors_config(4, group_size=32),
         "uint4",
     ),
-    "ct-w4-channel": (packers.compressed_codes(size=-1), compressed_tensors_config(4), "uint4"),
+    "ct-w4-asymmetric": (
+        packers.compressed_codes(symmetric=False),
+        make_compressed_tensors_config(4, group_size=32),
+        "uint4",
+    ),
+    "ct-w4-channel": (packers.compressed_codes(size=-1), make_compressed_tensors_config(4), "uint4"),
     "ct-w4-groups-of-16": (
         packers.compressed_codes(size=16),
-        compressed_tensors_config(4, group_size=16),
+        make_compressed_tensors_config(4, group_size=16),
         None,
     ),
-    "ct-w8-groups": (packers.compressed_codes(8), compressed_tensors_config(8, group_size=32), "uint8"),
-    "ct-w8a8": (packers.int8_rows, compressed_tensors_config(8), "int8"),
-    "ct-fp8": (packers.fp8(), compressed_tensors_config(8, "float", strategy="channel"), "fp8"),
-    "ct-nvfp4": (packers.nvfp4("compressed"), compressed_tensors_config(4, "float", group_size=16), "nvfp4"),
-    "ct-mxfp4": (packers.mxfp4, compressed_tensors_config(4, "float", group_size=32), "mxfp4"),
+    "ct-w8-groups": (packers.compressed_codes(8), make_compressed_tensors_config(8, group_size=32), "uint8"),
+    "ct-w8a8": (packers.int8_rows, make_compressed_tensors_config(8), "int8"),
+    "ct-fp8": (packers.fp8(), make_compressed_tensors_config(8, "float", strategy="channel"), "fp8"),
+    "ct-nvfp4": (
+        packers.nvfp4("compressed"),
+        make_compressed_tensors_config(4, "float", group_size=16),
+        "nvfp4",
+    ),
+    "ct-mxfp4": (packers.mxfp4, make_compressed_tensors_config(4, "float", group_size=32), "mxfp4"),
     "modelopt-fp8": (packers.fp8(per_tensor=True), {"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
     "modelopt-nvfp4": (
         packers.nvfp4("modelopt"),
@@ -117,7 +125,7 @@ CASES: dict[str, Case] = {
     ),
     "ct-w4-actorder": (
         packers.compressed_codes(order="inputs", symmetric=False),
-        compressed_tensors_config(4, group_size=32, actorder="group"),
+        make_compressed_tensors_config(4, group_size=32, actorder="group"),
         "uint4",
     ),
     "bnb-nf4": (packers.bitsandbytes(), {"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4"),
@@ -157,7 +165,7 @@ def compute_logits(checkpoint: Path, **config: Any) -> torch.Tensor:
     return step_logits(pipeline, [context_of(TOKENS, log_probabilities_echo=True)])[0]
 
 
-def relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+def compute_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return float((logits.float() - expected).norm() / expected.norm())
 
 
@@ -217,8 +225,8 @@ def test_logits_are_close_to_those_of_the_float_weights(
     packer, section, encoding = CASES[case]
     folder = write_packed_checkpoint(llama, tmp_path, packer, section, ignore=("1.mlp.up_proj",))
     expected = oracle_logits(oracle(folder / "plain"), TOKENS)
-    assert relative_error(compute_logits(folder), expected) < 0.06
-    assert relative_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
+    assert compute_error(compute_logits(folder), expected) < 0.06
+    assert compute_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
     pipeline = open_pipeline(folder, quantization_encoding=None)
     model: Any = pipeline.model
     assert model.pipeline_config.model.encoding == (encoding or "float32")
@@ -258,12 +266,12 @@ def test_quantized_models_of_other_families(family: str, case: str, tmp_path: Pa
         write_family_checkpoint(family, tmp_path / "floats"), tmp_path / "packed", packer, section
     )
     expected = oracle_logits(oracle(folder / "plain"), TOKENS)
-    bfloat16_error = relative_error(
+    bfloat16_error = compute_error(
         compute_logits(folder / "plain", quantization_encoding="bfloat16"), expected
     )
     # Rounding can change the selected experts.
-    assert relative_error(compute_logits(folder), expected) < 1.5 * bfloat16_error + 0.02
-    assert relative_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
+    assert compute_error(compute_logits(folder), expected) < 1.5 * bfloat16_error + 0.02
+    assert compute_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
 
 
 def test_a_fused_layer_with_different_input_orders_is_widened(
@@ -275,7 +283,7 @@ def test_a_fused_layer_with_different_input_orders_is_widened(
     packer = {"0.self_attn.v_proj": layer_order, "1.self_attn.k_proj": layer_order, "": input_order}
     folder = write_packed_checkpoint(llama, tmp_path, packer, section)
     expected = oracle_logits(oracle(folder / "plain"), TOKENS)
-    assert relative_error(compute_logits(folder), expected) < 0.06
+    assert compute_error(compute_logits(folder), expected) < 0.06
     model: Any = open_pipeline(folder, quantization_encoding=None).model
     linears = {
         layer.slices[0].name: layer for layer in parts_of(model.network) if isinstance(layer, PackedLinear)
@@ -299,7 +307,7 @@ def test_targets_of_config_groups(llama: Path, tmp_path: Path) -> None:
     }
     assert encodings == {"mlp.down_proj": "uint8", "mlp.up_proj": "uint4"}
     expected = oracle_logits(oracle(tmp_path / "plain"), TOKENS)
-    assert relative_error(compute_logits(tmp_path), expected) < 0.06
+    assert compute_error(compute_logits(tmp_path), expected) < 0.06
 
 
 def test_a_fused_layer_with_different_encodings_is_widened(
@@ -316,7 +324,7 @@ def test_a_fused_layer_with_different_encodings_is_widened(
     assert (
         "v_proj form one layer but are stored as uint4 and uint8: they are widened to bfloat16" in caplog.text
     )
-    assert relative_error(compute_logits(folder), oracle_logits(oracle(tmp_path / "plain"), TOKENS)) < 0.06
+    assert compute_error(compute_logits(folder), oracle_logits(oracle(tmp_path / "plain"), TOKENS)) < 0.06
 
 
 def test_the_quantization_configuration_is_read_from_a_separate_file(llama: Path, tmp_path: Path) -> None:
@@ -437,11 +445,11 @@ def test_inconsistent_tensors_are_refused(fault: str, llama: Path, tmp_path: Pat
         ({"quant_method": "awq", "bits": 8}, "AWQ weights of 4 bits can be read"),
         ({"quant_method": "awq", "bits": 4, "version": "exllama"}, "use gemm or gemv"),
         (
-            compressed_tensors_config(4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            make_compressed_tensors_config(4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
             "use a dense model",
         ),
         (
-            compressed_tensors_config(4) | {"transform_config": {"config_groups": {"r1": {}}}},
+            make_compressed_tensors_config(4) | {"transform_config": {"config_groups": {"r1": {}}}},
             "transforms of activations",
         ),
         ({"quant_method": "aqlm"}, "checkpoints of 'aqlm' cannot be read: use one of plain floats, awq"),

@@ -56,7 +56,7 @@ def test_the_weight_equals_that_of_the_library(file: Path, tmp_path: Path) -> No
     weights.finish()
 
 
-def error_of_layer(
+def read_error(
     tensors: dict[str, torch.Tensor], method: str, folder: Path, metadata: dict[str, str] | None = None
 ) -> str:
     folder.mkdir()
@@ -80,18 +80,16 @@ def test_damaged_layers_of_bitsandbytes_are_refused(tmp_path: Path) -> None:
     }
     for name, text in texts.items():
         damaged = valid | {state: torch.tensor(list(text)).to(torch.uint8)}
-        assert "is damaged: it must have the shape" in error_of_layer(
-            damaged, "bitsandbytes", tmp_path / name
-        )
+        assert "is damaged: it must have the shape" in read_error(damaged, "bitsandbytes", tmp_path / name)
     other = valid | {state: torch.tensor(list(b'{"shape": [48, 64], "blocksize": 64}')).to(torch.uint8)}
-    assert "has 3072 bytes for [48, 64]" in error_of_layer(other, "bitsandbytes", tmp_path / "shape")
+    assert "has 3072 bytes for [48, 64]" in read_error(other, "bitsandbytes", tmp_path / "shape")
     short = valid | {f"{LAYER}.weight.absmax": torch.zeros(5).to(torch.uint8)}
-    assert "absmax is U8 [5] where bitsandbytes needs U8 [96]" in error_of_layer(
+    assert "absmax is U8 [5] where bitsandbytes needs U8 [96]" in read_error(
         short, "bitsandbytes", tmp_path / "few"
     )
 
 
-def class_metadata(kind: str) -> dict[str, str]:
+def make_class_metadata(kind: str) -> dict[str, str]:
     """Return metadata with the class of the weight, as torchao writes it."""
     return {f"{LAYER}.weight": json.dumps({"_type": kind})}
 
@@ -99,27 +97,27 @@ def class_metadata(kind: str) -> dict[str, str]:
 def test_unsupported_layers_of_torchao_are_refused(tmp_path: Path) -> None:
     valid = load_file(FOLDER / "torchao-int8.safetensors")
     tiles = valid | {f"{LAYER}._weight_qdata": torch.zeros(6, 1, 32, 4).int()}
-    message = error_of_layer(tiles, "torchao", tmp_path / "tiles", class_metadata("Int4TilePackedTo4dTensor"))
+    message = read_error(
+        tiles, "torchao", tmp_path / "tiles", make_class_metadata("Int4TilePackedTo4dTensor")
+    )
     assert "is Int4TilePackedTo4dTensor I32 [6, 1, 32, 4]: Int8Tensor and Float8Tensor and" in message
     wide = valid | {f"{LAYER}._weight_qdata": torch.zeros(48, 16).int()}
-    assert "_weight_qdata is I32 [48, 16]: Int8Tensor and" in error_of_layer(
-        wide, "torchao", tmp_path / "words"
-    )
+    assert "_weight_qdata is I32 [48, 16]: Int8Tensor and" in read_error(wide, "torchao", tmp_path / "words")
     short = load_file(FOLDER / "torchao-w4-groups.safetensors")
     short[f"{LAYER}._weight_scale"] = torch.ones(48, 3).bfloat16()
-    assert "_weight_scale has 3 groups for 128 inputs" in error_of_layer(short, "torchao", tmp_path / "few")
+    assert "_weight_scale has 3 groups for 128 inputs" in read_error(short, "torchao", tmp_path / "few")
     out_of_range = load_file(FOLDER / "torchao-w4-groups.safetensors")
     out_of_range[f"{LAYER}._weight_qdata"][3, 5] = 9
     four_bits = {"_type": "IntxUnpackedToInt8Tensor", "_data": {"target_dtype": {"_data": "int4"}}}
     metadata = {f"{LAYER}.weight": json.dumps(four_bits)}
-    message = error_of_layer(out_of_range, "torchao", tmp_path / "big", metadata)
+    message = read_error(out_of_range, "torchao", tmp_path / "big", metadata)
     assert "has integers from -8 to 9 and zero points from 0, which are not of 4 bits" in message
     packed = load_file(FOLDER / "torchao-q4z-packed.safetensors")
     packed[f"{LAYER}._weight_zero_point"] = torch.zeros(2, 48).to(torch.int8)
-    message = error_of_layer(packed, "torchao", tmp_path / "packed", class_metadata("Int4Tensor"))
+    message = read_error(packed, "torchao", tmp_path / "packed", make_class_metadata("Int4Tensor"))
     assert "_weight_zero_point is I8 [2, 48] where torchao needs F16 or BF16 or F32 [2, 48]" in message
     scaled = valid | {f"{LAYER}._weight_act_pre_scale": torch.ones(128)}
-    assert "needs scaled activations" in error_of_layer(scaled, "torchao", tmp_path / "scaled")
+    assert "needs scaled activations" in read_error(scaled, "torchao", tmp_path / "scaled")
 
 
 def test_torchao_rows_with_zero_points(tmp_path: Path) -> None:

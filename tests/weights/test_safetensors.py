@@ -24,7 +24,7 @@ def write_file(file: Path, header: Any, data: bytes = b"") -> Path:
     return file
 
 
-def header_entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+def make_entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
@@ -52,7 +52,7 @@ def test_headers_have_types_shapes_and_sizes(tmp_path: Path) -> None:
 
 
 def test_an_unknown_type_has_no_dtype(tmp_path: Path) -> None:
-    header = read_header(write_file(tmp_path / "a", {"w": header_entry("F8_E4M3", [3], 0, 3)}, b"123"))["w"]
+    header = read_header(write_file(tmp_path / "a", {"w": make_entry("F8_E4M3", [3], 0, 3)}, b"123"))["w"]
     assert (header.dtype, header.type_name, header.is_float) == (None, "F8_E4M3", False)
 
 
@@ -119,17 +119,17 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         (b"[]", b"", "its header is damaged"),
         ({"w": 3}, b"", "its header is damaged"),
         ({"w": {"dtype": "F32", "shape": [1]}}, b"1234", "its header is damaged"),
-        ({"w": header_entry("F32", [2], 0, 4)}, b"1234", "its header is damaged"),
-        ({"w": header_entry("F32", [-1], 0, 4)}, b"1234", "its header is damaged"),
-        ({"w": header_entry("F32", [1], 4, 0)}, b"1234", "its header is damaged"),
+        ({"w": make_entry("F32", [2], 0, 4)}, b"1234", "its header is damaged"),
+        ({"w": make_entry("F32", [-1], 0, 4)}, b"1234", "its header is damaged"),
+        ({"w": make_entry("F32", [1], 4, 0)}, b"1234", "its header is damaged"),
         (
-            {"w": header_entry("F32", [2], 0, 8)},
+            {"w": make_entry("F32", [2], 0, 8)},
             b"1234",
             "is truncated: 8 bytes of tensors expected, 4 present",
         ),
-        ({"w": header_entry("F32", [1], 0, 4)}, b"12345", "there are gaps between its tensors"),
+        ({"w": make_entry("F32", [1], 0, 4)}, b"12345", "there are gaps between its tensors"),
         (
-            {"v": header_entry("F32", [1], 0, 4), "w": header_entry("F32", [1], 2, 6)},
+            {"v": make_entry("F32", [1], 0, 4), "w": make_entry("F32", [1], 2, 6)},
             b"123456",
             "there are gaps between its tensors",
         ),

@@ -194,11 +194,11 @@ def test_reports_are_equal_after_decoding(report: messages.WorkerMessage) -> Non
 
 
 def test_a_token_takes_fewer_than_56_bytes() -> None:
-    def size(num_requests: int) -> int:
+    def encoded_size(num_requests: int) -> int:
         results = [TextResult(f"{number:032x}", [1000]) for number in range(num_requests)]
         return len(messages.report_encoder()(StepResults(WorkerStats(), [], results)))
 
-    assert (size(33) - size(1)) / 32 < 56
+    assert (encoded_size(33) - encoded_size(1)) / 32 < 56
     assert msgspec.msgpack.decode(messages.report_encoder()(Pong(WorkerStats())))[0] == "Pong"
 
 

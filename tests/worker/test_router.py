@@ -32,7 +32,7 @@ from penstock.worker.router import WorkerRouter
 from penstock.worker.routing import MAX_DIGESTS, REQUEST_COST, PrefixAware, digests_of
 
 
-def request_ids(engine: FakeEngine) -> list[str]:
+def list_request_ids(engine: FakeEngine) -> list[str]:
     return [context.request_id for context in engine.contexts]
 
 
@@ -40,12 +40,12 @@ async def test_a_request_goes_to_the_worker_with_the_fewest_requests() -> None:
     first, second = FakeEngine(is_paused=True), FakeEngine(is_paused=True)
     router = WorkerRouter([first, second])
     generations = [router.submit(request(name)) for name in "abc"]
-    assert (request_ids(first), request_ids(second)) == (["a", "c"], ["b"])
+    assert (list_request_ids(first), list_request_ids(second)) == (["a", "c"], ["b"])
     generations[0].cancel()
     generations[2].cancel()
     assert (first.cancelled, second.cancelled) == (["a", "c"], [])
     router.submit(request("d"))
-    assert request_ids(first) == ["a", "c", "d"]
+    assert list_request_ids(first) == ["a", "c", "d"]
     assert router.num_outstanding == 2
 
 
@@ -60,22 +60,22 @@ async def test_a_worker_that_is_not_ready_gets_no_request() -> None:
     first, second = FakeEngine(state="restarting"), FakeEngine(num_outstanding=9)
     router = WorkerRouter([first, second])
     router.submit(request("a"))
-    assert (request_ids(first), request_ids(second)) == ([], ["a"])
+    assert (list_request_ids(first), list_request_ids(second)) == ([], ["a"])
     second.state = "restarting"
     with pytest.raises(UnavailableError, match="restarting"):
         router.submit(request("b"))
 
 
 async def test_a_request_that_a_full_worker_refuses_goes_to_another() -> None:
-    class Full(FakeEngine):
+    class FullEngine(FakeEngine):
         def submit(self, context: TextContext) -> Generation:
             raise OverloadedError("the queue is full")
 
     second = FakeEngine()
-    WorkerRouter([Full(), second]).submit(request("a"))
-    assert request_ids(second) == ["a"]
+    WorkerRouter([FullEngine(), second]).submit(request("a"))
+    assert list_request_ids(second) == ["a"]
     with pytest.raises(OverloadedError, match="full"):
-        WorkerRouter([Full(), FakeEngine(state="restarting"), Full()]).submit(request("b"))
+        WorkerRouter([FullEngine(), FakeEngine(state="restarting"), FullEngine()]).submit(request("b"))
 
 
 async def test_an_id_in_use_at_any_worker_is_refused() -> None:
@@ -88,16 +88,16 @@ async def test_an_id_in_use_at_any_worker_is_refused() -> None:
 
 
 async def test_a_custom_routing_policy_is_used() -> None:
-    class BySalt:
+    class SaltPolicy:
         def choose(self, context: TextContext, digests: object, loads: object, workers: int) -> int:
             assert workers == 0b11
             return int(context.cache_salt or 0)
 
     first, second = FakeEngine(), FakeEngine()
-    router = WorkerRouter([first, second], BySalt())
+    router = WorkerRouter([first, second], SaltPolicy())
     for name, salt in {"a": "1", "b": "1", "c": "0"}.items():
         router.submit(request(name, cache_salt=salt))
-    assert (request_ids(first), request_ids(second)) == (["c"], ["a", "b"])
+    assert (list_request_ids(first), list_request_ids(second)) == (["c"], ["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,13 @@ async def test_an_adapter_is_loaded_into_all_workers() -> None:
 
 @pytest.mark.parametrize("before", [{}, {"tone": "/old"}])
 async def test_an_adapter_that_one_worker_refuses_is_removed_from_the_others(before: dict[str, str]) -> None:
-    class Refusing(FakeEngine):
+    class RefusingEngine(FakeEngine):
         async def load_adapter(self, name: str, path: str) -> None:
             raise CheckpointNotFoundError(path, "does not exist")
 
     first = FakeEngine(adapters=dict(before))
     with pytest.raises(CheckpointNotFoundError):
-        await WorkerRouter([first, Refusing()]).load_adapter("tone", "/new")
+        await WorkerRouter([first, RefusingEngine()]).load_adapter("tone", "/new")
     assert first.adapters == before
 
 
@@ -195,110 +195,110 @@ async def test_two_real_workers_share_requests() -> None:
 CACHING_INFO = msgspec.structs.replace(INFO, block_size=4, prefix_limits=[], max_batch_size=3)
 
 
-def caching_engine(**fields: Any) -> FakeEngine:
+def make_caching_engine(**fields: Any) -> FakeEngine:
     return FakeEngine(info=CACHING_INFO, is_paused=True, **fields)
 
 
-def stored_event(prompt: str) -> BlocksStored:
+def make_stored_event(prompt: str) -> BlocksStored:
     return BlocksStored(digests_of(request("", prompt), CACHING_INFO), None, [])
 
 
 async def test_a_request_goes_to_the_worker_that_has_its_prefix() -> None:
-    first, second = caching_engine(), caching_engine()
+    first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
-    second.report(stored_event("x" * 400))
+    second.report(make_stored_event("x" * 400))
     router.submit(request("a", "x" * 400))
     router.submit(request("b", "x" * 300 + "y" * 100))
     router.submit(request("c", "y" * 400))  # second has no prefix of it and has two requests
-    assert (request_ids(first), request_ids(second)) == (["c"], ["a", "b"])
+    assert (list_request_ids(first), list_request_ids(second)) == (["c"], ["a", "b"])
 
 
 async def test_the_worker_with_the_longest_prefix_gets_the_request() -> None:
-    first, second, third = caching_engine(), caching_engine(), caching_engine()
+    first, second, third = make_caching_engine(), make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second, third])
-    first.report(stored_event("x" * 100))
-    second.report(stored_event("x" * 400))
-    third.report(stored_event("x" * 100))
+    first.report(make_stored_event("x" * 100))
+    second.report(make_stored_event("x" * 400))
+    third.report(make_stored_event("x" * 100))
     router.submit(request("a", "x" * 400))
-    assert request_ids(second) == ["a"]
+    assert list_request_ids(second) == ["a"]
 
 
 async def test_load_outweighs_a_short_prefix() -> None:
-    first, second = caching_engine(), caching_engine()
+    first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
     prompt = "x" * (2 * REQUEST_COST + 40)
-    second.report(stored_event(prompt))
+    second.report(make_stored_event(prompt))
     for name in "abc":  # the prefix outweighs two requests, but not three
         router.submit(request(name, prompt, cache_salt=None))
-    assert (request_ids(first), request_ids(second)) == ([], ["a", "b", "c"])
+    assert (list_request_ids(first), list_request_ids(second)) == ([], ["a", "b", "c"])
     router.submit(request("d", prompt))
-    assert request_ids(first) == ["d"]
+    assert list_request_ids(first) == ["d"]
 
 
 @pytest.mark.parametrize("event", ["removed", "cleared", "restarted"])
 async def test_an_evicted_prefix_does_not_affect_routing(event: str) -> None:
-    first, second = caching_engine(), caching_engine()
+    first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
     prompt = "x" * 400
-    second.report(stored_event(prompt))
-    second.report(BlocksRemoved(stored_event(prompt).digests) if event == "removed" else BlocksCleared())
+    second.report(make_stored_event(prompt))
+    second.report(BlocksRemoved(make_stored_event(prompt).digests) if event == "removed" else BlocksCleared())
     router.submit(request("a", prompt))
-    assert (request_ids(first), request_ids(second)) == (["a"], [])
+    assert (list_request_ids(first), list_request_ids(second)) == (["a"], [])
     assert router.prefixes.num_blocks == 0
 
 
 async def test_requests_with_one_prompt_that_arrive_together_share_a_worker() -> None:
-    first, second = caching_engine(), caching_engine()
+    first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
     router.submit(request("other"))
     generations = [router.submit(request(name, "x" * 2000)) for name in "ab"]
-    assert (request_ids(first), request_ids(second)) == (["other"], ["a", "b"])
+    assert (list_request_ids(first), list_request_ids(second)) == (["other"], ["a", "b"])
     for generation in generations:
         generation.cancel()
     router.submit(request("d", "x" * 2000))  # no block was stored
-    assert request_ids(second)[2:] == ["d"]
+    assert list_request_ids(second)[2:] == ["d"]
     router.submit(request("e", "y" * 2000))
-    assert request_ids(first) == ["other", "e"]
+    assert list_request_ids(first) == ["other", "e"]
 
 
 async def test_prompts_with_salt_echo_or_adapter_do_not_match_cached_prefixes() -> None:
-    first, second = caching_engine(), caching_engine()
+    first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
-    second.report(stored_event("x" * 400))
+    second.report(make_stored_event("x" * 400))
     for name, fields in {
         "a": {"cache_salt": "salt"},
         "b": {"log_probabilities": 1, "log_probabilities_echo": True},
         "c": {"adapter": "tone"},
     }.items():
         router.submit(request(name, "x" * 400, **fields)).cancel()
-    assert (request_ids(first), request_ids(second)) == (["a", "b", "c"], [])
+    assert (list_request_ids(first), list_request_ids(second)) == (["a", "b", "c"], [])
 
 
 async def test_a_session_stays_with_its_worker() -> None:
-    first, second = caching_engine(), caching_engine()
+    first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
     router.submit(request("busy"))
     router.submit(request("a", session_id="s"))
     router.submit(request("b", session_id="s"))
-    assert request_ids(second) == ["a", "b"]
+    assert list_request_ids(second) == ["a", "b"]
     for number in range(2):
         router.submit(request(f"c{number}", session_id="s"))
-    assert request_ids(second)[2:] == ["c0", "c1"]
+    assert list_request_ids(second)[2:] == ["c0", "c1"]
     router.submit(request("d", session_id="s"))  # 4 requests against 1: the difference is the batch size of 3
-    assert request_ids(second)[4:] == ["d"]
+    assert list_request_ids(second)[4:] == ["d"]
     router.submit(request("e", session_id="s"))
-    assert request_ids(first) == ["busy", "e"]
+    assert list_request_ids(first) == ["busy", "e"]
     router.submit(request("f", session_id="s"))  # the session has moved
-    assert request_ids(first) == ["busy", "e", "f"]
+    assert list_request_ids(first) == ["busy", "e", "f"]
 
 
 async def test_a_session_leaves_a_worker_that_is_down() -> None:
-    first, second = caching_engine(), caching_engine()
+    first, second = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first, second])
     router.submit(request("a", session_id="s"))
     first.state = "restarting"
     router.submit(request("b", session_id="s"))
-    assert request_ids(second) == ["b"]
+    assert list_request_ids(second) == ["b"]
 
 
 async def test_the_number_of_sessions_is_bounded() -> None:
@@ -362,16 +362,19 @@ def make_reloadable_router(old: list[FakeEngine], new: list[FakeEngine]) -> Work
 
 
 async def test_a_reload_replaces_workers_one_by_one() -> None:
-    old = [caching_engine(adapters={"tone": "/tone"}, num_restarts=2), caching_engine(num_restarts=3)]
-    new = [caching_engine(adapters={"other": "/other"}), caching_engine()]
+    old = [
+        make_caching_engine(adapters={"tone": "/tone"}, num_restarts=2),
+        make_caching_engine(num_restarts=3),
+    ]
+    new = [make_caching_engine(adapters={"other": "/other"}), make_caching_engine()]
     router = make_reloadable_router(old, new)
     running = [router.submit(request(name)) for name in "ab"]
-    old[0].report(stored_event("x" * 400))
+    old[0].report(make_stored_event("x" * 400))
     reload = asyncio.create_task(router.reload(60))
     await asyncio.sleep(0.05)
     assert old[0].calls == []  # it still has a request
     router.submit(request("c"))
-    assert (request_ids(old[0]), request_ids(old[1])) == (["a"], ["b", "c"])
+    assert (list_request_ids(old[0]), list_request_ids(old[1])) == (["a"], ["b", "c"])
     running[0].cancel()
     await asyncio.sleep(0.1)
     assert (old[0].calls, new[0].calls) == (["stop 0"], ["start"])
@@ -379,13 +382,13 @@ async def test_a_reload_replaces_workers_one_by_one() -> None:
     assert router.prefixes.num_blocks == 0
     assert old[1].calls == []
     router.submit(request("d"))
-    assert request_ids(new[0]) == ["d"]
+    assert list_request_ids(new[0]) == ["d"]
     for context in list(old[1].contexts):
         old[1]._cancel(context.request_id)
     await reload
     assert router.workers == new
     assert router.num_restarts == 5
-    new[1].report(stored_event("x" * 400))
+    new[1].report(make_stored_event("x" * 400))
     old[1].report(BlocksCleared())  # ignored: the old worker has no listener
     assert router.prefixes.num_blocks > 0
 
@@ -401,14 +404,14 @@ async def test_a_reload_ends_requests_that_exceed_the_grace_period() -> None:
 async def test_a_single_worker_stops_after_its_replacement_has_started() -> None:
     calls: list[str] = []
 
-    class Recording(FakeEngine):
+    class RecordingEngine(FakeEngine):
         async def start(self) -> None:
             calls.append("start")
 
         async def stop(self, grace: float) -> None:
             calls.append("stop")
 
-    router = WorkerRouter([Recording()], make_worker=lambda number: Recording())
+    router = WorkerRouter([RecordingEngine()], make_worker=lambda number: RecordingEngine())
     await router.reload(1)
     assert calls == ["start", "stop"]
 
@@ -420,7 +423,7 @@ async def test_a_failed_reload_leaves_the_other_workers() -> None:
         await router.reload(1)
     assert (router.workers, old[1].state) == (old, "ready")
     router.submit(request("a"))
-    assert request_ids(old[1]) == ["a"]
+    assert list_request_ids(old[1]) == ["a"]
 
 
 async def test_concurrent_reload_and_sleep_are_refused() -> None:

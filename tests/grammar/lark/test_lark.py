@@ -31,7 +31,7 @@ def accepts(matcher: Any, tokens: list[int]) -> bool:
     return bool(llguidance_bytes.accepts(matcher, tokens))
 
 
-def random_prefix(matcher: Any, rng: random.Random) -> str:
+def draw_prefix(matcher: Any, rng: random.Random) -> str:
     """Return a random text of up to 8 characters that is a prefix of a match."""
     matcher, text = matcher.deep_copy(), bytearray()
     while len(text) < 8:
@@ -44,11 +44,11 @@ def random_prefix(matcher: Any, rng: random.Random) -> str:
     return text.decode()
 
 
-def random_expression(rng: random.Random, depth: int) -> str:
+def draw_expression(rng: random.Random, depth: int) -> str:
     kind = rng.random()
     if depth == 0 or kind < 0.3:
         return rng.choice(['"a"', '"b"', '"ab"', '"aba"', "[ab]", "[abc]", "[bc]", '"c"', '"ca"', '""'])
-    parts = [random_expression(rng, depth - 1) for _ in range(rng.randint(2, 3))]
+    parts = [draw_expression(rng, depth - 1) for _ in range(rng.randint(2, 3))]
     if kind < 0.5:
         return " ".join(parts)
     if kind < 0.68:
@@ -64,7 +64,7 @@ def test_a_random_grammar_matches_the_same_texts_as_its_ebnf(seed: int, tokenize
     num_checked = 0
     while num_checked < 8:
         rules = {
-            name: random_expression(rng, depth) for name, depth in [("root", 3), ("x", 2), ("y", 2), ("z", 1)]
+            name: draw_expression(rng, depth) for name, depth in [("root", 3), ("x", 2), ("y", 2), ("z", 1)]
         }
         ebnf = "".join(f"{name} ::= {body}\n" for name, body in rules.items())
         try:
@@ -72,7 +72,7 @@ def test_a_random_grammar_matches_the_same_texts_as_its_ebnf(seed: int, tokenize
         except InputError:  # no finite text matches
             continue
         texts = {"".join(rng.choices("abc", k=rng.randint(0, 7))) for _ in range(30)}
-        texts |= {random_prefix(matcher, rng) for _ in range(20)}
+        texts |= {draw_prefix(matcher, rng) for _ in range(20)}
         for text in sorted(texts):
             assert accepts(matcher, list(text.encode())) == matches(read_ebnf(ebnf), text), (ebnf, text)
         num_checked += 1

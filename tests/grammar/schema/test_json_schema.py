@@ -293,14 +293,14 @@ _VALUES = st.recursive(
 )
 
 
-def _optional_keywords(**keywords: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+def _draw_optional_keywords(**keywords: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=keywords)
 
 
-def _schemas_of_type(
+def _draw_schemas_of_type(
     name: str | list[str], **keywords: st.SearchStrategy[Any]
 ) -> st.SearchStrategy[dict[str, Any]]:
-    return _optional_keywords(**keywords).map(lambda given: {"type": name, **given})
+    return _draw_optional_keywords(**keywords).map(lambda given: {"type": name, **given})
 
 
 _BOUND = st.integers(-120, 120) | st.sampled_from([0.5, -1.25, 99.75, -0.001])
@@ -309,53 +309,55 @@ _COUNT = st.integers(0, 3)
 _PATTERN = st.sampled_from(["^a", "[a-z]$", "^[a-z]{1,3}$", "é|\\d+", "^(?:x|yz)*$", "[^a-z]", "^\\S\\s?$"])
 _LEAVES = st.one_of(
     st.booleans(),
-    _schemas_of_type("null"),
-    _schemas_of_type("boolean"),
-    _schemas_of_type("integer", **_NUMERIC),
-    _schemas_of_type("number", **_NUMERIC),
-    _schemas_of_type("integer", multipleOf=st.integers(1, 30)),
-    _schemas_of_type("string", minLength=_COUNT, maxLength=_COUNT),
-    _schemas_of_type("string", pattern=_PATTERN),
-    _schemas_of_type("string", format=st.sampled_from(["date", "uuid", "email", "ipv4", "time", "password"])),
-    _schemas_of_type(["string", "null", "integer"], maxLength=_COUNT, minimum=_BOUND),
+    _draw_schemas_of_type("null"),
+    _draw_schemas_of_type("boolean"),
+    _draw_schemas_of_type("integer", **_NUMERIC),
+    _draw_schemas_of_type("number", **_NUMERIC),
+    _draw_schemas_of_type("integer", multipleOf=st.integers(1, 30)),
+    _draw_schemas_of_type("string", minLength=_COUNT, maxLength=_COUNT),
+    _draw_schemas_of_type("string", pattern=_PATTERN),
+    _draw_schemas_of_type(
+        "string", format=st.sampled_from(["date", "uuid", "email", "ipv4", "time", "password"])
+    ),
+    _draw_schemas_of_type(["string", "null", "integer"], maxLength=_COUNT, minimum=_BOUND),
     st.lists(_VALUES, min_size=1, max_size=3).map(lambda values: {"enum": values}),
     _VALUES.map(lambda value: {"const": value}),
     st.just({"$ref": "#/$defs/d"}),
 )
 
 
-def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def _draw_containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     branches_strategy = st.lists(inner, min_size=1, max_size=3)
     return st.one_of(
-        _schemas_of_type(
+        _draw_schemas_of_type(
             "array", items=inner, prefixItems=branches_strategy, minItems=_COUNT, maxItems=_COUNT
         ),
-        _schemas_of_type(
+        _draw_schemas_of_type(
             "object",
             properties=st.dictionaries(_NAMES, inner, max_size=3),
             required=st.lists(_NAMES, max_size=2, unique=True),
             additionalProperties=inner,
             maxProperties=_COUNT,
         ),
-        _optional_keywords(
+        _draw_optional_keywords(
             properties=st.dictionaries(_NAMES, inner, max_size=3),
             minProperties=st.integers(0, 2),
             dependentRequired=st.dictionaries(_NAMES, st.lists(_NAMES, max_size=1), max_size=1),
             items=inner,
             minimum=_BOUND,
         ),
-        _schemas_of_type(
+        _draw_schemas_of_type(
             "object", patternProperties=inner.map(lambda schema: {"^x": schema}), required=st.just(["a"])
         ),
         branches_strategy.map(lambda branches: {"anyOf": branches}),
         branches_strategy.map(lambda branches: {"oneOf": branches}),
-        st.tuples(branches_strategy, _optional_keywords(type=st.sampled_from(["object", "string"]))).map(
+        st.tuples(branches_strategy, _draw_optional_keywords(type=st.sampled_from(["object", "string"]))).map(
             lambda pair: {"allOf": pair[0], **pair[1]}
         ),
     )
 
 
-SCHEMAS = st.tuples(st.recursive(_LEAVES, _containers, max_leaves=6), _LEAVES).map(
+SCHEMAS = st.tuples(st.recursive(_LEAVES, _draw_containers, max_leaves=6), _LEAVES).map(
     lambda pair: {**pair[0], "$defs": {"d": pair[1]}} if isinstance(pair[0], dict) else pair[0]
 )
 

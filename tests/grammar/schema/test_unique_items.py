@@ -16,7 +16,7 @@ from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import schema_ebnf
 
 
-def unique_array(items: Any, **keywords: Any) -> dict[str, Any]:
+def make_unique_array(items: Any, **keywords: Any) -> dict[str, Any]:
     return {"type": "array", "items": items, "uniqueItems": True, **keywords}
 
 
@@ -48,7 +48,7 @@ _CANDIDATES = ["a", "b", "c", True, False, None, 0, 1, 2, 3, 6, [1], {"a": 1}]
 def test_accepted_arrays_are_those_that_jsonschema_accepts(
     items: Any, prefix: list[Any], min_count: int, max_count: int | None, seed: int
 ) -> None:
-    schema = unique_array(items, minItems=min_count)
+    schema = make_unique_array(items, minItems=min_count)
     if prefix:
         schema["prefixItems"] = prefix
     if max_count is not None:
@@ -70,7 +70,7 @@ def test_accepted_arrays_are_those_that_jsonschema_accepts(
 
 
 def test_up_to_eight_values_are_accepted_in_any_order() -> None:
-    ebnf = schema_ebnf(unique_array({"enum": list("abcdefgh")}), compact=True)
+    ebnf = schema_ebnf(make_unique_array({"enum": list("abcdefgh")}), compact=True)
     grammar = compiled(ebnf)
     for values in ("abcdefgh", "hgfedcba", "cab", "h"):
         assert accepts(grammar, json.dumps(list(values), separators=(",", ":")))
@@ -81,7 +81,7 @@ def test_up_to_eight_values_are_accepted_in_any_order() -> None:
 @pytest.mark.parametrize("bounds", [{}, {"minItems": 2}, {"maxItems": 3}, {"minItems": 1, "maxItems": 25}])
 def test_many_values_are_accepted_in_the_order_of_the_schema_only(bounds: dict[str, int]) -> None:
     values = [f"v{number}" for number in range(30)]
-    schema = unique_array({"enum": values}, **bounds)
+    schema = make_unique_array({"enum": values}, **bounds)
     ebnf = schema_ebnf(schema, compact=True)
     grammar = compiled(ebnf)
     assert accepts(grammar, '["v2","v7","v29"]')
@@ -94,23 +94,23 @@ def test_many_values_are_accepted_in_the_order_of_the_schema_only(bounds: dict[s
 
 
 def test_short_arrays_of_many_values_are_accepted_in_any_order() -> None:
-    grammar = compiled(schema_ebnf(unique_array({"enum": list(range(20))}, maxItems=2)))
+    grammar = compiled(schema_ebnf(make_unique_array({"enum": list(range(20))}, maxItems=2)))
     assert accepts(grammar, "[19, 3]")
     assert not accepts(grammar, "[3, 3]")
 
 
 def test_arrays_of_at_most_one_item_need_no_finite_set() -> None:
-    grammar = compiled(schema_ebnf(unique_array({"type": "string"}, maxItems=1)))
+    grammar = compiled(schema_ebnf(make_unique_array({"type": "string"}, maxItems=1)))
     assert accepts(grammar, '["any"]')
 
 
 @pytest.mark.parametrize(
     "schema",
     [
-        unique_array({"type": "string"}),
-        unique_array({"type": "number", "minimum": 0, "maximum": 1}),
-        unique_array({"type": "integer", "minimum": 0}),
-        unique_array({"enum": list(range(40))}, prefixItems=[{"enum": list(range(40))}]),
+        make_unique_array({"type": "string"}),
+        make_unique_array({"type": "number", "minimum": 0, "maximum": 1}),
+        make_unique_array({"type": "integer", "minimum": 0}),
+        make_unique_array({"enum": list(range(40))}, prefixItems=[{"enum": list(range(40))}]),
     ],
 )
 def test_infinite_or_large_sets_of_values_are_refused(schema: Any) -> None:
@@ -121,4 +121,4 @@ def test_infinite_or_large_sets_of_values_are_refused(schema: Any) -> None:
 
 def test_min_items_above_the_number_of_values_is_refused() -> None:
     with pytest.raises(InputError, match="no value satisfies"):
-        schema_ebnf(unique_array({"type": "boolean"}, minItems=3))
+        schema_ebnf(make_unique_array({"type": "boolean"}, minItems=3))

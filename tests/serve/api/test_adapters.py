@@ -30,20 +30,20 @@ class Worker(FakeEngine):
             raise UnknownModelError(name, self.adapters)
 
 
-def services(lora: dict[str, Any] | None = None, **config: Any) -> Services:
+def make_lora_services(lora: dict[str, Any] | None = None, **config: Any) -> Services:
     flat = {"model_path": "demo", **({"enable_lora": True} if lora is None else lora)}
     return replace(make_services(Worker(), **config), pipeline_config=PipelineConfig.from_flat(flat))
 
 
-async def post(services: Services, route: str, **kwargs: Any) -> httpx.Response:
+async def post(make_lora_services: Services, route: str, **kwargs: Any) -> httpx.Response:
     headers = kwargs.pop("headers", {})
-    async with client_of(services) as client:
+    async with client_of(make_lora_services) as client:
         return await client.post(f"/v1/{route}_lora_adapter", json=kwargs, headers=headers)
 
 
 @pytest.mark.anyio
 async def test_an_adapter_is_loaded_listed_reloaded_and_unloaded() -> None:
-    async with client_of(services()) as client:
+    async with client_of(make_lora_services()) as client:
         load = {"lora_name": "tone", "lora_path": "/adapters/one"}
         answer = await client.post("/v1/load_lora_adapter", json=load)
         assert (answer.status_code, answer.text) == (200, "The adapter 'tone' is loaded.")
@@ -62,7 +62,7 @@ async def test_an_adapter_is_loaded_listed_reloaded_and_unloaded() -> None:
 
 @pytest.mark.anyio
 async def test_errors_of_a_load_have_the_cause() -> None:
-    answer = await post(services(), "load", lora_name="tone", lora_path="/broken")
+    answer = await post(make_lora_services(), "load", lora_name="tone", lora_path="/broken")
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "/broken: 2 missing: a, b"
 
@@ -79,13 +79,13 @@ async def test_errors_of_a_load_have_the_cause() -> None:
     ],
 )
 async def test_an_invalid_body_is_refused_with_the_field(body: dict[str, Any], param: str) -> None:
-    answer = await post(services(), "load", **body)
+    answer = await post(make_lora_services(), "load", **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.anyio
 async def test_the_name_of_the_model_is_refused_as_adapter_name() -> None:
-    answer = await post(services(), "load", lora_name="demo", lora_path="/a")
+    answer = await post(make_lora_services(), "load", lora_name="demo", lora_path="/a")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "name_in_use")
 
 
@@ -107,7 +107,7 @@ async def test_adapter_routes_need_lora_and_permission(
 ) -> None:
     body = {"lora_name": "tone", **({"lora_path": "/a"} if route == "load" else {})}
     headers = {"authorization": "Bearer secret"} if "api_key" in config else {}
-    serving = services(lora, **config)
+    serving = make_lora_services(lora, **config)
     serving.worker.adapters["tone"] = "/a"
     answer = await post(serving, route, headers=headers, **body)
     assert answer.status_code == status
@@ -133,7 +133,7 @@ async def test_adapter_paths_must_be_in_the_configured_directory(
     root = tmp_path / "adapters"
     root.mkdir()
     (root / "link").symlink_to(tmp_path)
-    serving = services({"enable_lora": True, "lora_dir": str(root)})
+    serving = make_lora_services({"enable_lora": True, "lora_dir": str(root)})
     path = path_template.format(root=root)
     answer = await post(serving, "load", lora_name="tone", lora_path=path)
     assert answer.status_code == (200 if allowed else 403)

@@ -96,16 +96,16 @@ class Application:
         return Exchange(self.app, "/v1/embeddings", body)
 
 
-def inputs(count: int) -> list[list[int]]:
+def make_inputs(count: int) -> list[list[int]]:
     """Return inputs of 1, 2, 3, ... tokens."""
     return [[5 + i] * (1 + i % 60) for i in range(count)]
 
 
 async def test_a_large_request_submits_two_batches_at_a_time(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine())
-    large = application.post(input=inputs(30))
+    large = application.post(input=make_inputs(30))
     await eventually(lambda: len(engine.running) == 8)
-    small = application.post(input=inputs(1))
+    small = application.post(input=make_inputs(1))
     await eventually(lambda: len(engine.running) == 9)
     engine.answer(last=True)
     await small.ended()
@@ -122,7 +122,7 @@ async def test_a_large_request_submits_two_batches_at_a_time(embedder: Path) -> 
 
 async def test_a_disconnect_cancels_all_inputs(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine())
-    exchange = application.post(input=inputs(30))
+    exchange = application.post(input=make_inputs(30))
     await eventually(lambda: len(engine.running) == 8)
     engine.answer(3)
     await eventually(lambda: len(engine.running) == 8)
@@ -143,9 +143,9 @@ async def test_a_failed_input_ends_only_its_request(
     embedder: Path, error: PenstockError, status: int, code: str
 ) -> None:
     application = Application(embedder, engine := EmbeddingsEngine())
-    other = application.post(input=inputs(2))
+    other = application.post(input=make_inputs(2))
     await eventually(lambda: len(engine.running) == 2)
-    failing = application.post(input=inputs(20))
+    failing = application.post(input=make_inputs(20))
     await eventually(lambda: len(engine.running) == 10)
     engine.fail(error)  # the eighth input of the second request
     await failing.ended()
@@ -162,9 +162,9 @@ async def test_a_failed_input_ends_only_its_request(
 
 async def test_a_full_queue_refuses_new_requests_and_delays_started_ones(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine(capacity=3))
-    started = application.post(input=inputs(5))
+    started = application.post(input=make_inputs(5))
     await eventually(lambda: len(engine.running) == 3)
-    refused = application.post(input=inputs(2))
+    refused = application.post(input=make_inputs(2))
     await refused.ended()
     assert (refused.status, msgspec.json.decode(refused.body)["error"]["code"]) == (
         429,
@@ -179,12 +179,12 @@ async def test_a_full_queue_refuses_new_requests_and_delays_started_ones(embedde
 async def test_one_request_uses_at_most_half_of_the_queue(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine(capacity=20))
     engine.max_outstanding = 20
-    large = [application.post(input=inputs(12)) for _ in range(4)]
+    large = [application.post(input=make_inputs(12)) for _ in range(4)]
     await eventually(lambda: engine.num_outstanding >= 10)
     await asyncio.sleep(0.1)
     count = engine.num_outstanding
     assert count <= 10 + len(large)
-    small = [application.post(input=inputs(1)) for _ in range(3)]
+    small = [application.post(input=make_inputs(1)) for _ in range(3)]
     await eventually(lambda: engine.num_outstanding == count + 3)
     engine.answer(3, last=True)
     for exchange in small:
@@ -199,14 +199,14 @@ async def test_one_request_uses_at_most_half_of_the_queue(embedder: Path) -> Non
 
 async def test_time_limits_and_an_unavailable_worker(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine(), request_timeout=0.2)
-    late = application.post(input=inputs(9))
-    await late.ended()
-    assert (late.status, msgspec.json.decode(late.body)["error"]["code"]) == (503, "timeout")
+    timed_out = application.post(input=make_inputs(9))
+    await timed_out.ended()
+    assert (timed_out.status, msgspec.json.decode(timed_out.body)["error"]["code"]) == (503, "timeout")
     assert (engine.running, len(engine.cancelled)) == ({}, 8)
     engine.state = "restarting"
-    down = application.post(input=inputs(2))
-    await down.ended()
-    assert (down.status, msgspec.json.decode(down.body)["error"]["message"]) == (
+    unavailable = application.post(input=make_inputs(2))
+    await unavailable.ended()
+    assert (unavailable.status, msgspec.json.decode(unavailable.body)["error"]["message"]) == (
         503,
         "the engine is restarting",
     )

@@ -18,14 +18,14 @@ from penstock import LLM
 TEXTS = ["the cat sat on the mat", "a big red car", "hello world"]
 
 
-async def embeddings(server: Chatting, **body: Any) -> Any:
+async def request_embeddings(server: Chatting, **body: Any) -> Any:
     """Send a request and return its response, which must be successful."""
     response = await server.http.post("/v1/embeddings", json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-def vectors(answer: Any) -> np.ndarray:
+def vectors_of(answer: Any) -> np.ndarray:
     assert [item["index"] for item in answer["data"]] == list(range(len(answer["data"])))
     return np.array([item["embedding"] for item in answer["data"]], np.float32)
 
@@ -51,20 +51,22 @@ async def test_each_form_of_input_gives_the_vectors_of_the_library(
     embedder: Path, expected: dict[str, np.ndarray]
 ) -> None:
     async with embedding_server(embedder) as server:
-        answer = await embeddings(server, input=TEXTS)
+        answer = await request_embeddings(server, input=TEXTS)
         assert (answer["object"], answer["model"], answer["data"][0]["object"]) == (
             "list",
             "tiny",
             "embedding",
         )
-        np.testing.assert_allclose(vectors(answer), expected["plain"], atol=1e-6)
+        np.testing.assert_allclose(vectors_of(answer), expected["plain"], atol=1e-6)
         ids = [server.services.tokenizer.encode_text(text).tolist() for text in TEXTS]
         count = sum(map(len, ids))
         assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
-        assert vectors(await embeddings(server, input=ids)).tobytes() == vectors(answer).tobytes()
+        assert (
+            vectors_of(await request_embeddings(server, input=ids)).tobytes() == vectors_of(answer).tobytes()
+        )
         for form in (TEXTS[1], ids[1]):
-            alone = await embeddings(server, input=form, model="tiny", user="ann")
-            np.testing.assert_allclose(vectors(alone), expected["plain"][1:2], atol=1e-6)
+            alone = await request_embeddings(server, input=form, model="tiny", user="ann")
+            np.testing.assert_allclose(vectors_of(alone), expected["plain"][1:2], atol=1e-6)
             assert alone["usage"]["prompt_tokens"] == len(ids[1])
 
 
@@ -80,29 +82,29 @@ async def test_each_option_gives_the_vectors_of_the_library(
             "short": {"dimensions": 8},
         }
         for name, body in kinds.items():
-            answer = await embeddings(server, input=TEXTS, **body)
-            np.testing.assert_allclose(vectors(answer), expected[name], atol=1e-6, err_msg=name)
-        named = vectors(await embeddings(server, input=TEXTS, prompt_name="query"))
-        np.testing.assert_allclose(named, expected["query"], atol=1e-6)
-        assert vectors(await embeddings(server, input=TEXTS, dimensions=32)).shape == (3, 32)
+            answer = await request_embeddings(server, input=TEXTS, **body)
+            np.testing.assert_allclose(vectors_of(answer), expected[name], atol=1e-6, err_msg=name)
+        by_prompt_name = vectors_of(await request_embeddings(server, input=TEXTS, prompt_name="query"))
+        np.testing.assert_allclose(by_prompt_name, expected["query"], atol=1e-6)
+        assert vectors_of(await request_embeddings(server, input=TEXTS, dimensions=32)).shape == (3, 32)
 
 
 async def test_base64_has_the_same_numbers(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
-        plain = vectors(await embeddings(server, input=TEXTS, encoding_format="float"))
-        coded = (await embeddings(server, input=TEXTS, encoding_format="base64"))["data"]
-        for row, item in zip(plain, coded, strict=True):
+        plain = vectors_of(await request_embeddings(server, input=TEXTS, encoding_format="float"))
+        base64_items = (await request_embeddings(server, input=TEXTS, encoding_format="base64"))["data"]
+        for row, item in zip(plain, base64_items, strict=True):
             assert np.frombuffer(base64.b64decode(item["embedding"]), "<f4").tobytes() == row.tobytes()
 
 
 async def test_truncated_vectors_are_normalised(tmp_path: Path) -> None:
     folder = write_tiny_embedder(tmp_path / "m", modules=("Transformer", "Pooling"), is_matryoshka=True)
     async with embedding_server(folder) as server:
-        full = vectors(await embeddings(server, input="a cat"))[0]
+        full = vectors_of(await request_embeddings(server, input="a cat"))[0]
         assert abs(np.linalg.norm(full) - 1) > 0.01
-        cut = vectors(await embeddings(server, input="a cat", dimensions=5))[0]
+        cut = vectors_of(await request_embeddings(server, input="a cat", dimensions=5))[0]
         np.testing.assert_allclose(cut, full[:5] / np.linalg.norm(full[:5]), atol=1e-6)
-        raw = vectors(await embeddings(server, input="a cat", dimensions=5, normalize=False))[0]
+        raw = vectors_of(await request_embeddings(server, input="a cat", dimensions=5, normalize=False))[0]
         np.testing.assert_allclose(raw, full[:5], atol=1e-6)
         [pooled] = (await server.http.post("/pooling", json={"input": "a cat", "dimensions": 5})).json()[
             "data"
@@ -163,39 +165,43 @@ async def test_long_inputs_are_refused_without_truncation(embedder: Path) -> Non
             assert "but the maximum length is 64 tokens: shorten it, or send truncate" in error["message"]
         huge = await server.refusal("/v1/embeddings", model="tiny", input="cat " * 100_000)
         assert "has more than " in huge["message"]
-        full = await embeddings(server, input="cat " * 62)
+        full = await request_embeddings(server, input="cat " * 62)
         assert full["usage"]["prompt_tokens"] == 64
         for body in ({"truncate": True}, {"truncate": "END"}, {"truncate_prompt_tokens": -1}):
-            cut = await embeddings(server, input=long, **body)
+            cut = await request_embeddings(server, input=long, **body)
             assert cut["usage"]["prompt_tokens"] == 64
-            assert vectors(cut).tobytes() == vectors(full).tobytes()
-        short = await embeddings(server, input=[long, "a"], truncate_prompt_tokens=12)
+            assert vectors_of(cut).tobytes() == vectors_of(full).tobytes()
+        short = await request_embeddings(server, input=[long, "a"], truncate_prompt_tokens=12)
         assert short["usage"]["prompt_tokens"] == 12 + 3
-        same = vectors(await embeddings(server, input="cat " * 10))
-        np.testing.assert_allclose(vectors(short)[:1], same, atol=1e-6)
+        same = vectors_of(await request_embeddings(server, input="cat " * 10))
+        np.testing.assert_allclose(vectors_of(short)[:1], same, atol=1e-6)
         await server.refusal("/v1/embeddings", model="tiny", input=long, truncate="NONE")
 
 
 async def test_pooling_returns_all_requested_outputs(embedder: Path) -> None:
     async with embedding_server(embedder) as server:
 
-        async def pooling(**body: Any) -> Any:
+        async def request_pooling(**body: Any) -> Any:
             response = await server.http.post("/pooling", json=body)
             assert response.status_code == 200, response.text
             return response.json()
 
-        answer = await pooling(input=TEXTS, outputs=["dense", "multi_vector"])
-        dense = vectors(await embeddings(server, input=TEXTS))
+        answer = await request_pooling(input=TEXTS, outputs=["dense", "multi_vector"])
+        dense = vectors_of(await request_embeddings(server, input=TEXTS))
         ids = [server.services.tokenizer.encode_text(text).tolist() for text in TEXTS]
         for i, item in enumerate(answer["data"]):
             assert (item["object"], item["index"], len(item)) == ("pooling", i, 4)
             np.testing.assert_allclose(item["dense"], dense[i], atol=1e-6)
             assert np.shape(item["multi_vector"]) == (len(ids[i]), 32)
             np.testing.assert_allclose(np.linalg.norm(item["multi_vector"], axis=1), 1, atol=1e-5)
-        coded = await pooling(input=TEXTS[0], outputs=["multi_vector"], encoding_format="base64")
-        rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in coded["data"][0]["multi_vector"]]
+        base64_items = await request_pooling(
+            input=TEXTS[0], outputs=["multi_vector"], encoding_format="base64"
+        )
+        rows = [
+            np.frombuffer(base64.b64decode(row), "<f4") for row in base64_items["data"][0]["multi_vector"]
+        ]
         np.testing.assert_allclose(rows, answer["data"][0]["multi_vector"], atol=1e-6)
-        assert list((await pooling(input="a"))["data"][0]) == ["object", "index", "dense"]
+        assert list((await request_pooling(input="a"))["data"][0]) == ["object", "index", "dense"]
         error = await server.refusal("/pooling", model="tiny", input="a", outputs=["sparse"])
         assert error["message"] == (
             "the output sparse is not supported: this model computes dense, multi_vector"
@@ -223,7 +229,7 @@ async def test_model_list_log_line_and_metrics(embedder: Path, caplog: pytest.Lo
         (model,) = (await server.http.get("/v1/models")).json()["data"]
         assert (model["task"], model["outputs"]) == ("embeddings-generation", ["dense", "multi_vector"])
         with caplog.at_level(logging.INFO, "penstock"):
-            answer = await embeddings(server, input=TEXTS, user="ann")
+            answer = await request_embeddings(server, input=TEXTS, user="ann")
         line = [record for record in caplog.records if record.message == "request"][-1].fields  # type: ignore[attr-defined]
         count = answer["usage"]["prompt_tokens"]
         assert (line["inputs"], line["prompt_tokens"], line["user"]) == (3, count, "ann")

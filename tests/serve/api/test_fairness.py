@@ -15,16 +15,16 @@ from penstock.serve.http.auth import ApiKeys
 from penstock.testing import FakePipeline
 
 
-def body(n: int = 1, **more: Any) -> dict[str, Any]:
+def make_body(n: int = 1, **more: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [user("Hi")], "n": n, "stream": True, "max_tokens": 1000, **more}
 
 
 def test_each_api_key_is_a_client() -> None:
-    def number(keys: tuple[str, ...], key: bytes) -> int | None:
+    def client_number(keys: tuple[str, ...], key: bytes) -> int | None:
         return ApiKeys(keys).check([(b"authorization", b"Bearer " + key)])
 
-    assert [number(("one", "two"), key) for key in (b"one", b"two")] == [0, 1]
-    assert number(("one",), b"one") is None
+    assert [client_number(("one", "two"), key) for key in (b"one", b"two")] == [0, 1]
+    assert client_number(("one",), b"one") is None
     assert ApiKeys(()).check([]) is None
 
 
@@ -42,7 +42,7 @@ async def test_a_context_has_the_client_id_of_its_request(keys: tuple[str, ...])
             exchange = Exchange(
                 app,
                 "/v1/chat/completions",
-                body(2, max_tokens=2),
+                make_body(2, max_tokens=2),
                 headers={"authorization": f"Bearer {key}"},
                 client=("10.0.0.1", port),
             )
@@ -55,11 +55,11 @@ async def test_many_choices_do_not_delay_another_client() -> None:
     gate = Gate()
     async with chatting(GatedPipeline(gate, choose=lambda context: ord("a")), max_batch_size=4) as server:
         app = server.http._transport.app  # type: ignore[attr-defined]
-        large = Exchange(app, "/v1/chat/completions", body(60), client=("10.0.0.1", 1))
+        large = Exchange(app, "/v1/chat/completions", make_body(60), client=("10.0.0.1", 1))
         await eventually(lambda: server.services.worker.num_outstanding == 60)
         gate.let(20)
         await eventually(lambda: server.services.worker.stats.num_steps == 20)
-        small = Exchange(app, "/v1/chat/completions", body(), client=("10.0.0.1", 2))
+        small = Exchange(app, "/v1/chat/completions", make_body(), client=("10.0.0.1", 2))
         await eventually(lambda: server.services.worker.num_outstanding == 61)
         gate.let(3)  # the running step, the step that admits the request, and one more step
         await small.until_sent(1)

@@ -19,7 +19,7 @@ CHAT = ("/v1/chat/completions", {"model": "demo", "messages": [user("Hi")]})
 COMPLETION = ("/v1/completions", {"model": "demo", "prompt": "Hi", "max_tokens": 1500})
 
 
-def endless(seconds: float = 0.001) -> FakePipeline:
+def make_endless_pipeline(seconds: float = 0.001) -> FakePipeline:
     """Return a pipeline that slowly generates a hundred thousand words."""
 
     def choose(context: TextContext) -> int:
@@ -35,7 +35,7 @@ def open_exchange(server: Chatting, route_and_body: tuple[str, dict[str, Any]], 
 
 
 async def test_no_headers_before_all_choices_are_admitted() -> None:
-    async with chatting(endless(), max_batch_size=2) as server:
+    async with chatting(make_endless_pipeline(), max_batch_size=2) as server:
         first = open_exchange(server, COMPLETION, stream=True)
         await first.until_sent(2)
         second = open_exchange(server, CHAT, stream=True, n=2, max_tokens=400)
@@ -55,7 +55,7 @@ async def test_no_headers_before_all_choices_are_admitted() -> None:
 async def test_a_disconnect_cancels_the_request_at_once(
     route_and_body: tuple[str, dict[str, Any]], stream: bool, n: int
 ) -> None:
-    async with chatting(endless(0.005)) as server:
+    async with chatting(make_endless_pipeline(0.005)) as server:
         exchange = open_exchange(server, route_and_body, stream=stream, n=n)
         await eventually(lambda: len(server.pipeline.batches) > 20)
         exchange.leave()
@@ -71,7 +71,7 @@ async def test_a_disconnect_cancels_the_request_at_once(
 
 
 async def test_a_disconnect_cancels_a_queued_request() -> None:
-    async with chatting(endless(), max_batch_size=1) as server:
+    async with chatting(make_endless_pipeline(), max_batch_size=1) as server:
         first = open_exchange(server, COMPLETION, stream=True)
         await first.until_sent(2)
         for stream in (True, False):
@@ -86,7 +86,7 @@ async def test_a_disconnect_cancels_a_queued_request() -> None:
 
 
 async def test_a_stop_string_cancels_the_generation() -> None:
-    async with chatting(endless()) as server:
+    async with chatting(make_endless_pipeline()) as server:
         for stream in (True, False):
             before = len(server.pipeline.batches)
             response = await server.post(
@@ -128,7 +128,7 @@ async def test_an_error_inside_a_stream_is_an_event_without_done() -> None:
 
 
 async def test_time_limits() -> None:
-    async with chatting(endless(0.01), request_timeout=1.5) as server:
+    async with chatting(make_endless_pipeline(0.01), request_timeout=1.5) as server:
         exchange = open_exchange(server, COMPLETION)
         stream = open_exchange(server, COMPLETION, stream=True)
         await exchange.ended()
@@ -164,7 +164,7 @@ async def test_the_stream_timeout_does_not_limit_the_whole_response(stream: bool
 
 
 async def test_a_slow_reader_gets_fewer_and_longer_chunks() -> None:
-    async with chatting(endless(0.0005)) as server:
+    async with chatting(make_endless_pipeline(0.0005)) as server:
         exchange = open_exchange(server, COMPLETION, stream=True, max_tokens=300)
         await exchange.until_sent(3)
         exchange.may_send.clear()
@@ -178,13 +178,13 @@ async def test_a_slow_reader_gets_fewer_and_longer_chunks() -> None:
 
 
 async def test_a_response_without_streaming_reads_only_at_the_end() -> None:
-    async with chatting(endless(), stream_ping=1000.0) as server:
+    async with chatting(make_endless_pipeline(), stream_ping=1000.0) as server:
         answer = await asyncio.wait_for(server.complete(max_tokens=50, n=2), 30)
         assert [choice["text"] for choice in answer["choices"]] == ["a" * 50] * 2
 
 
 async def test_too_many_requests() -> None:
-    async with chatting(endless(), max_batch_size=1, max_queue_size=1) as server:
+    async with chatting(make_endless_pipeline(), max_batch_size=1, max_queue_size=1) as server:
         error = await server.refusal("/v1/completions", prompt="Hi", n=3)
         assert error["param"] == "n"
         error = await server.refusal("/v1/chat/completions", messages=[user("Hi")], n=3)
@@ -227,7 +227,7 @@ async def test_short_prompts_are_not_delayed_by_encoding_long_ones(monkeypatch: 
 
 
 async def test_a_hundred_streams_with_half_of_the_clients_disconnecting() -> None:
-    async with chatting(endless(0.0002), max_queue_size=200) as server:
+    async with chatting(make_endless_pipeline(0.0002), max_queue_size=200) as server:
         exchanges = [
             open_exchange(server, COMPLETION, stream=index % 2 == 0, max_tokens=20, n=1 + index % 3 // 2)
             for index in range(60)

@@ -24,17 +24,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def vision_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
+async def open_vision_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
     async with embedding_server(folder, kv_cache_block_size=16, max_batch_size=4, **fields) as server:
         yield server
         server.services.images.close()
 
 
-def url_of(seed: int) -> str:
+def make_image_url(seed: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file_of(picture(seed))).decode()
 
 
-def message(text: str, *urls: str, **more: Any) -> dict[str, Any]:
+def make_message(text: str, *urls: str, **more: Any) -> dict[str, Any]:
     images = [{"type": "image_url", "image_url": {"url": url, **more}} for url in urls]
     return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
 
@@ -44,13 +44,13 @@ async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> Non
     with LLM(folder, quantization_encoding="float32", max_batch_size=4) as llm:
         params = SamplingParams(max_new_tokens=8, top_k=1, ignore_eos=True)
         expected = llm.chat(chat_with("What?", [picture(1), picture(2)]), params, use_tqdm=False)[0]
-    async with vision_server(folder, image_dir=str(tmp_path)) as server:
+    async with open_vision_server(folder, image_dir=str(tmp_path)) as server:
         client = AsyncOpenAI(
             base_url="http://localhost/v1", api_key="none", http_client=server.http, max_retries=0
         )
         body: Any = {
             "model": "tiny",
-            "messages": [message("What?", url_of(1), url_of(2))],
+            "messages": [make_message("What?", make_image_url(1), make_image_url(2))],
             "max_tokens": 8,
             "temperature": 0,
             "extra_body": {"ignore_eos": True, "return_token_ids": True},
@@ -67,7 +67,7 @@ async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> Non
         stream = await client.chat.completions.create(**body, stream=True)
         texts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
         assert "".join(texts) == expected.text
-        body["messages"] = [message("What?", "file:///a.png", url_of(2))]
+        body["messages"] = [make_message("What?", "file:///a.png", make_image_url(2))]
         local = await client.chat.completions.create(**body)
         assert local.choices[0].message.content == expected.text
         await check_counts(server, expected.prompt_token_ids)
@@ -79,7 +79,7 @@ async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> Non
 
 async def check_counts(server: Chatting, ids: list[int]) -> None:
     """Check that `/tokenize` and `/render` count the tokens of images."""
-    body = {"model": "tiny", "messages": [message("What?", url_of(1), url_of(2))]}
+    body = {"model": "tiny", "messages": [make_message("What?", make_image_url(1), make_image_url(2))]}
     tokenized = (await server.http.post("/tokenize", json=body)).json()
     assert tokenized["tokens"] == ids
     rendered = (await server.http.post("/v1/chat/completions/render", json=body)).json()
@@ -90,14 +90,14 @@ async def check_counts(server: Chatting, ids: list[int]) -> None:
 async def check_errors(server: Chatting, client: AsyncOpenAI) -> None:
     truncated_image = "data:image/png;base64," + base64.b64encode(file_of(picture(1))[:100]).decode()
     cases: list[tuple[dict[str, Any], str]] = [
-        (message("?", truncated_image), "the image cannot be decoded"),
+        (make_message("?", truncated_image), "the image cannot be decoded"),
         (
-            message("?", "https://example.org/a.png"),
+            make_message("?", "https://example.org/a.png"),
             r"messages\[0\].content\[0\]: this server does not fetch",
         ),
-        (message("?", url_of(1), detail="high"), "detail 'high' is not supported"),
-        (message("?", *[url_of(1)] * 16), r"27\d.*256"),
-        (message("?", *["data:,"] * 33), "has 33 images, but the limit is 32"),
+        (make_message("?", make_image_url(1), detail="high"), "detail 'high' is not supported"),
+        (make_message("?", *[make_image_url(1)] * 16), r"27\d.*256"),
+        (make_message("?", *["data:,"] * 33), "has 33 images, but the limit is 32"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "needs image_url"),
         ({"role": "user", "content": [{"type": "input_audio"}]}, "reads text and images only"),
     ]
@@ -108,8 +108,13 @@ async def check_errors(server: Chatting, client: AsyncOpenAI) -> None:
 
 async def test_the_ollama_route_reads_images(folder: Path) -> None:
     """Ollama's chat route returns the same text as chat completions."""
-    async with vision_server(folder) as server:
-        body = {"model": "tiny", "messages": [message("What?", url_of(1))], "max_tokens": 8, "temperature": 0}
+    async with open_vision_server(folder) as server:
+        body = {
+            "model": "tiny",
+            "messages": [make_message("What?", make_image_url(1))],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
         expected = (await server.http.post("/v1/chat/completions", json=body)).json()
         texts = []
         for seed in (1, 2):
@@ -128,22 +133,22 @@ async def test_responses_and_messages_read_images(folder: Path) -> None:
     """The Responses and the Messages API return the same text as chat completions."""
     anthropic: Any = pytest.importorskip("anthropic", reason="needs the package anthropic")
     httpx2: Any = pytest.importorskip("httpx2", reason="needs httpx2, which anthropic uses")
-    async with vision_server(folder) as server:
+    async with open_vision_server(folder) as server:
         openai = AsyncOpenAI(
             base_url="http://localhost/v1", api_key="none", http_client=server.http, max_retries=0
         )
         expected = await openai.chat.completions.create(
-            model="tiny", messages=[message("What?", url_of(1))], max_tokens=8, temperature=0
+            model="tiny", messages=[make_message("What?", make_image_url(1))], max_tokens=8, temperature=0
         )
         other = await openai.chat.completions.create(
-            model="tiny", messages=[message("What?", url_of(2))], max_tokens=8, temperature=0
+            model="tiny", messages=[make_message("What?", make_image_url(2))], max_tokens=8, temperature=0
         )
         text = expected.choices[0].message.content
         assert text
         assert text != other.choices[0].message.content
         assert expected.usage is not None
         parts: Any = [
-            {"type": "input_image", "image_url": url_of(1), "detail": "auto"},
+            {"type": "input_image", "image_url": make_image_url(1), "detail": "auto"},
             {"type": "input_text", "text": "What?"},
         ]
         fields: Any = {
@@ -159,7 +164,7 @@ async def test_responses_and_messages_read_images(folder: Path) -> None:
         stream = await openai.responses.create(**fields, stream=True)
         texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
         assert "".join(texts) == text
-        parts[0] = {"type": "input_image", "image_url": url_of(1), "detail": "high"}
+        parts[0] = {"type": "input_image", "image_url": make_image_url(1), "detail": "high"}
         with pytest.raises(BadRequestError, match="detail 'high' is not supported"):
             await openai.responses.create(**fields)
         parts[0] = {"type": "input_image", "image_url": "https://example.org/a.png"}
@@ -175,7 +180,7 @@ async def test_responses_and_messages_read_images(folder: Path) -> None:
 
 async def check_messages(client: Any, text: str, num_prompt: int) -> None:
     """Check blocks of type image in the Messages API, with data and with a URL."""
-    source = {"type": "base64", "media_type": "image/png", "data": url_of(1).partition(",")[2]}
+    source = {"type": "base64", "media_type": "image/png", "data": make_image_url(1).partition(",")[2]}
     blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
     fields: Any = {
         "model": "tiny",

@@ -12,12 +12,12 @@ from penstock.serve.api.fill_in_middle import FillInMiddleTokens
 from penstock.testing import FakePipeline
 
 
-def echoing() -> FakePipeline:
+def make_echo_pipeline() -> FakePipeline:
     return FakePipeline.answering(lambda prompt: prompt)
 
 
 async def test_completion_route() -> None:
-    async with chatting(echoing()) as server:
+    async with chatting(make_echo_pipeline()) as server:
         whole = (
             await server.http.post("/completion", json={"prompt": "Hello", "return_tokens": True})
         ).json()
@@ -40,7 +40,7 @@ async def test_completion_route() -> None:
 
 
 async def test_infill_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with chatting(echoing()) as server:
+    async with chatting(make_echo_pipeline()) as server:
         given: Any = {"input_prefix": "ab", "input_suffix": "cd", "n_predict": 50}
         assert (await server.refusal("/infill", **given))["param"] == "input_suffix"
         monkeypatch.setattr(fill_in_middle, "FAMILIES", (FillInMiddleTokens("^", "~", "|"),))

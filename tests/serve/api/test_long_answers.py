@@ -25,29 +25,29 @@ MAX_BYTES = 100 * MAX_COST
 """Maximum size of a part: an entry has fewer than 100 bytes."""
 
 
-def row(token_id: int, top: int) -> Score:
+def make_score(token_id: int, top: int) -> Score:
     return Score(token_id, -0.5, {item % 256: -0.25 - item for item in range(token_id, token_id + top)})
 
 
-SCORES = [row(index % 200, 21) for index in range(3000)]
+SCORES = [make_score(index % 200, 21) for index in range(3000)]
 
 
-def chat_parts() -> list[bytes]:
+def encode_chat() -> list[bytes]:
     return [*ChatScores(TokenFragments(TOKENIZER), 20).parts(SCORES)]
 
 
-def completion_parts() -> list[bytes]:
+def encode_completion() -> list[bytes]:
     scores = CompletionScores(TOKENIZER, TokenFragments(TOKENIZER), 20)
     ids = [score.token_id for score in SCORES]
     return [*scores.parts(ids, [score.logprob for score in SCORES], [score.top for score in SCORES])]
 
 
-def prompt_score_parts() -> list[bytes]:
+def encode_prompt_scores() -> list[bytes]:
     ids, rows = [0, *(score.token_id for score in SCORES)], [(score.logprob, score.top) for score in SCORES]
     return [*prompt_parts(TokenFragments(TOKENIZER), ids, rows, 20, 20)]
 
 
-@pytest.mark.parametrize("make", [chat_parts, completion_parts, prompt_score_parts])
+@pytest.mark.parametrize("make", [encode_chat, encode_completion, encode_prompt_scores])
 def test_the_parts_of_a_long_response_are_bounded(make: Any) -> None:
     parts = make()
     assert len(parts) >= 3000 * 21 // MAX_COST
@@ -59,7 +59,7 @@ def test_the_first_encoding_of_a_token_counts_more() -> None:
     known = TokenFragments(TOKENIZER)
     lengths = []
     for _ in range(2):
-        parts = [*ChatScores(known, 20).parts([row(index, 21) for index in range(0, 200, 20)])]
+        parts = [*ChatScores(known, 20).parts([make_score(index, 21) for index in range(0, 200, 20)])]
         lengths.append(len(parts))
     assert lengths[0] > lengths[1]
 
@@ -125,14 +125,14 @@ def test_rows_are_unpacked_when_they_are_encoded() -> None:
     assert top_tokens(top) == {3: -1.0, 4: -2.0}
 
 
-def endless(context: TextContext) -> int:
+def choose_endlessly(context: TextContext) -> int:
     return 97 + len(context.generated_tokens) % 26
 
 
 async def test_the_joined_parts_are_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in (10.0, 0.0):
         monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", seconds)
-        async with chatting(FakePipeline(endless), max_batch_size=8) as server:
+        async with chatting(FakePipeline(choose_endlessly), max_batch_size=8) as server:
             await check_both(server)
 
 

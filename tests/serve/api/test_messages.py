@@ -24,7 +24,7 @@ WEATHER: Any = {
 CALL = 'I look. <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
 
 
-def script(prompt: str) -> str:
+def answer_by_script(prompt: str) -> str:
     """Return the answer to the last message. By default, repeat the prompt."""
     if "Say hello" in prompt:
         return "Hello!"
@@ -37,13 +37,13 @@ def script(prompt: str) -> str:
     return prompt.removesuffix("assistant: ")
 
 
-def user(text: Any) -> list[Any]:
+def make_user_message(text: Any) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with live_server(pipeline=FakePipeline.answering(script), template=THINKING) as server:
+    with live_server(pipeline=FakePipeline.answering(answer_by_script), template=THINKING) as server:
         yield server.url
 
 
@@ -54,19 +54,19 @@ def client(url: str) -> Iterator[Any]:
 
 
 def test_create_returns_a_message(client: Any) -> None:
-    message = client.messages.create(model="demo", max_tokens=50, messages=user("Say hello"))
+    message = client.messages.create(model="demo", max_tokens=50, messages=make_user_message("Say hello"))
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello!"}]
     assert (message.role, message.model, message.stop_reason) == ("assistant", "demo", "end_turn")
     usage = message.usage
     assert usage.output_tokens == 7
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) > 10
-    count = client.messages.count_tokens(model="demo", messages=user("Say hello"))
+    count = client.messages.count_tokens(model="demo", messages=make_user_message("Say hello"))
     assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
 def test_the_whole_conversation_is_rendered_by_the_template(client: Any) -> None:
     messages = [
-        *user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+        *make_user_message([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
         {
             "role": "assistant",
             "content": [
@@ -75,7 +75,7 @@ def test_the_whole_conversation_is_rendered_by_the_template(client: Any) -> None
                 {"type": "tool_use", "id": "c1", "name": "get_weather", "input": {"city": "Rome"}},
             ],
         },
-        *user(
+        *make_user_message(
             [
                 {"type": "tool_result", "tool_use_id": "c1", "content": "sunny"},
                 {"type": "tool_result", "tool_use_id": "c2", "is_error": True, "content": "no"},
@@ -98,14 +98,19 @@ def test_the_whole_conversation_is_rendered_by_the_template(client: Any) -> None
 
 
 def test_prefill_continues_the_answer(client: Any) -> None:
-    messages = [*user("x"), {"role": "assistant", "content": "The answer"}]
+    messages = [*make_user_message("x"), {"role": "assistant", "content": "The answer"}]
     message = client.messages.create(model="demo", max_tokens=50, messages=messages)
     assert message.content[0].text == "user: xassistant: The answer"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_in_responses_and_streams(client: Any, stream: bool) -> None:
-    given: Any = {"model": "demo", "max_tokens": 200, "messages": user("weather?"), "tools": [WEATHER]}
+    given: Any = {
+        "model": "demo",
+        "max_tokens": 200,
+        "messages": make_user_message("weather?"),
+        "tools": [WEATHER],
+    }
     if stream:
         with client.messages.stream(**given) as events:
             names = [event.type for event in events]
@@ -127,14 +132,16 @@ def test_tool_calls_in_responses_and_streams(client: Any, stream: bool) -> None:
     assert message.stop_reason == "tool_use"
     back = [
         {"role": "assistant", "content": message.content},
-        *user([{"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "20"}]}]),
+        *make_user_message(
+            [{"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "20"}]}]
+        ),
     ]
     last = client.messages.create(**{**given, "max_tokens": 500, "messages": [*given["messages"], *back]})
     assert last.content[0].text == "It is 20."
 
 
 def test_thinking_blocks_and_raw_events(client: Any, url: str) -> None:
-    given: Any = {"model": "demo", "max_tokens": 2000, "messages": user("Think")}
+    given: Any = {"model": "demo", "max_tokens": 2000, "messages": make_user_message("Think")}
     thinking = {"type": "enabled", "budget_tokens": 1024}
     message = client.messages.create(**given, thinking=thinking)
     assert [block.type for block in message.content] == ["thinking", "text"]
@@ -154,7 +161,7 @@ def test_thinking_blocks_and_raw_events(client: Any, url: str) -> None:
 
 
 def test_each_end_has_its_stop_reason(client: Any) -> None:
-    given: Any = {"model": "demo", "messages": user("Say hello")}
+    given: Any = {"model": "demo", "messages": make_user_message("Say hello")}
     cut = client.messages.create(**given, max_tokens=2)
     assert (cut.content[0].text, cut.stop_reason) == ("He", "max_tokens")
     stopped = client.messages.create(**given, max_tokens=50, stop_sequences=["x", "lo"])
@@ -163,26 +170,31 @@ def test_each_end_has_its_stop_reason(client: Any) -> None:
         "stop_sequence",
         "lo",
     )
-    full = client.messages.create(model="demo", max_tokens=5000, messages=user("y" * 1500))
+    full = client.messages.create(model="demo", max_tokens=5000, messages=make_user_message("y" * 1500))
     assert full.stop_reason == "model_context_window_exceeded"
 
 
 async def test_the_asynchronous_client_streams(url: str) -> None:
     async with anthropic.AsyncAnthropic(base_url=url, auth_token="none", max_retries=0) as client:
-        async with client.messages.stream(model="demo", max_tokens=50, messages=user("Say hello")) as stream:
+        async with client.messages.stream(
+            model="demo", max_tokens=50, messages=make_user_message("Say hello")
+        ) as stream:
             assert "".join([text async for text in stream.text_stream]) == "Hello!"
         beta = await client.beta.messages.create(
-            model="demo", max_tokens=50, messages=user("Say hello"), betas=["context-1m-2025-08-07"]
+            model="demo",
+            max_tokens=50,
+            messages=make_user_message("Say hello"),
+            betas=["context-1m-2025-08-07"],
         )
         assert beta.content[0].text == "Hello!"
 
 
 def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
     with pytest.raises(anthropic.NotFoundError, match="claude-9") as unknown:
-        client.messages.create(model="claude-9", max_tokens=5, messages=user("x"))
+        client.messages.create(model="claude-9", max_tokens=5, messages=make_user_message("x"))
     assert unknown.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\] has the type 'video'"):
-        client.messages.create(model="demo", max_tokens=5, messages=user([{"type": "video"}]))
+        client.messages.create(model="demo", max_tokens=5, messages=make_user_message([{"type": "video"}]))
     error = httpx.post(f"{url}v1/messages", content=b"{", headers={"content-type": "application/json"})
     assert error.status_code == 400
     assert error.json()["type"] == "error"
@@ -195,9 +207,12 @@ def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
     [
         ({"max_tokens": None}, "max_tokens: "),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": user([{"type": "tool_result"}])}, "messages[0].content[0].tool_use_id is required"),
         (
-            {"messages": user([{"type": "image", "source": {"type": "file"}}])},
+            {"messages": make_user_message([{"type": "tool_result"}])},
+            "messages[0].content[0].tool_use_id is required",
+        ),
+        (
+            {"messages": make_user_message([{"type": "image", "source": {"type": "file"}}])},
             "content[0].source has the type 'file'",
         ),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema is required"),
@@ -209,7 +224,7 @@ def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
     ],
 )
 def test_invalid_values_are_refused_with_the_field(url: str, more: dict[str, Any], field: str) -> None:
-    body = {"model": "demo", "max_tokens": 5, "messages": user("x"), **more}
+    body = {"model": "demo", "max_tokens": 5, "messages": make_user_message("x"), **more}
     refused = httpx.post(f"{url}v1/messages", json=body)
     assert refused.status_code == 400
     assert field in refused.json()["error"]["message"]
@@ -226,7 +241,9 @@ def test_requests_of_claude_code_are_accepted(url: str, caplog: pytest.LogCaptur
             {"type": "text", "text": "More"},
         ],
         "messages": [
-            *user([{"type": "text", "text": "<system-reminder>", **cached}, {"type": "text", "text": "Hi"}])
+            *make_user_message(
+                [{"type": "text", "text": "<system-reminder>", **cached}, {"type": "text", "text": "Hi"}]
+            )
         ],
         "tools": [
             {**WEATHER, "name": "Bash", **cached},
@@ -265,9 +282,9 @@ def test_deferred_tools_are_in_the_prompt(url: str) -> None:
         "model": "demo",
         "max_tokens": 500,
         "messages": [
-            *user("x"),
+            *make_user_message("x"),
             {"role": "assistant", "content": [use]},
-            *user([{"type": "tool_result", "tool_use_id": "t1", "content": found}]),
+            *make_user_message([{"type": "tool_result", "tool_use_id": "t1", "content": found}]),
         ],
         "tools": [{**WEATHER, "name": "deferred_tool", "defer_loading": True}],
     }
@@ -283,7 +300,7 @@ def test_deferred_tools_are_in_the_prompt(url: str) -> None:
 
 async def test_each_header_with_an_api_key_is_accepted() -> None:
     async with chatting(FakePipeline.saying("Hello!"), api_key=("k1",)) as server:
-        body = {"model": "demo", "max_tokens": 5, "messages": user("x")}
+        body = {"model": "demo", "max_tokens": 5, "messages": make_user_message("x")}
         refused = await server.http.post("/v1/messages", json=body)
         assert refused.json()["error"]["type"] == "authentication_error"
         for headers in ({"x-api-key": "k1"}, {"authorization": "Bearer k1"}):

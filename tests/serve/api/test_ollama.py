@@ -28,7 +28,7 @@ WEATHER: Any = {
 STOP = {"stop": ["b"]}
 
 
-def script(prompt: str) -> str:
+def answer_by_script(prompt: str) -> str:
     if "Think" in prompt:
         return "<think>Hm.</think>Yes."
     if "weather?" in prompt and "tool: " not in prompt:
@@ -38,24 +38,24 @@ def script(prompt: str) -> str:
 
 @pytest.fixture
 async def server() -> AsyncIterator[Chatting]:
-    async with chatting(FakePipeline.answering(script), template=THINKING) as opened:
+    async with chatting(FakePipeline.answering(answer_by_script), template=THINKING) as opened:
         yield opened
 
 
-async def lines(server: Chatting, path: str, **body: Any) -> list[Any]:
+async def post_and_read_lines(server: Chatting, path: str, **body: Any) -> list[Any]:
     response = await server.post(path, **body)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("application/x-ndjson")
     return [json.loads(line) for line in response.text.splitlines()]
 
 
-def user(text: str) -> list[Any]:
+def make_user_message(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
 async def test_chat_streams_json_lines_unless_stream_is_false(server: Chatting) -> None:
-    *first, last = await lines(
-        server, "/api/chat", messages=user("Hi"), options={"temperature": 0, "num_ctx": 64}
+    *first, last = await post_and_read_lines(
+        server, "/api/chat", messages=make_user_message("Hi"), options={"temperature": 0, "num_ctx": 64}
     )
     assert "".join(line["message"]["content"] for line in first) == "user: Hi"
     assert not any(line["done"] for line in first)
@@ -63,12 +63,19 @@ async def test_chat_streams_json_lines_unless_stream_is_false(server: Chatting) 
     assert last["eval_count"] == 9
     assert last["prompt_eval_count"] > 8
     assert last["total_duration"] > 0
-    whole = (await server.post("/api/chat", messages=user("Hi"), stream=False, keep_alive="5m")).json()
+    whole = (
+        await server.post("/api/chat", messages=make_user_message("Hi"), stream=False, keep_alive="5m")
+    ).json()
     assert whole["message"] == {"role": "assistant", "content": "user: Hi"}
     assert (whole["done"], whole["eval_count"], whole["model"]) == (True, 9, "demo")
     cut = await server.http.post(
         "/api/chat",
-        json={"model": "demo:latest", "messages": user("Hi"), "stream": False, "options": {"num_predict": 2}},
+        json={
+            "model": "demo:latest",
+            "messages": make_user_message("Hi"),
+            "stream": False,
+            "options": {"num_predict": 2},
+        },
     )
     assert (cut.json()["message"]["content"], cut.json()["done_reason"]) == ("us", "length")
     loaded = (await server.post("/api/chat", messages=[])).json()
@@ -77,9 +84,11 @@ async def test_chat_streams_json_lines_unless_stream_is_false(server: Chatting) 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tool_calls_have_the_ollama_format(server: Chatting, stream: bool) -> None:
-    given: Any = {"messages": user("weather?"), "tools": [WEATHER], "stream": stream}
+    given: Any = {"messages": make_user_message("weather?"), "tools": [WEATHER], "stream": stream}
     if stream:
-        streamed_messages = [line["message"] for line in await lines(server, "/api/chat", **given)]
+        streamed_messages = [
+            line["message"] for line in await post_and_read_lines(server, "/api/chat", **given)
+        ]
         [calls] = [message["tool_calls"] for message in streamed_messages if "tool_calls" in message]
         content = "".join(message["content"] for message in streamed_messages)
     else:
@@ -96,17 +105,19 @@ async def test_tool_calls_have_the_ollama_format(server: Chatting, stream: bool)
 
 
 async def test_thinking_is_a_separate_field(server: Chatting) -> None:
-    whole = (await server.post("/api/chat", messages=user("Think"), stream=False)).json()
+    whole = (await server.post("/api/chat", messages=make_user_message("Think"), stream=False)).json()
     assert (whole["message"]["thinking"], whole["message"]["content"]) == ("Hm.", "Yes.")
-    hidden = (await server.post("/api/chat", messages=user("Think"), stream=False, think=False)).json()
+    hidden = (
+        await server.post("/api/chat", messages=make_user_message("Think"), stream=False, think=False)
+    ).json()
     assert hidden["message"] == {"role": "assistant", "content": "Yes."}
-    streamed_lines = await lines(server, "/api/generate", prompt="Think", think=True)
+    streamed_lines = await post_and_read_lines(server, "/api/generate", prompt="Think", think=True)
     assert "".join(line.get("thinking", "") for line in streamed_lines) == "Hm."
     assert "".join(line["response"] for line in streamed_lines) == "Yes."
 
 
 async def test_generate_completes_a_prompt(server: Chatting) -> None:
-    *first, last = await lines(server, "/api/generate", prompt="Hi", system="S")
+    *first, last = await post_and_read_lines(server, "/api/generate", prompt="Hi", system="S")
     assert "".join(line["response"] for line in first) == "system: Suser: Hi"
     assert (last["done_reason"], last["response"]) == ("stop", "")
     raw = (await server.post("/api/generate", prompt="Hi", raw=True, stream=False)).json()
@@ -120,7 +131,7 @@ async def test_generate_completes_a_prompt(server: Chatting) -> None:
 
 async def test_formats_and_model_description(server: Chatting) -> None:
     for form in ({"type": "object"}, "json"):  # the fake model supports no grammars
-        refused = await server.post("/api/chat", messages=user("x"), format=form)
+        refused = await server.post("/api/chat", messages=make_user_message("x"), format=form)
         assert refused.json()["error"].startswith("format needs the grammar extra")
     shown = (await server.post("/api/show")).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
@@ -134,16 +145,20 @@ async def test_model_lists_and_errors(server: Chatting) -> None:
     assert (await server.http.get("/api/ps")).json()["models"][0]["name"] == "demo"
     assert "version" in (await server.http.get("/api/version")).json()
     for path, body, words in (
-        ("/api/chat", {"model": "other", "messages": user("x")}, "other"),
-        ("/api/chat", {"messages": user("x"), "colour": 1}, "unknown field 'colour'"),
+        ("/api/chat", {"model": "other", "messages": make_user_message("x")}, "other"),
+        ("/api/chat", {"messages": make_user_message("x"), "colour": 1}, "unknown field 'colour'"),
         (
             "/api/chat",
-            {"messages": user("x"), "options": {"mirostat": 2}},
+            {"messages": make_user_message("x"), "options": {"mirostat": 2}},
             "options.mirostat is not",
         ),
-        ("/api/chat", {"messages": user("x"), "options": {"num_ctx": 10**6}}, "--max-length is 2048"),
+        (
+            "/api/chat",
+            {"messages": make_user_message("x"), "options": {"num_ctx": 10**6}},
+            "--max-length is 2048",
+        ),
         ("/api/chat", {"messages": [{"role": "user", "images": ["aaaa"]}]}, "image"),
-        ("/api/chat", {"messages": user("x"), "think": "high"}, "reads no effort"),
+        ("/api/chat", {"messages": make_user_message("x"), "think": "high"}, "reads no effort"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, "no tokens to fill in the middle"),
         ("/api/generate", {"prompt": "x", "raw": True, "system": "S"}, "system needs the chat template"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context is not supported"),

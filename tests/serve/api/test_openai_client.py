@@ -33,7 +33,7 @@ WEATHER: Any = {
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[AsyncOpenAI, Chatting]]:
+async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, Chatting]]:
     """Serve the embedded model over HTTP."""
     tokenizer = load_tokenizer(CONFIG)
     async with chatting(
@@ -51,7 +51,7 @@ async def serving() -> AsyncIterator[tuple[AsyncOpenAI, Chatting]]:
 
 
 async def test_the_client_with_the_embedded_model() -> None:
-    async with serving() as (client, server):
+    async with serve_demo() as (client, server):
         await check_answers(client)
         await check_tools(client)
         await check_completions(client)
@@ -212,7 +212,7 @@ async def check_ollama(server: Chatting) -> None:
 async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
     question: Any = [{"role": "user", "content": "What is the capital of Germany?"}]
 
-    async def ask(stream: bool, **extra: Any) -> str:
+    async def complete_chat(stream: bool, **extra: Any) -> str:
         given: Any = {"model": "demo", "messages": question, "temperature": 0, "max_tokens": 30}
         answer = await client.chat.completions.create(**given, stream=stream, extra_body=extra)
         if not stream:
@@ -221,16 +221,21 @@ async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
 
     usual = "The capital of Germany is Berlin."
     for stream in (False, True):
-        assert await ask(stream, cache_prompt=True, store=False, verbosity="low", top_k=1) == usual
-        assert await ask(stream, chat_template_kwargs={"unread": 1}, include_reasoning=False) == usual
-        assert await ask(stream, guided_regex="[A-C]{2}") in {a + b for a in "ABC" for b in "ABC"}
-        assert await ask(stream, guided_choice=["Bonn", "Berlin"]) in ("Bonn", "Berlin")
-        assert json.loads(await ask(stream, guided_json={"enum": [1, 2]})) in (1, 2)
-        assert await ask(stream, guided_grammar='root ::= "x" "y"') == "xy"
-        assert await ask(stream, stop=["Germany"], include_stop_str_in_output=True) == usual[:22]
-        assert "Berlin" not in await ask(stream, bad_words=["Berlin"])
-        assert await ask(stream, repeat_penalty=1.0) == usual
-        cut = await ask(stream, truncate_prompt_tokens=1000)
+        assert await complete_chat(stream, cache_prompt=True, store=False, verbosity="low", top_k=1) == usual
+        assert (
+            await complete_chat(stream, chat_template_kwargs={"unread": 1}, include_reasoning=False) == usual
+        )
+        assert await complete_chat(stream, guided_regex="[A-C]{2}") in {a + b for a in "ABC" for b in "ABC"}
+        assert await complete_chat(stream, guided_choice=["Bonn", "Berlin"]) in (
+            "Bonn",
+            "Berlin",
+        )
+        assert json.loads(await complete_chat(stream, guided_json={"enum": [1, 2]})) in (1, 2)
+        assert await complete_chat(stream, guided_grammar='root ::= "x" "y"') == "xy"
+        assert await complete_chat(stream, stop=["Germany"], include_stop_str_in_output=True) == usual[:22]
+        assert "Berlin" not in await complete_chat(stream, bad_words=["Berlin"])
+        assert await complete_chat(stream, repeat_penalty=1.0) == usual
+        cut = await complete_chat(stream, truncate_prompt_tokens=1000)
         assert cut == usual
     scored = await client.chat.completions.create(
         model="demo",

@@ -163,7 +163,7 @@ async def test_tool_calls_and_reasoning_are_output_items(stream: bool) -> None:
         assert created.usage.output_tokens_details.reasoning_tokens > 3
         # Agents send the output items back. The encoded reasoning item contains the text.
         del thought["content"]
-        follow_up = [thought, message, call, {**_output_of(call)}]
+        follow_up = [thought, message, call, {**_make_call_output(call)}]
         async with chatting(
             make_echo_pipeline(), template=THINKING + "{{ messages[0].reasoning_content }}"
         ) as other:
@@ -171,7 +171,7 @@ async def test_tool_calls_and_reasoning_are_output_items(stream: bool) -> None:
             assert second.output_text.endswith("tool: 20assistant: Hm.")
 
 
-def _output_of(call: Any) -> dict[str, Any]:
+def _make_call_output(call: Any) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call["call_id"], "output": "20"}
 
 

@@ -47,7 +47,7 @@ def tools() -> Iterator[ServedTools]:
 
 
 @pytest.fixture(autouse=True)
-def _fresh(tools: ServedTools) -> None:
+def _reset_tools(tools: ServedTools) -> None:
     tools.calls.clear()
 
 
@@ -56,7 +56,7 @@ def run_server(tools: ServedTools, *turns: str, **config: Any) -> Any:
     return chatting(make_scripted_model(*turns), mcp_server=(f"calc={tools.url}",), **config)
 
 
-def kinds(response: Any) -> list[str]:
+def item_types(response: Any) -> list[str]:
     """Return the types of the output items."""
     return [item.type for item in response.output]
 
@@ -131,7 +131,7 @@ async def test_calls_of_one_turn_run_concurrently(tools: ServedTools) -> None:
     async with run_server(tools, calls, "no", "Done.") as server:
         with record_prompts(server) as prompts:
             response = await create(server)
-        assert kinds(response) == ["mcp_list_tools", "mcp_call", "mcp_call", "message"]
+        assert item_types(response) == ["mcp_list_tools", "mcp_call", "mcp_call", "message"]
         _, first, second, last = response.output
         assert (first.output, second.output, second.status) == ("2", None, "failed")
         assert second.error.type == "mcp_tool_execution_error"
@@ -160,23 +160,25 @@ async def test_a_later_response_continues_the_conversation(tools: ServedTools) -
         before = tools.num_lists
         with record_prompts(server) as prompts:
             second = await create(server, "And?", previous_response_id=first.id)
-        assert kinds(second) == ["message"]  # the tools are already listed
+        assert item_types(second) == ["message"]  # the tools are already listed
         call_text = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
         assert f"user: Addassistant: {call_text}tool: 5assistant: 5user: And?" in prompts[0]
         items = [item.to_dict() for item in first.output]
-        resent = await create(server, [{"role": "user", "content": "Add"}, *items, _user("And?")])
-        assert kinds(resent) == ["message"]
+        resent = await create(
+            server, [{"role": "user", "content": "Add"}, *items, _make_user_message("And?")]
+        )
+        assert item_types(resent) == ["message"]
         assert tools.num_lists == before
 
 
-def _user(text: str) -> dict[str, Any]:
+def _make_user_message(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
 async def test_a_function_call_of_the_client_ends_the_response(tools: ServedTools) -> None:
     async with run_server(tools, call("add", a=1, b=2) + call("get_weather"), "Good.") as server:
         response = await create(server, tools=[CALC, WEATHER])
-        assert kinds(response) == ["mcp_list_tools", "mcp_call", "function_call"]
+        assert item_types(response) == ["mcp_list_tools", "mcp_call", "function_call"]
         assert (response.output[1].output, response.status) == ("3", "completed")
         answer: Any = {
             "type": "function_call_output",
@@ -203,7 +205,7 @@ async def test_an_approved_call_is_executed(tools: ServedTools, stream: bool) ->
     entry = {**CALC, "require_approval": "always"}
     async with run_server(tools, call("add", a=2, b=3), "Done.") as server:
         pending = await create(server, tools=[entry])
-        assert kinds(pending) == ["mcp_list_tools", "mcp_approval_request"]
+        assert item_types(pending) == ["mcp_list_tools", "mcp_approval_request"]
         request = pending.output[1]
         assert (request.name, request.server_label) == ("add", "calc")
         assert json.loads(request.arguments) == {"a": 2, "b": 3}
@@ -223,12 +225,19 @@ async def test_an_approved_call_is_executed(tools: ServedTools, stream: bool) ->
         )
         assert last["content"][0]["text"] == "Done."
         assert tools.calls == [("add", (2, 3))]
-        items: Any = [_user("Add"), *(item.to_dict() for item in pending.output), reply, *response["output"]]
-        assert (await create(server, [*items, _user("And?")], tools=[entry])).output_text == "Done."
+        items: Any = [
+            _make_user_message("Add"),
+            *(item.to_dict() for item in pending.output),
+            reply,
+            *response["output"],
+        ]
+        assert (
+            await create(server, [*items, _make_user_message("And?")], tools=[entry])
+        ).output_text == "Done."
         assert len(tools.calls) == 1  # the approved call is not repeated
         with record_prompts(server) as prompts:
             refused = await create(server, [{**reply, "approve": False, "reason": "too dear"}], **fields)
-        assert (kinds(refused), refused.output_text) == (["message"], "Done.")
+        assert (item_types(refused), refused.output_text) == (["message"], "Done.")
         assert len(tools.calls) == 1
         assert prompts[0].endswith("tool: Error: the user has not approved this call: too dearassistant: ")
         http_response = await server.post(
@@ -251,13 +260,13 @@ async def test_rules_select_the_calls_that_need_approval(tools: ServedTools) -> 
         for rule, asks in rules:
             tools.calls.clear()
             response = await create(server, tools=[{**CALC, "require_approval": rule}])
-            assert ("mcp_approval_request" in kinds(response)) is asks, rule
+            assert ("mcp_approval_request" in item_types(response)) is asks, rule
             assert bool(tools.calls) is not asks, rule
 
 
 async def test_the_server_setting_requires_approval(tools: ServedTools) -> None:
     async with run_server(tools, call("add", a=2, b=3), "Done.", mcp_require_approval="always") as server:
-        assert kinds(await create(server))[1] == "mcp_approval_request"
+        assert item_types(await create(server))[1] == "mcp_approval_request"
 
 
 async def test_only_allowed_tools_are_listed(tools: ServedTools) -> None:
@@ -274,7 +283,7 @@ async def test_only_allowed_tools_are_listed(tools: ServedTools) -> None:
 async def test_tool_choice_selects_the_tools(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
         none = await create(server, tool_choice="none")
-        assert kinds(none) == ["message"]
+        assert item_types(none) == ["message"]
         refused = await server.refusal(
             "/v1/responses",
             input="Hi",
@@ -286,7 +295,7 @@ async def test_tool_choice_selects_the_tools(tools: ServedTools) -> None:
         )
         assert refused["param"] == "tool_choice.server_label"
         allowed = {"mode": "auto", "type": "allowed_tools", "tools": [CALC]}
-        assert kinds(await create(server, tool_choice=allowed)) == ["mcp_list_tools", "message"]
+        assert item_types(await create(server, tool_choice=allowed)) == ["mcp_list_tools", "message"]
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -299,14 +308,14 @@ async def test_a_forced_call_is_forced_once(tools: ServedTools, named: bool) -> 
             choices: list[Any] = []
             new = server.services.parsers.new
 
-            def spy(**options: Any) -> Any:
+            def record_tool_choices(**options: Any) -> Any:
                 choices.append(options["tool_choice"])
                 return new(**options)
 
-            object.__setattr__(server.services.parsers, "new", spy)
+            object.__setattr__(server.services.parsers, "new", record_tool_choices)
             response = await create(server, tool_choice=choice)
             assert (choices[0] == "auto", choices[1]) == (False, "auto")
-        assert kinds(response) == ["mcp_list_tools", "mcp_call", "message"]
+        assert item_types(response) == ["mcp_list_tools", "mcp_call", "message"]
         assert (response.output[1].output, response.output_text) == ("5", "It is 5.")
 
 
@@ -319,10 +328,10 @@ async def test_the_number_of_turns_is_limited(tools: ServedTools) -> None:
     model = FakePipeline.answering(answer)
     async with chatting(model, mcp_server=(f"calc={tools.url}",), mcp_max_turns=3) as server:
         response = await create(server)
-        assert kinds(response) == ["mcp_list_tools", *["mcp_call"] * 3, "message"]
+        assert item_types(response) == ["mcp_list_tools", *["mcp_call"] * 3, "message"]
         assert (response.output_text, response.status) == ("I stop.", "completed")
         limited = await create(server, max_tool_calls=1)
-        assert kinds(limited) == ["mcp_list_tools", "mcp_call", "message"]
+        assert item_types(limited) == ["mcp_list_tools", "mcp_call", "message"]
         assert limited.max_tool_calls == 1
 
 
@@ -342,7 +351,7 @@ async def test_max_output_tokens_applies_to_all_turns(tools: ServedTools) -> Non
         assert (response.status, response.output_text) == ("incomplete", "It is")
         assert response.incomplete_details.reason == "max_output_tokens"
         response = await create(server, max_output_tokens=len(text) + 1)
-        assert (response.status, kinds(response)) == ("incomplete", ["mcp_list_tools", "mcp_call"])
+        assert (response.status, item_types(response)) == ("incomplete", ["mcp_list_tools", "mcp_call"])
         response = await create(server, max_output_tokens=len(text) - 20)
         assert response.status == "incomplete"
         assert (response.output[-1].type, response.output[-1].status) == ("mcp_call", "incomplete")
@@ -353,7 +362,7 @@ async def test_a_too_long_tool_output_ends_the_response(tools: ServedTools) -> N
     async with run_server(tools, call("long"), "Done.") as server:
         server.services.tokenizer.max_length = 2048
         response = await create(server)
-        assert (response.status, kinds(response)) == ("incomplete", ["mcp_list_tools", "mcp_call"])
+        assert (response.status, item_types(response)) == ("incomplete", ["mcp_list_tools", "mcp_call"])
         assert response.output[1].output.startswith("xxx")
 
 
@@ -377,7 +386,7 @@ async def test_an_unreachable_tool_server_is_reported_in_the_output(stream: bool
                 response = openai.types.responses.Response.model_validate(events[-1]["response"])
             else:
                 response = await create(server, "Hi")
-            assert kinds(response) == ["mcp_list_tools", "mcp_list_tools", "message"]
+            assert item_types(response) == ["mcp_list_tools", "mcp_list_tools", "message"]
             for item in response.output[:2]:
                 assert "cannot be used" in item.error  # type: ignore[union-attr,operator]
             assert response.status == "completed"
@@ -398,7 +407,7 @@ async def test_tools_are_called_in_background_responses(tools: ServedTools) -> N
         async with asyncio.timeout(30):
             while (response := await server.openai.responses.retrieve(response.id)).status != "completed":
                 await asyncio.sleep(0.01)
-        assert kinds(response) == ["mcp_list_tools", "mcp_call", "message"]
+        assert item_types(response) == ["mcp_list_tools", "mcp_call", "message"]
 
 
 async def test_a_response_is_cancelled_during_a_call(tools: ServedTools) -> None:
@@ -448,7 +457,7 @@ async def test_a_template_without_tools_disables_tool_servers(
 ) -> None:
     plain = HERMES.replace("tools", "no_such_name")
     async with run_server(tools, "Hi", template=plain) as server:
-        assert kinds(await create(server)) == ["message"]
+        assert item_types(await create(server)) == ["message"]
         assert [message for message in caplog.messages if "tool servers" in message]
 
 

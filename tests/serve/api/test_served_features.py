@@ -21,7 +21,7 @@ STORY = [user("Tell me a story about a dragon. Tell me a story about a dragon.")
 
 
 @asynccontextmanager
-async def serving(**fields: Any) -> AsyncIterator[Chatting]:
+async def serve_demo(**fields: Any) -> AsyncIterator[Chatting]:
     config = PipelineConfig.from_flat(
         {
             "model_path": "demo",
@@ -39,7 +39,7 @@ async def serving(**fields: Any) -> AsyncIterator[Chatting]:
         yield server
 
 
-async def completion_text(server: Chatting, **body: Any) -> str:
+async def complete_text(server: Chatting, **body: Any) -> str:
     response = await server.post(
         "/v1/chat/completions", **{"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 40, **body}
     )
@@ -59,30 +59,30 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 async def test_requests_with_adapters_run_in_one_batch(adapters: list[Path]) -> None:
-    async with serving(lora=[f"first={adapters[0]}"], enable_lora=True) as server:
+    async with serve_demo(lora=[f"first={adapters[0]}"], enable_lora=True) as server:
 
-        async def listed() -> list[str]:
+        async def list_models() -> list[str]:
             return [item["id"] for item in (await server.http.get("/v1/models")).json()["data"]]
 
-        assert await listed() == ["demo", "first"]
-        plain, first = await completion_text(server), await completion_text(server, model="first")
+        assert await list_models() == ["demo", "first"]
+        plain, first = await complete_text(server), await complete_text(server, model="first")
         assert plain != first
         load = {"lora_name": "second", "lora_path": str(adapters[1])}
         assert (await server.http.post("/v1/load_lora_adapter", json=load)).status_code == 200
-        assert await listed() == ["demo", "first", "second"]
+        assert await list_models() == ["demo", "first", "second"]
         # All three requests run in one batch, with the same results as alone.
-        second = await completion_text(server, model="second")
+        second = await complete_text(server, model="second")
         assert second not in (plain, first)
         together = await asyncio.gather(
-            completion_text(server),
-            completion_text(server, model="first"),
-            completion_text(server, model="second"),
+            complete_text(server),
+            complete_text(server, model="first"),
+            complete_text(server, model="second"),
         )
         assert together == [plain, first, second]
 
         # A running request keeps its adapter after a reload.
         body = {"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
-        expected = await completion_text(server, model="second", **body)
+        expected = await complete_text(server, model="second", **body)
         running = asyncio.create_task(
             server.post("/v1/chat/completions", model="second", stream=True, **body)
         )
@@ -90,14 +90,14 @@ async def test_requests_with_adapters_run_in_one_batch(adapters: list[Path]) -> 
             await asyncio.sleep(0)
         name = {"lora_name": "second"}
         assert (await server.http.post("/v1/unload_lora_adapter", json=name)).status_code == 200
-        assert await listed() == ["demo", "first"]
+        assert await list_models() == ["demo", "first"]
         gone = await server.post("/v1/chat/completions", model="second", messages=STORY)
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
         chunks = events_of((await running).text)
         assert chunks[-1] == "[DONE]"
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks[:-1])
         assert text == expected
-        assert await completion_text(server) == plain
+        assert await complete_text(server) == plain
 
 
 BODIES: list[dict[str, Any]] = [
@@ -109,16 +109,16 @@ BODIES: list[dict[str, Any]] = [
 
 
 async def test_speculation_does_not_change_outputs() -> None:
-    async def answers(**fields: Any) -> list[str]:
-        async with serving(**fields) as server:
-            texts = await asyncio.gather(*(completion_text(server, **body) for body in BODIES))
-            alone = [await completion_text(server, **body) for body in BODIES]
+    async def complete_all(**fields: Any) -> list[str]:
+        async with serve_demo(**fields) as server:
+            texts = await asyncio.gather(*(complete_text(server, **body) for body in BODIES))
+            alone = [await complete_text(server, **body) for body in BODIES]
             assert alone == texts
             drafted.append(server.services.worker.stats.num_draft_tokens)
             return texts
 
     drafted: list[int] = []
-    plain = await answers()
-    assert await answers(speculative_method="ngram", adaptive_speculation=False) == plain
+    plain = await complete_all()
+    assert await complete_all(speculative_method="ngram", adaptive_speculation=False) == plain
     assert drafted[0] == 0
     assert drafted[1] > 0

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_speech(tmp_path_factory.mktemp("speech"), end=0.85, max_characters=60, voices=["amy"])
 
 
-def options_of(folder: Path, **fields: Any) -> dict[str, Any]:
+def make_options(folder: Path, **fields: Any) -> dict[str, Any]:
     """Return the options of `chatting` for a speech model."""
     values = {"model_path": str(folder), "served_model_name": "tiny", "kv_cache_memory": 4 << 20}
     config = PipelineConfig.from_flat({**values, "voice": ("zoe=1,2,3",), **fields})
@@ -46,8 +46,8 @@ def options_of(folder: Path, **fields: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def speech_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
-    async with chatting(**options_of(folder, **fields)) as server:
+async def open_speech_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
+    async with chatting(**make_options(folder, **fields)) as server:
         server.services.tokenizer.max_length = server.services.worker.info.max_length
         yield server
 
@@ -72,7 +72,7 @@ async def synthesize(server: Chatting, **body: Any) -> bytes:
 
 
 async def test_audio_equals_that_of_the_library(folder: Path, expected: Any) -> None:
-    async with speech_server(folder) as server:
+    async with open_speech_server(folder) as server:
         for text in ("Hello.", LONG):
             pcm = await synthesize(server, input=text, response_format="pcm")
             assert pcm == expected(text)
@@ -98,14 +98,14 @@ async def test_audio_bytes_are_sent_unchanged(folder: Path, monkeypatch: pytest.
     """Bytes that are a line end of Unicode in UTF-8 text are samples in audio."""
     audio = "\u0085\u2028\u2029".encode()
     monkeypatch.setattr("penstock.serve.api.speech.AudioEncoder.add", lambda encoder, samples: audio)
-    async with speech_server(folder) as server:
+    async with open_speech_server(folder) as server:
         for name in ("pcm", "wav"):
             content = await synthesize(server, response_format=name)
             assert content.count(audio) == len(content) // len(audio) > 0
 
 
 async def test_audio_is_streamed_as_events(folder: Path, expected: Any) -> None:
-    async with speech_server(folder) as server:
+    async with open_speech_server(folder) as server:
         body = {"input": LONG, "response_format": "pcm", "stream_format": "sse", **SAMPLING}
         response = await server.http.post(ROUTE, json=body)
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -120,7 +120,7 @@ async def test_audio_is_streamed_as_events(folder: Path, expected: Any) -> None:
 
 
 async def test_voices_are_listed_and_used(folder: Path) -> None:
-    async with speech_server(folder) as server:
+    async with open_speech_server(folder) as server:
         answer = (await server.http.get("/v1/audio/voices")).json()
         assert answer["voices"] == ["zoe", "amy"]
         assert [item["type"] for item in answer["data"]] == ["imitated", "trained"]
@@ -147,7 +147,7 @@ async def test_voices_are_listed_and_used(folder: Path) -> None:
 async def test_invalid_fields_are_refused(
     folder: Path, body: dict[str, Any], param: str | None, message: str
 ) -> None:
-    async with _shared_server(folder) as server:
+    async with _open_shared_server(folder) as server:
         wanted = {"input": "a", "response_format": "wav", **body}
         response = await server.http.post(ROUTE, json=wanted)
         error = response.json()["error"]
@@ -159,15 +159,15 @@ _SERVERS: dict[Path, Any] = {}
 
 
 @asynccontextmanager
-async def _shared_server(folder: Path) -> AsyncIterator[Chatting]:
+async def _open_shared_server(folder: Path) -> AsyncIterator[Chatting]:
     """Yield a server whose model is not loaded. Errors need no step of a worker."""
-    options = _SERVERS.setdefault(folder, options_of(folder))
+    options = _SERVERS.setdefault(folder, make_options(folder))
     async with chatting(**options) as server:
         yield server
 
 
 async def test_fields_with_default_values_are_accepted(folder: Path, expected: Any) -> None:
-    async with speech_server(folder) as server:
+    async with open_speech_server(folder) as server:
         body = {"speed": 1.0, "instructions": "", "user": "ann", "response_format": "pcm"}
         assert await synthesize(server, **body) == expected("Hello.")
 
@@ -177,7 +177,7 @@ async def test_a_missing_audio_library_is_reported(folder: Path, monkeypatch: py
 
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     audio_files._soundfile.cache_clear()
-    async with _shared_server(folder) as server:
+    async with _open_shared_server(folder) as server:
         response = await server.http.post(ROUTE, json={"input": "a"})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "response_format"
@@ -194,13 +194,13 @@ async def test_a_text_model_refuses_speech() -> None:
 
 
 async def test_a_speech_model_refuses_chats(folder: Path) -> None:
-    async with _shared_server(folder) as server:
+    async with _open_shared_server(folder) as server:
         error = await server.refusal("/v1/chat/completions", messages=[{"role": "user", "content": "a"}])
         assert "text-generation" in error["message"]
 
 
 async def test_an_output_without_speech_is_an_error(folder: Path) -> None:
-    async with speech_server(folder) as server:
+    async with open_speech_server(folder) as server:
         server.services.tokenizer.speech_format.description.sampling["allowed_token_ids"] = [65]  # type: ignore[attr-defined]
         try:
             body = {"input": "a", "response_format": "wav", **SAMPLING, "max_tokens": 5}
@@ -212,7 +212,7 @@ async def test_an_output_without_speech_is_an_error(folder: Path) -> None:
 
 
 async def test_sixteen_streams_with_disconnects(folder: Path, expected: Any) -> None:
-    async with speech_server(folder) as server:
+    async with open_speech_server(folder) as server:
         app = server.http._transport.app  # type: ignore[attr-defined]
         texts = [f"Hello number {i}." for i in range(16)]
         body = {"response_format": "pcm", **SAMPLING}
@@ -228,7 +228,7 @@ async def test_sixteen_streams_with_disconnects(folder: Path, expected: Any) -> 
 
 
 async def test_a_disconnect_cancels_the_remaining_parts(folder: Path) -> None:
-    async with speech_server(folder) as server:
+    async with open_speech_server(folder) as server:
         app = server.http._transport.app  # type: ignore[attr-defined]
         body = {"input": LONG * 4, "response_format": "pcm", **SAMPLING}
         stream = Exchange(app, ROUTE, body)
@@ -241,7 +241,7 @@ async def test_a_disconnect_cancels_the_remaining_parts(folder: Path) -> None:
 
 
 async def test_speech_metrics_are_counted(folder: Path) -> None:
-    async with speech_server(folder) as server:
+    async with open_speech_server(folder) as server:
         pcm = await synthesize(server, response_format="pcm")
         text = (await server.http.get("/metrics")).text
         assert "penstock_time_to_first_audio_seconds_count 1.0" in text
@@ -251,7 +251,7 @@ async def test_speech_metrics_are_counted(folder: Path) -> None:
 
 
 def test_the_openai_client_plays_speech(folder: Path, expected: Any) -> None:
-    with live_server(**options_of(folder)) as server:
+    with live_server(**make_options(folder)) as server:
         client = OpenAI(base_url=f"{server.url}v1", api_key="none", max_retries=0)
         extra = {name: SAMPLING[name] for name in ("seed", "temperature", "max_tokens")}
         request: dict[str, Any] = {"model": "tiny", "voice": "default", "extra_body": extra}

@@ -59,7 +59,7 @@ def make_config(**fields: Any) -> PipelineConfig:
 
 
 @asynccontextmanager
-async def serving(in_thread: bool = True, **fields: Any) -> AsyncIterator[Chatting]:
+async def serve_demo(in_thread: bool = True, **fields: Any) -> AsyncIterator[Chatting]:
     config = make_config(**fields)
     tokenizer: TextTokenizer = load_tokenizer(config)
     work = partial(load_runtime, config)
@@ -70,7 +70,7 @@ async def serving(in_thread: bool = True, **fields: Any) -> AsyncIterator[Chatti
         yield server
 
 
-def text_of(answer: dict[str, Any]) -> str:
+def message_text(answer: dict[str, Any]) -> str:
     content = answer["choices"][0]["message"]["content"]
     assert isinstance(content, str)
     return content
@@ -95,11 +95,11 @@ def first_call(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return [call["function"] for call in answer["choices"][0]["message"]["tool_calls"]]
 
 
-def plain(tool: dict[str, Any]) -> dict[str, Any]:
+def without_strict(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {**tool["function"], "strict": None}}
 
 
-def json_schema(schema: dict[str, Any] = SCHEMA) -> dict[str, Any]:
+def make_json_schema_format(schema: dict[str, Any] = SCHEMA) -> dict[str, Any]:
     return {
         "response_format": {
             "type": "json_schema",
@@ -115,7 +115,7 @@ TAG = {
     "end": "</a>",
 }
 FORMS: list[tuple[dict[str, Any], Any]] = [
-    (json_schema(), lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
+    (make_json_schema_format(), lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
     ({"structured_outputs": {"json": SCHEMA}}, lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
     ({"structured_outputs": {"regex": "[A-D]{3}-[0-9]{2}"}}, re.compile("[A-D]{3}-[0-9]{2}").fullmatch),
     ({"structured_outputs": {"choice": ["sunny", "grey"]}}, ["sunny", "grey"].index),
@@ -140,10 +140,10 @@ async def check_forms(server: Chatting) -> None:
     )
     for (form, check), answer in zip(FORMS, answers, strict=False):
         assert answer["choices"][0]["finish_reason"] == "stop", form
-        assert check(text_of(answer)) is not False, (form, text_of(answer))
-    assert {text_of(answer) for answer in answers[len(FORMS) :]} == {text_of(alone)}
+        assert check(message_text(answer)) is not False, (form, message_text(answer))
+    assert {message_text(answer) for answer in answers[len(FORMS) :]} == {message_text(alone)}
     parts = await asyncio.gather(*(post_stream(server, **common, **form) for form, _ in FORMS))
-    assert [part["content"] for part in parts] == [text_of(answer) for answer in answers[: len(FORMS)]]
+    assert [part["content"] for part in parts] == [message_text(answer) for answer in answers[: len(FORMS)]]
     completion = await server.complete(prompt="x", structured_outputs={"regex": "[ab]{5}"}, max_tokens=20)
     assert re.fullmatch("[ab]{5}", completion["choices"][0]["text"])
 
@@ -168,8 +168,8 @@ async def check_tools(server: Chatting) -> None:
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     assert (await post_stream(server, **tools, temperature=0))["tool_calls"] == [call]
     body = {**tools, "messages": [user("Hi")], "temperature": 0}
-    assert text_of(await server.chat(**body)) == text_of(
-        await server.chat(**{**body, "tools": [plain(STRICT), LOOSE]})
+    assert message_text(await server.chat(**body)) == message_text(
+        await server.chat(**{**body, "tools": [without_strict(STRICT), LOOSE]})
     )
 
     either = await server.chat(**tools, temperature=0, response_format={"type": "json_object"})
@@ -203,10 +203,10 @@ async def check_errors(server: Chatting) -> None:
     """Check that invalid grammars get status 400 before the headers, with the field and the keyword."""
     unsupported = {"type": "array", "uniqueItems": True}
     refused: list[tuple[dict[str, Any], str, str]] = [
-        (json_schema(unsupported), "response_format.json_schema", "uniqueItems"),
+        (make_json_schema_format(unsupported), "response_format.json_schema", "uniqueItems"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "regular expression"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
-        (json_schema() | {"ignore_eos": True}, "ignore_eos", "stop_token_ids"),
+        (make_json_schema_format() | {"ignore_eos": True}, "ignore_eos", "stop_token_ids"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schem": {}}}},
             "response_format.json_schema.schem",
@@ -232,7 +232,7 @@ async def check_errors(server: Chatting) -> None:
 
 
 async def test_grammars_with_the_embedded_model() -> None:
-    async with serving() as server:
+    async with serve_demo() as server:
         await check_forms(server)
         await check_tools(server)
         await check_errors(server)
@@ -241,7 +241,7 @@ async def test_grammars_with_the_embedded_model() -> None:
 
 
 async def test_a_worker_in_a_separate_process() -> None:
-    async with serving(in_thread=False) as server:
+    async with serve_demo(in_thread=False) as server:
         await check_forms(server)
         await check_tools(server)
         await check_errors(server)
@@ -265,10 +265,10 @@ async def check_with_other_fields(server: Chatting) -> None:
         server.chat(**short, allowed_token_ids=server.services.tokenizer.encode_text("yes", False).tolist()),
     )
     text, late, biased, several, endless, stuck, stuck_stream, allowed = results
-    assert text_of(allowed) == "yes"
-    assert text_of(text) == text_of(await server.chat(messages=PARIS, seed=5, max_tokens=30))
+    assert message_text(allowed) == "yes"
+    assert message_text(text) == message_text(await server.chat(messages=PARIS, seed=5, max_tokens=30))
     for answer in (late, biased):
-        assert text_of(answer) in ("yes", "no")
+        assert message_text(answer) in ("yes", "no")
         assert answer["choices"][0]["finish_reason"] == "stop"
     for item in several["choices"]:
         assert item["message"]["content"] in ("yes", "no")
@@ -290,7 +290,7 @@ async def test_grammar_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         return sources.grammar_source(grammar, **options)
 
     monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
-    async with serving(max_grammar_size=1500, grammar_compile_timeout=0.05) as server:
+    async with serve_demo(max_grammar_size=1500, grammar_compile_timeout=0.05) as server:
         long = {"structured_outputs": {"choice": ["a" * 3000]}}
         error = await server.refusal(CHAT, messages=PARIS, **long)
         assert "the maximum is 1500" in error["message"]
@@ -318,7 +318,7 @@ async def test_reasoning_before_formatted_output(tmp_path: Any) -> None:
     template.write_text(
         f"{{# <think> </think> #}}{source}{{% if add_generation_prompt %}}<think>\n{{% endif %}}"
     )
-    async with serving(chat_template=str(template)) as server:
+    async with serve_demo(chat_template=str(template)) as server:
         assert server.services.parsers.reasoning_format == "think"
         bias = {str(server.services.tokenizer.encode_text("</", False).tolist()[0]): 3.0}
         for seed in range(3):
@@ -329,7 +329,7 @@ async def test_reasoning_before_formatted_output(tmp_path: Any) -> None:
                 "max_tokens": 300,
                 "logit_bias": bias,
             }
-            answer = await server.chat(**body, **json_schema())
+            answer = await server.chat(**body, **make_json_schema_format())
             [choice] = answer["choices"]
             if choice["finish_reason"] == "stop":
                 jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)

@@ -81,14 +81,14 @@ async def test_detokenize_returns_the_text() -> None:
         assert response.status_code == 404
 
 
-def loaded(parts: Iterable[bytes]) -> Any:
+def decode_parts(parts: Iterable[bytes]) -> Any:
     return json.loads(b"".join(parts))
 
 
 def test_token_texts_of_chat_log_probabilities() -> None:
     scores = ChatScores(TokenFragments(FakeTokenizer()), top=2)
     score = Score(195, float("-inf"), {97: -2.0, 195: float("-inf"), 98: -1.0})
-    [entry] = loaded(scores.parts([score]))["content"]
+    [entry] = decode_parts(scores.parts([score]))["content"]
     assert entry == {
         "token": "\ufffd",
         "logprob": -9999.0,
@@ -103,7 +103,7 @@ def test_token_texts_of_chat_log_probabilities() -> None:
 def test_token_texts_of_completion_log_probabilities() -> None:
     tokenizer = FakeTokenizer()
     scores = CompletionScores(tokenizer, TokenFragments(tokenizer), top=1)
-    first = loaded(scores.parts([110, 256], [None, -3.0], [None, {97: -1.0, 256: -3.0}]))
+    first = decode_parts(scores.parts([110, 256], [None, -3.0], [None, {97: -1.0, 256: -3.0}]))
     assert first == {
         "text_offset": [0, 1],
         "token_logprobs": [None, -3.0],
@@ -111,7 +111,7 @@ def test_token_texts_of_completion_log_probabilities() -> None:
         "top_logprobs": [None, {"a": -1.0, "<|end|>": -3.0}],
     }
     rows = [{195: 0.0}, {169: 0.0}, {98: 0.0}]
-    second = loaded(scores.parts([195, 169, 98], [0.0, 0.0, 0.0], rows))
+    second = decode_parts(scores.parts([195, 169, 98], [0.0, 0.0, 0.0], rows))
     assert second["text_offset"] == [1, 2, 2]
     assert second["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "b"]
 

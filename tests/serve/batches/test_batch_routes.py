@@ -16,7 +16,7 @@ from penstock.serve.batches.batch_manager import BatchManager
 from penstock.testing import FakePipeline
 
 
-def request_lines(count: int, **more: Any) -> bytes:
+def make_request_lines(count: int, **more: Any) -> bytes:
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **more}
     return b"".join(
         json.dumps(
@@ -55,7 +55,7 @@ async def read_results(server: Chatting, file_id: str | None) -> dict[str, Any]:
 async def test_a_batch_writes_results_and_errors(tmp_path: Path) -> None:
     async with chatting(state_dir=str(tmp_path)) as server:
         client = server.openai
-        data = request_lines(3) + request_lines(1, colour=1).replace(b'"n0"', b'"bad"') + b"{}\n"
+        data = make_request_lines(3) + make_request_lines(1, colour=1).replace(b'"n0"', b'"bad"') + b"{}\n"
         created = await start_batch(server, data)
         assert (created.status, created.metadata) == ("validating", {"a": "b"})
         batch = await wait_until_ended(server, created.id)
@@ -88,7 +88,7 @@ async def test_a_batch_writes_results_and_errors(tmp_path: Path) -> None:
 async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
     slow = FakePipeline.answering(lambda prompt: "x" * 2000)
     async with chatting(slow, max_batch_size=2, state_dir=str(tmp_path)) as server:
-        created = await start_batch(server, request_lines(9, max_tokens=60))
+        created = await start_batch(server, make_request_lines(9, max_tokens=60))
         async with asyncio.timeout(30):
             while (
                 server.services.states.of(BatchManager)
@@ -115,8 +115,8 @@ async def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
 async def test_a_batch_can_be_cancelled(tmp_path: Path) -> None:
     async with chatting(FakePipeline.saying("x" * 100_000), state_dir=str(tmp_path)) as server:
         first, second = (
-            await start_batch(server, request_lines(2)),
-            await start_batch(server, request_lines(1)),
+            await start_batch(server, make_request_lines(2)),
+            await start_batch(server, make_request_lines(1)),
         )
         for created in (second, first):
             cancelled = await server.openai.batches.cancel(created.id)
@@ -131,7 +131,7 @@ async def test_files_are_listed_in_order(tmp_path: Path) -> None:
     async with chatting(state_dir=str(tmp_path)) as server:
         client = server.openai
         for _ in range(3):
-            await client.files.create(file=request_lines(1), purpose="batch")
+            await client.files.create(file=make_request_lines(1), purpose="batch")
         newest = [file.id async for file in client.files.list()]
         assert len(newest) == 3
         assert [file.id async for file in client.files.list(order="desc")] == newest
@@ -163,7 +163,7 @@ async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
                 "/v1/files", content=data, headers={**headers, "content-type": kind}
             )
             assert refused.status_code == status, data
-        file = await client.files.create(file=request_lines(1) + request_lines(1), purpose="batch")
+        file = await client.files.create(file=make_request_lines(1) + make_request_lines(1), purpose="batch")
         fields: Any = {"completion_window": "24h"}
         with pytest.raises(openai.BadRequestError, match="there is no file"):
             await client.batches.create(input_file_id="file-../x", endpoint="/v1/responses", **fields)
@@ -186,21 +186,23 @@ async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
             await server.openai.files.list()
 
 
-def part(name: str, content: bytes, **parameters: str) -> bytes:
+def make_form_part(name: str, content: bytes, **parameters: str) -> bytes:
     """Return a part of a form with the boundary ``x``."""
     more = "".join(f'; {key}="{value}"' for key, value in parameters.items())
     return f'--x\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + content + b"\r\n"
 
 
-PURPOSE = part("purpose", b"batch")
-FILE = part("file", b"\r\n--y", filename="a/b.jsonl")
+PURPOSE = make_form_part("purpose", b"batch")
+FILE = make_form_part("file", b"\r\n--y", filename="a/b.jsonl")
 MALFORMED_FORMS = {
     "its last part does not end": PURPOSE + FILE,
     "two files": PURPOSE + FILE + FILE + b"--x--",
     "file is required": PURPOSE + b"--x--",
-    "longer than 4096 bytes": part("purpose", b"b" * 4097) + FILE + b"--x--",
-    "more than 16 fields": b"".join(part(f"f{number}", b"") for number in range(17)) + FILE + b"--x--",
-    "unknown field 'other'": PURPOSE + part("other", b"1") + FILE + b"--x--",
+    "longer than 4096 bytes": make_form_part("purpose", b"b" * 4097) + FILE + b"--x--",
+    "more than 16 fields": b"".join(make_form_part(f"f{number}", b"") for number in range(17))
+    + FILE
+    + b"--x--",
+    "unknown field 'other'": PURPOSE + make_form_part("other", b"1") + FILE + b"--x--",
     "malformed": b"purpose=batch",
 }
 
@@ -222,13 +224,13 @@ async def test_malformed_forms_are_refused(tmp_path: Path, message: str) -> None
 async def test_a_form_in_small_chunks_is_parsed(tmp_path: Path, size: int) -> None:
     form = FILE + PURPOSE + b"--x--\r\n"
 
-    async def chunks() -> AsyncIterator[bytes]:
+    async def send_chunks() -> AsyncIterator[bytes]:
         for start in range(0, len(form), size):
             yield form[start : start + size]
 
     async with chatting(state_dir=str(tmp_path)) as server:
         response = await server.http.post(
-            "/v1/files", content=chunks(), headers={"content-type": 'multipart/form-data; boundary="x"'}
+            "/v1/files", content=send_chunks(), headers={"content-type": 'multipart/form-data; boundary="x"'}
         )
         file = response.json()
         assert (file["filename"], file["bytes"]) == ("b.jsonl", 5)
@@ -238,7 +240,7 @@ async def test_a_form_in_small_chunks_is_parsed(tmp_path: Path, size: int) -> No
 
 async def test_a_line_for_another_endpoint_than_the_batch_fails(tmp_path: Path) -> None:
     async with chatting(state_dir=str(tmp_path)) as server:
-        created = await start_batch(server, request_lines(1), "/v1/responses")
+        created = await start_batch(server, make_request_lines(1), "/v1/responses")
         batch = await wait_until_ended(server, created.id)
         assert batch.request_counts.failed == 1
         assert (await read_results(server, batch.error_file_id))["n0"]["error"]["code"] == "mismatched_url"

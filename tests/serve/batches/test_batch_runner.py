@@ -28,12 +28,12 @@ from penstock.testing import FakePipeline
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
 
 
-def request_line(name: str, url: str = "/v1/chat/completions", **body: Any) -> bytes:
+def make_request_line(name: str, url: str = "/v1/chat/completions", **body: Any) -> bytes:
     body = {key: value for key, value in {**CHAT, **body}.items() if value is not None}
     return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}).encode()
 
 
-def requests(*lines: bytes) -> Iterator[BatchRequest | BadLine]:
+def parse_requests(*lines: bytes) -> Iterator[BatchRequest | BadLine]:
     return (parsed(text, number, 1000, 1000) for number, text in enumerate(lines, 1))
 
 
@@ -43,13 +43,13 @@ async def run(
     """Return the results by custom_id, and the reports of each result."""
     results, reports = {}, []
 
-    def keep(result: bytes, is_good: bool, num_tokens: int) -> None:
+    def store_result(result: bytes, is_good: bool, num_tokens: int) -> None:
         decoded = json.loads(result)
         results[decoded["custom_id"]] = decoded
         reports.append((is_good, num_tokens))
 
     app = server.http._transport.app  # type: ignore[attr-defined]
-    runner = BatchDispatcher(app, concurrency, is_stopping=lambda: False, on_result=keep)
+    runner = BatchDispatcher(app, concurrency, is_stopping=lambda: False, on_result=store_result)
     await runner.run(iter(lines))
     return results, reports
 
@@ -58,10 +58,12 @@ async def test_a_result_is_one_line_for_readers_that_split_at_unicode_line_ends(
     rows: list[bytes] = []
     async with chatting(FakePipeline.saying("a\u2028b\x85")) as server:
         app = server.http._transport.app  # type: ignore[attr-defined]
-        keep = BatchDispatcher(
+        store_result = BatchDispatcher(
             app, 1, is_stopping=lambda: False, on_result=lambda result, *_: rows.append(result)
         )
-        await keep.run(requests(request_line("good\u2029"), request_line("bad\u2029", url="/x")))
+        await store_result.run(
+            parse_requests(make_request_line("good\u2029"), make_request_line("bad\u2029", url="/x"))
+        )
     good, bad = (json.loads(row) for row in b"\n".join(rows).decode().splitlines())
     assert good["response"]["body"]["choices"][0]["message"]["content"] == "a\u2028b\x85"
     assert (good["custom_id"], bad["custom_id"]) == ("good\u2029", "bad\u2029")
@@ -71,17 +73,17 @@ async def test_valid_and_invalid_lines_have_results() -> None:
     async with chatting() as server:
         results, reports = await run(
             server,
-            requests(
-                request_line("chat"),
-                request_line("text", "/v1/completions", messages=None, prompt="Hi", max_tokens=3),
-                request_line("response", "/v1/responses", messages=None, input="Hi"),
-                request_line("bad", colour=1),
-                request_line("model", model="other"),
-                request_line("stream", stream=True),
-                request_line("url", "/v1/files"),
+            parse_requests(
+                make_request_line("chat"),
+                make_request_line("text", "/v1/completions", messages=None, prompt="Hi", max_tokens=3),
+                make_request_line("response", "/v1/responses", messages=None, input="Hi"),
+                make_request_line("bad", colour=1),
+                make_request_line("model", model="other"),
+                make_request_line("stream", stream=True),
+                make_request_line("url", "/v1/files"),
                 b"{",
                 b"[]",
-                request_line("task", "/v1/embeddings", messages=None, input="Hi"),
+                make_request_line("task", "/v1/embeddings", messages=None, input="Hi"),
             ),
         )
     bodies = {name: result["response"] and result["response"]["body"] for name, result in results.items()}
@@ -104,7 +106,7 @@ async def test_valid_and_invalid_lines_have_results() -> None:
 
 
 async def test_batches_need_no_key_and_have_the_lowest_priority() -> None:
-    (given,) = requests(request_line("a", priority=5))
+    (given,) = parse_requests(make_request_line("a", priority=5))
     assert isinstance(given, BatchRequest)
     assert given.body["priority"] == PRIORITY + 5
     async with chatting(api_key=("one", "two")) as server:
@@ -117,7 +119,7 @@ async def test_batches_need_no_key_and_have_the_lowest_priority() -> None:
 async def test_the_runner_waits_for_a_full_queue() -> None:
     async with chatting(max_queue_size=1, max_batch_size=1) as server:
         results, _ = await run(
-            server, requests(*[request_line(f"n{index}") for index in range(12)]), concurrency=12
+            server, parse_requests(*[make_request_line(f"n{index}") for index in range(12)]), concurrency=12
         )
         assert {value["response"]["status_code"] for value in results.values()} == {200}
         assert len(results) == 12
@@ -131,13 +133,15 @@ async def test_lines_after_a_stop_have_no_result() -> None:
             app, 2, is_stopping=lambda: len(results) >= 3, on_result=lambda result, *_: results.append(result)
         )
         with pytest.raises(StoppedError):
-            await runner.run(requests(*[request_line(f"n{index}") for index in range(9)]))
+            await runner.run(parse_requests(*[make_request_line(f"n{index}") for index in range(9)]))
         assert 3 <= len(results) <= 4
 
 
 async def test_cancelling_a_batch_cancels_its_requests() -> None:
     async with chatting(FakePipeline.saying("x" * 100_000)) as server:
-        task = asyncio.create_task(run(server, requests(request_line("a"), request_line("b"))))
+        task = asyncio.create_task(
+            run(server, parse_requests(make_request_line("a"), make_request_line("b")))
+        )
         async with asyncio.timeout(30):
             while server.services.worker.num_outstanding < 2:
                 await asyncio.sleep(0.01)
@@ -149,7 +153,7 @@ async def test_cancelling_a_batch_cancels_its_requests() -> None:
 
 def test_lines_with_a_result_are_not_run_again(tmp_path: Path) -> None:
     given, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    given.write_bytes(b"\n".join([request_line("a"), b"", request_line("b"), b"{}"]) + b"\n")
+    given.write_bytes(b"\n".join([make_request_line("a"), b"", make_request_line("b"), b"{}"]) + b"\n")
     assert finished_ids(results) == set()
     results.write_text('{"custom_id": "a", "response": null}\n{"custom_id": "b", "resp')
     assert finished_ids(results) == {"a"}
@@ -157,7 +161,7 @@ def test_lines_with_a_result_are_not_run_again(tmp_path: Path) -> None:
     remaining_ids = [request.custom_id for request in remaining(read_lines(given, 100, 100), {"a"})]
     assert remaining_ids == ["b", "line-4"]
     assert check_unique(read_lines(given, 100, 100)) == 3
-    given.write_bytes(request_line("a") + b"\n" + request_line("a"))
+    given.write_bytes(make_request_line("a") + b"\n" + make_request_line("a"))
     with pytest.raises(InputError, match="two lines have the custom_id 'a'"):
         check_unique(read_lines(given, 100, 100))
     results.write_text("text\n")

@@ -82,15 +82,15 @@ def test_unusual_valid_bodies_are_decoded(body: bytes) -> None:
     assert decode_json(body) == json.loads(body)
 
 
-def echo() -> APIRouter:
+def echo_body() -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/echo")
-    async def echo(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+    async def echo_body(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
         return body
 
     @router.post("/raw")
-    async def raw(request: Request) -> Any:
+    async def read_raw(request: Request) -> Any:
         return await request.json()
 
     return router
@@ -99,7 +99,7 @@ def echo() -> APIRouter:
 @pytest.mark.parametrize("path", ["/echo", "/raw"])
 @pytest.mark.parametrize(("body", "message"), INVALID_BODIES.values(), ids=INVALID_BODIES.keys())
 async def test_requests_with_invalid_bodies_get_400(path: str, body: bytes, message: str) -> None:
-    async with client_of(make_services(), echo()) as client:
+    async with client_of(make_services(), echo_body()) as client:
         response = await post(client, body, path=path)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
@@ -108,9 +108,9 @@ async def test_requests_with_invalid_bodies_get_400(path: str, body: bytes, mess
 
 async def test_a_body_of_the_maximum_size_is_accepted() -> None:
     body = json.dumps({"a": "b" * 100_000}).encode()  # decoded in a separate process
-    async with client_of(make_services(max_body_size=len(body)), echo()) as client:
+    async with client_of(make_services(max_body_size=len(body)), echo_body()) as client:
         assert (await post(client, body)).json() == {"a": "b" * 100_000}
-    async with client_of(make_services(max_body_size=len(body) - 1), echo()) as client:
+    async with client_of(make_services(max_body_size=len(body) - 1), echo_body()) as client:
         refused = await post(client, body)
     assert refused.status_code == 413
     assert refused.json()["error"]["code"] == "request_too_large"
@@ -121,7 +121,7 @@ async def test_the_number_of_concurrent_large_bodies_is_limited() -> None:
     services = make_services()
     services.large_bodies.acquire()
     long = json.dumps({"a": "b" * 600_000}).encode()
-    async with client_of(services, echo()) as client:
+    async with client_of(services, echo_body()) as client:
         assert (await post(client, long, path="/raw")).status_code == 200
         while services.large_bodies.num_active < 8:
             services.large_bodies.acquire()
@@ -138,14 +138,16 @@ async def test_the_size_limit_applies_while_a_body_arrives() -> None:
     """A body without Content-Length is refused before its end."""
     sent = 0
 
-    async def chunks() -> AsyncIterator[bytes]:
+    async def send_chunks() -> AsyncIterator[bytes]:
         nonlocal sent
         while True:
             sent += 1000
             yield b"a" * 1000
 
-    async with client_of(make_services(max_body_size=10_000), echo()) as client:
-        response = await client.post("/echo", content=chunks(), headers={"content-type": "application/json"})
+    async with client_of(make_services(max_body_size=10_000), echo_body()) as client:
+        response = await client.post(
+            "/echo", content=send_chunks(), headers={"content-type": "application/json"}
+        )
     assert response.status_code == 413
     assert sent < 13_000
 
@@ -153,25 +155,27 @@ async def test_the_size_limit_applies_while_a_body_arrives() -> None:
 async def test_a_body_with_a_too_large_content_length_is_not_read() -> None:
     sent = 0
 
-    async def chunks() -> AsyncIterator[bytes]:
+    async def send_chunks() -> AsyncIterator[bytes]:
         nonlocal sent
         sent += 1
         yield b"{}"
 
     headers = {"content-type": "application/json", "content-length": "10001"}
-    async with client_of(make_services(max_body_size=10_000), echo()) as client:
-        response = await client.post("/echo", content=chunks(), headers=headers)
+    async with client_of(make_services(max_body_size=10_000), echo_body()) as client:
+        response = await client.post("/echo", content=send_chunks(), headers=headers)
     assert (response.status_code, sent) == (413, 0)
 
 
 async def test_a_body_that_is_not_received_in_time_gets_408() -> None:
-    async def chunks() -> AsyncIterator[bytes]:
+    async def send_chunks() -> AsyncIterator[bytes]:
         yield b'{"a":'
         await asyncio.sleep(60)
         yield b"1}"
 
-    async with client_of(make_services(body_timeout=0.05), echo()) as client:
-        response = await client.post("/echo", content=chunks(), headers={"content-type": "application/json"})
+    async with client_of(make_services(body_timeout=0.05), echo_body()) as client:
+        response = await client.post(
+            "/echo", content=send_chunks(), headers={"content-type": "application/json"}
+        )
     assert response.status_code == 408
     assert response.json()["error"]["code"] == "request_timeout"
 
@@ -193,7 +197,7 @@ async def test_a_body_that_is_not_received_in_time_gets_408() -> None:
     ],
 )
 async def test_only_json_media_types_are_accepted(media_type: str, status: int) -> None:
-    async with client_of(make_services(), echo()) as client:
+    async with client_of(make_services(), echo_body()) as client:
         response = await post(client, b'{"a": 1}', media_type)
     assert response.status_code == status
     if status != 200:
@@ -202,7 +206,7 @@ async def test_only_json_media_types_are_accepted(media_type: str, status: int) 
 
 async def test_a_body_without_a_content_type_is_refused() -> None:
     """Pages of other sites can send such requests without a preflight request."""
-    async with client_of(make_services(), echo()) as client:
+    async with client_of(make_services(), echo_body()) as client:
         response = await client.post("/raw", content=b'{"a": 1}')
     assert response.status_code == 415
     assert "Content-Type: application/json" in response.json()["error"]["message"]

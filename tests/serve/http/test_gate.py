@@ -41,7 +41,7 @@ async def test_a_short_body_is_read_before_its_request_is_refused(length: int, i
     """Closing a connection with unread bytes could reset it. The client could then lose the response."""
     sent = 0
 
-    async def chunks() -> AsyncIterator[bytes]:
+    async def send_chunks() -> AsyncIterator[bytes]:
         nonlocal sent
         while sent < length:
             sent += 1000
@@ -51,7 +51,7 @@ async def test_a_short_body_is_read_before_its_request_is_refused(length: int, i
     services.gate.close()
     async with client_of(services) as client:
         response = await client.post(
-            "/v1/completions", content=chunks(), headers={"content-type": "application/json"}
+            "/v1/completions", content=send_chunks(), headers={"content-type": "application/json"}
         )
     assert (response.status_code, response.headers["connection"]) == (503, "close")
     assert (sent == length) is is_read

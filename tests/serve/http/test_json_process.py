@@ -42,10 +42,10 @@ async def decoder() -> AsyncIterator[JsonDecoder]:
     await json_decoder.close()
 
 
-def counts(value: Any) -> tuple[int, int]:
+def count_values(value: Any) -> tuple[int, int]:
     """Return (number of objects, arrays and keys; number of commas)."""
     if isinstance(value, dict | list):
-        inside = [counts(element) for element in (value.values() if isinstance(value, dict) else value)]
+        inside = [count_values(element) for element in (value.values() if isinstance(value, dict) else value)]
         keys = len(value) if isinstance(value, dict) else 0
         return (
             1 + keys + sum(element for element, _ in inside),
@@ -57,7 +57,7 @@ def counts(value: Any) -> tuple[int, int]:
 @given(JSON, st.booleans())
 def test_values_are_counted_outside_strings(value: Any, ascii: bool) -> None:
     body = json.dumps(value, ensure_ascii=ascii).encode()
-    num_values, num_items = counts(value)
+    num_values, num_items = count_values(value)
     assert decode(body, num_values, num_items) == value
     if num_values:
         with pytest.raises(TooManyValuesError, match=f"has {num_values} objects, arrays and keys"):

@@ -66,12 +66,12 @@ class Running:
             self._listening.put(url_of(listener))
             return listener
 
-        def announced(*args: Any) -> None:
+        def record_address(*args: Any) -> None:
             announce(*args)
             self.ready.set()
 
         monkeypatch.setattr(lifecycle, "listening_socket", listen)
-        monkeypatch.setattr(lifecycle, "announce", announced)
+        monkeypatch.setattr(lifecycle, "announce", record_address)
 
     def serve(
         self,
@@ -85,14 +85,14 @@ class Running:
         """Return the exit status of the server and the result of the client."""
         result: list[Any] = []
 
-        def client() -> None:
+        def run_client() -> None:
             url = self._listening.get(timeout=60)
             if when_ready:
                 assert self.ready.wait(60)
             with httpx.Client(base_url=url, timeout=60) as http:
                 result.append(act(http))
 
-        thread = threading.Thread(target=client)
+        thread = threading.Thread(target=run_client)
         thread.start()
         worker = WorkerClient(work, in_thread=True)
         server = Server(ServeConfig(port=0, **config), PipelineConfig(), worker, load_tokenizer, Startup())
@@ -111,15 +111,15 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def body(max_tokens: int, **more: Any) -> dict[str, Any]:
+def make_body(max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": "demo", "prompt": "Hi", "max_tokens": max_tokens, "ignore_eos": True, **more}
 
 
-def stream(http: httpx.Client, max_tokens: int, after_first: Callable[[], Any]) -> tuple[list[Any], Any]:
+def read_stream(http: httpx.Client, max_tokens: int, after_first: Callable[[], Any]) -> tuple[list[Any], Any]:
     """Return the events of a stream, and the result of the action after the first event."""
     events: list[Any] = []
     done: Any = None
-    with http.stream("POST", "/v1/completions", json=body(max_tokens, stream=True)) as response:
+    with http.stream("POST", "/v1/completions", json=make_body(max_tokens, stream=True)) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if line.startswith("data: "):
@@ -131,7 +131,7 @@ def stream(http: httpx.Client, max_tokens: int, after_first: Callable[[], Any]) 
 
 def test_the_server_runs_until_a_stop_signal(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
     def act(http: httpx.Client) -> Any:
-        answer = http.post("/v1/completions", json=body(3))
+        answer = http.post("/v1/completions", json=make_body(3))
         probes = [http.get(path).status_code for path in ("/health", "/ready")]
         metrics = http.get("/metrics").text
         send(signal.SIGTERM)
@@ -165,15 +165,15 @@ def test_json_logs_contain_only_json(running: Running, capfd: pytest.CaptureFixt
 
 
 def test_active_requests_finish_after_a_signal(running: Running) -> None:
-    def while_draining(http: httpx.Client) -> Any:
+    def probe_while_draining(http: httpx.Client) -> Any:
         send(signal.SIGTERM)
         while http.get("/ready").status_code == 200:
             pass
-        return http.post("/v1/completions", json=body(1)), http.get("/health").status_code
+        return http.post("/v1/completions", json=make_body(1)), http.get("/health").status_code
 
     def act(http: httpx.Client) -> Any:
         with httpx.Client(base_url=http.base_url, timeout=60) as other:
-            return stream(http, 500, lambda: while_draining(other))
+            return read_stream(http, 500, lambda: probe_while_draining(other))
 
     status, (events, (refused, health)) = running.serve(act)
     assert status == 0
@@ -188,7 +188,7 @@ def test_active_requests_finish_after_a_signal(running: Running) -> None:
 
 def test_requests_that_exceed_the_grace_period_end_with_an_error(running: Running) -> None:
     def act(http: httpx.Client) -> Any:
-        return stream(http, 4000, lambda: send(signal.SIGTERM))
+        return read_stream(http, 4000, lambda: send(signal.SIGTERM))
 
     status, (events, _) = running.serve(act, shutdown_grace=0.2)
     assert status == 1
@@ -198,7 +198,7 @@ def test_requests_that_exceed_the_grace_period_end_with_an_error(running: Runnin
 
 @pytest.mark.parametrize(("second", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_stops_the_server_at_once(running: Running, second: int, expected: int) -> None:
-    def twice(http: httpx.Client) -> None:
+    def send_two_signals(http: httpx.Client) -> None:
         send(signal.SIGTERM)
         while http.get("/ready").status_code == 200:
             pass
@@ -207,7 +207,7 @@ def test_a_second_signal_stops_the_server_at_once(running: Running, second: int,
     def act(http: httpx.Client) -> int:
         with httpx.Client(base_url=http.base_url, timeout=60) as other:
             try:
-                return len(stream(http, 4000, lambda: twice(other))[0])
+                return len(read_stream(http, 4000, lambda: send_two_signals(other))[0])
             except httpx.TransportError:
                 return 0
 
@@ -224,11 +224,11 @@ def test_requests_during_loading_get_an_error(running: Running) -> None:
         return make_work()
 
     def act(http: httpx.Client) -> Any:
-        early = http.post("/v1/completions", json=body(1))
+        early = http.post("/v1/completions", json=make_body(1))
         probes = [http.get(path).status_code for path in ("/health", "/ready", "/version", "/metrics")]
         loaded.set()
         assert running.ready.wait(60)
-        late = http.post("/v1/completions", json=body(1))
+        late = http.post("/v1/completions", json=make_body(1))
         send(signal.SIGTERM)
         return early, probes, late
 
@@ -259,16 +259,16 @@ def test_a_signal_during_loading_stops_the_server(running: Running) -> None:
 
 
 def test_a_load_error_is_raised_to_the_caller(running: Running) -> None:
-    def broken_work() -> WorkerRuntime:
+    def fail_to_load() -> WorkerRuntime:
         raise CheckpointError("/models/x", "is broken")
 
-    def broken_tokenizer() -> FakeTokenizer:
+    def fail_to_load_tokenizer() -> FakeTokenizer:
         raise CheckpointError("/models/y", "has no tokenizer")
 
     with pytest.raises(CheckpointError, match="/models/x: is broken"):
-        running.serve(lambda http: None, broken_work, when_ready=False)
+        running.serve(lambda http: None, fail_to_load, when_ready=False)
     with pytest.raises(CheckpointError, match="/models/y"):
-        running.serve(lambda http: None, make_work, broken_tokenizer, when_ready=False)
+        running.serve(lambda http: None, make_work, fail_to_load_tokenizer, when_ready=False)
 
 
 def test_a_failed_warm_up_stops_the_server(running: Running) -> None:
@@ -340,7 +340,7 @@ def test_a_connection_without_a_request_is_closed(running: Running, sent: bytes)
         with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as raw:
             raw.sendall(sent)
             answer = raw.recv(4096)
-        assert stream(http, 400, lambda: None)[0][-1] == "[DONE]"  # longer than the time limit
+        assert read_stream(http, 400, lambda: None)[0][-1] == "[DONE]"  # longer than the time limit
         send(signal.SIGTERM)
         return answer
 
@@ -350,7 +350,7 @@ def test_a_connection_without_a_request_is_closed(running: Running, sent: bytes)
 def test_an_incomplete_later_request_is_closed(running: Running) -> None:
     request = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
-    def answer_to(raw: socket.socket, *parts: bytes) -> bytes:
+    def exchange_bytes(raw: socket.socket, *parts: bytes) -> bytes:
         for part in parts:
             raw.sendall(part)
             time.sleep(0.1)
@@ -361,9 +361,9 @@ def test_an_incomplete_later_request_is_closed(running: Running) -> None:
 
     def act(http: httpx.Client) -> list[bytes]:
         with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=30) as raw:
-            answers = [answer_to(raw, request), answer_to(raw, request[:10], request[10:])]
+            answers = [exchange_bytes(raw, request), exchange_bytes(raw, request[:10], request[10:])]
             time.sleep(2.2)  # an idle connection is kept for longer than the limit of the first request
-            answers += [answer_to(raw, request), answer_to(raw, request[:10])]
+            answers += [exchange_bytes(raw, request), exchange_bytes(raw, request[:10])]
         send(signal.SIGTERM)
         return answers
 

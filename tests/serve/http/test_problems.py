@@ -158,7 +158,7 @@ def failing() -> APIRouter:
 )
 async def test_a_validation_error_names_the_field(body: Any, param: str | None, code: str) -> None:
     async with client_of(make_services(), failing()) as client:
-        error = error_of(await client.post("/form", json=body), 400)
+        error = read_error(await client.post("/form", json=body), 400)
     assert (error["param"], error["code"], error["type"]) == (param, code, INVALID)
 
 
@@ -166,24 +166,24 @@ async def test_a_validation_error_names_the_field(body: Any, param: str | None, 
 async def test_each_error_of_a_route_is_converted(index: int) -> None:
     async with client_of(make_services(), failing()) as client:
         response = await client.get(f"/error/{index}")
-    error_of(response, CASES[index][1])
+    read_error(response, CASES[index][1])
     assert response.headers.get("retry-after") == CASES[index][5]
 
 
 async def test_errors_of_the_framework_have_the_format() -> None:
     async with client_of(make_services(), failing()) as client:
-        unknown = error_of(await client.get("/v1/nothing"), 404)
+        unknown = read_error(await client.get("/v1/nothing"), 404)
         wrong_method = await client.get("/form")
-        path = error_of(await client.get("/items/one"), 400)
-        missing = error_of(await client.post("/form", headers={"content-type": "application/json"}), 400)
+        path = read_error(await client.get("/items/one"), 400)
+        missing = read_error(await client.post("/form", headers={"content-type": "application/json"}), 400)
     assert unknown["code"] == "not_found"
-    assert error_of(wrong_method, 405)["code"] == "method_not_allowed"
+    assert read_error(wrong_method, 405)["code"] == "method_not_allowed"
     assert wrong_method.headers["allow"] == "POST"
     assert path["param"] == "number"
     assert missing["param"] is None
 
 
-def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+def read_error(response: httpx.Response, status: int) -> dict[str, Any]:
     """Return the error of a response. Check its exact format."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"

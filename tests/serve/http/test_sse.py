@@ -24,12 +24,12 @@ def test_an_event_template_gives_the_same_bytes(text: str) -> None:
 
 @given(st.text(st.sampled_from('a\\"\x0b\x0c\x1c\x85\u2028\u2029\u2014é')))
 async def test_clients_that_split_at_unicode_line_ends_read_events(text: str) -> None:
-    async def chunks() -> AsyncGenerator[bytes, None]:
+    async def yield_events() -> AsyncGenerator[bytes, None]:
         yield event({"text": text})
         yield b"data: " + json.dumps([text, text], ensure_ascii=False).encode() + b"\n\n"
 
     peer = Peer()
-    await peer.run(peer.stream(chunks()))
+    await peer.run(peer.stream(yield_events()))
     first, empty, second, *_ = peer.body.decode().splitlines()
     assert json.loads(first.removeprefix("data: ")) == {"text": text}
     assert empty == ""
@@ -65,12 +65,12 @@ class Peer:
 
 
 async def test_a_stream_sends_events_in_order() -> None:
-    async def chunks() -> AsyncGenerator[bytes, None]:
+    async def yield_events() -> AsyncGenerator[bytes, None]:
         yield event({"a": 1})
         yield DONE
 
     peer = Peer()
-    await peer.run(peer.stream(chunks()))
+    await peer.run(peer.stream(yield_events()))
     start, *bodies = peer.messages
     assert start["status"] == 200
     headers = dict(start["headers"])
@@ -83,12 +83,12 @@ async def test_a_stream_sends_events_in_order() -> None:
 
 @pytest.mark.parametrize("error", [UnavailableError("gone"), ZeroDivisionError("a secret")])
 async def test_an_error_is_the_last_event(error: Exception) -> None:
-    async def chunks() -> AsyncGenerator[bytes, None]:
+    async def yield_events() -> AsyncGenerator[bytes, None]:
         yield event({"a": 1})
         raise error
 
     peer = Peer()
-    await peer.run(peer.stream(chunks()))
+    await peer.run(peer.stream(yield_events()))
     first, last, rest = peer.body.decode().split("\n\n")
     assert (first, rest) == ('data: {"a":1}', "")
     assert json.loads(last.removeprefix("data: "))["error"].keys() == {"message", "type", "param", "code"}
@@ -100,7 +100,7 @@ async def test_an_error_is_the_last_event(error: Exception) -> None:
 async def test_a_disconnect_closes_the_generator() -> None:
     ended = asyncio.Event()
 
-    async def chunks() -> AsyncGenerator[bytes, None]:
+    async def yield_events() -> AsyncGenerator[bytes, None]:
         try:
             yield b": x\n\n"
             await asyncio.Event().wait()
@@ -108,7 +108,7 @@ async def test_a_disconnect_closes_the_generator() -> None:
             ended.set()
 
     peer = Peer()
-    running = asyncio.ensure_future(peer.run(peer.stream(chunks())))
+    running = asyncio.ensure_future(peer.run(peer.stream(yield_events())))
     while len(peer.messages) < 2:
         await asyncio.sleep(0)
     peer.disconnected.set()
@@ -120,7 +120,7 @@ async def test_a_disconnect_closes_the_generator() -> None:
 async def test_the_end_of_the_server_closes_the_generator() -> None:
     ended = asyncio.Event()
 
-    async def chunks() -> AsyncGenerator[bytes, None]:
+    async def yield_events() -> AsyncGenerator[bytes, None]:
         try:
             yield b": x\n\n"
             await asyncio.Event().wait()
@@ -128,7 +128,7 @@ async def test_the_end_of_the_server_closes_the_generator() -> None:
             ended.set()
 
     peer = Peer()
-    running = asyncio.ensure_future(peer.run(peer.stream(chunks())))
+    running = asyncio.ensure_future(peer.run(peer.stream(yield_events())))
     while len(peer.messages) < 2:
         await asyncio.sleep(0)
     running.cancel()
@@ -138,7 +138,7 @@ async def test_the_end_of_the_server_closes_the_generator() -> None:
 
 
 async def test_a_broken_connection_counts_as_a_disconnect() -> None:
-    async def chunks() -> AsyncGenerator[bytes, None]:
+    async def yield_events() -> AsyncGenerator[bytes, None]:
         while True:
             yield b": x\n\n"
 
@@ -147,18 +147,18 @@ async def test_a_broken_connection_counts_as_a_disconnect() -> None:
             raise OSError("broken pipe")
 
     peer = Peer()
-    stream = peer.stream(chunks())
+    stream = peer.stream(yield_events())
     await asyncio.wait_for(stream({"type": "http"}, peer._receive, send), 60)
     assert peer.notes == ["disconnect"]
 
 
 async def test_a_connection_that_is_broken_at_the_start() -> None:
-    async def chunks() -> AsyncGenerator[bytes, None]:
+    async def yield_events() -> AsyncGenerator[bytes, None]:
         yield event("not read")
 
     async def send(message: Any) -> None:
         raise OSError("broken pipe")
 
     peer = Peer()
-    await asyncio.wait_for(peer.stream(chunks())({"type": "http"}, peer._receive, send), 60)
+    await asyncio.wait_for(peer.stream(yield_events())({"type": "http"}, peer._receive, send), 60)
     assert peer.notes == ["disconnect"]

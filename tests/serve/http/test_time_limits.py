@@ -33,37 +33,37 @@ class Items:
         return self._next - 1
 
 
-def limits(**config: float) -> TimeLimits:
+def make_limits(**config: float) -> TimeLimits:
     return TimeLimits(ServeConfig(**config), RequestRecord())
 
 
-async def collect_items(limits: TimeLimits, *pauses: float, ping: float = 30) -> list[int | None]:
-    return [item async for item in limits.with_pings(Items(*pauses), ping=ping)]
+async def collect_items(make_limits: TimeLimits, *pauses: float, ping: float = 30) -> list[int | None]:
+    return [item async for item in make_limits.with_pings(Items(*pauses), ping=ping)]
 
 
 async def test_items_within_the_limits_are_yielded() -> None:
-    assert await collect_items(limits(), 0, 0.01) == [0, 1]
-    assert await collect_items(limits(request_timeout=5, stream_timeout=5), 0, 0.01, 0) == [0, 1, 2]
-    assert await limits(request_timeout=5).within(asyncio.sleep(0, "done")) == "done"
+    assert await collect_items(make_limits(), 0, 0.01) == [0, 1]
+    assert await collect_items(make_limits(request_timeout=5, stream_timeout=5), 0, 0.01, 0) == [0, 1, 2]
+    assert await make_limits(request_timeout=5).within(asyncio.sleep(0, "done")) == "done"
 
 
 async def test_the_time_limit_between_two_items() -> None:
     with pytest.raises(RequestProblem) as caught:
-        await collect_items(limits(stream_timeout=0.05), 0, 0, 60)
+        await collect_items(make_limits(stream_timeout=0.05), 0, 0, 60)
     assert "no token arrived for 0.05 seconds" in caught.value.message
     assert problem_of(caught.value).code == "timeout"
     assert problem_of(caught.value).headers["retry-after"]
 
 
 async def test_the_first_item_may_take_longer() -> None:
-    assert await collect_items(limits(stream_timeout=1), 1.2, 0) == [0, 1]
+    assert await collect_items(make_limits(stream_timeout=1), 1.2, 0) == [0, 1]
 
 
 async def test_the_time_limit_of_the_request() -> None:
     seen: list[int | None] = []
 
     async def collect() -> None:
-        short = limits(request_timeout=0.1, stream_timeout=60)
+        short = make_limits(request_timeout=0.1, stream_timeout=60)
         async for item in short.with_pings(Items(0, *[0.02] * 1000), ping=30):
             seen.append(item)
 
@@ -74,7 +74,7 @@ async def test_the_time_limit_of_the_request() -> None:
 
 async def test_the_time_limit_of_an_admission() -> None:
     with pytest.raises(RequestProblem, match=r"longer than 0\.05 seconds"):
-        await limits(request_timeout=0.05).within(asyncio.sleep(60))
+        await make_limits(request_timeout=0.05).within(asyncio.sleep(60))
 
 
 async def test_the_time_limit_starts_with_the_arrival() -> None:
@@ -95,11 +95,11 @@ async def test_none_is_yielded_while_no_item_arrives() -> None:
                 await quiet.wait()
             return await super().__anext__()
 
-    async for item in limits().with_pings(Slow(0, 0, 0), ping=0.05):
+    async for item in make_limits().with_pings(Slow(0, 0, 0), ping=0.05):
         received.append(item)
         if received.count(None) == 2:
             quiet.set()
     assert [item for item in received if item is not None] == [0, 1, 2]
     assert received[1:3] == [None, None]
     with pytest.raises(RequestProblem, match=r"no token arrived for 0\.1 seconds"):
-        await collect_items(limits(stream_timeout=0.1), 0, 60, ping=0.03)
+        await collect_items(make_limits(stream_timeout=0.1), 0, 60, ping=0.03)

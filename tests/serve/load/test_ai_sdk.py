@@ -21,7 +21,7 @@ QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "weather", "parameters": SCHEMA}}
 
 
-def answer_of(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]:
+def post_chat(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]:
     response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -29,7 +29,7 @@ def answer_of(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_text_is_streamed(server: ServerProcess) -> None:
-    answer = answer_of(server, HELLO)
+    answer = post_chat(server, HELLO)
     assert answer["choices"][0]["message"]["content"]
     assert answer["choices"][0]["finish_reason"] == "stop"
     usage = answer["usage"]
@@ -47,14 +47,14 @@ def test_text_is_streamed(server: ServerProcess) -> None:
 def test_an_object_matches_its_schema(server: ServerProcess) -> None:
     named = {"schema": SCHEMA, "strict": True, "name": "response"}
     body = HELLO | {"max_tokens": 64, "response_format": {"type": "json_schema", "json_schema": named}}
-    output = json.loads(answer_of(server, body)["choices"][0]["message"]["content"])
+    output = json.loads(post_chat(server, body)["choices"][0]["message"]["content"])
     assert [*output] == ["city"]
     assert len(output["city"]) <= 10
 
 
 def test_tools_are_called_and_answered(server: ServerProcess) -> None:
     request = {"model": "demo", "max_tokens": 64, "messages": [QUESTION], "tools": [TOOL]}
-    [call] = answer_of(server, request | {"tool_choice": "required"})["choices"][0]["message"]["tool_calls"]
+    [call] = post_chat(server, request | {"tool_choice": "required"})["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "weather"
     assert [*json.loads(call["function"]["arguments"])] == ["city"]
     sent = {"id": call["id"], "type": "function", "function": call["function"]}
@@ -62,5 +62,5 @@ def test_tools_are_called_and_answered(server: ServerProcess) -> None:
         {"role": "assistant", "content": None, "tool_calls": [sent]},
         {"role": "tool", "tool_call_id": call["id"], "content": json.dumps({"degrees": 18})},
     ]
-    answer = answer_of(server, request | {"messages": [QUESTION, *results], "tool_choice": "auto"})
+    answer = post_chat(server, request | {"messages": [QUESTION, *results], "tool_choice": "auto"})
     assert answer["choices"][0]["finish_reason"] in ("stop", "tool_calls", "length")

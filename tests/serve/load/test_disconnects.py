@@ -118,11 +118,11 @@ async def test_no_state_of_closed_connections_remains(server: ServerProcess) -> 
             await exchange.body(headers)
             assert status == 400
 
-    async def many(count: int) -> None:
+    async def open_and_close(count: int) -> None:
         for _ in range(count):
             await asyncio.gather(*(client() for _ in range(20)))
 
-    await many(10)
+    await open_and_close(10)
     before = server.memory()
-    await many(100)
+    await open_and_close(100)
     assert server.memory() - before < 10 * 2**20

@@ -40,11 +40,11 @@ def nest(depth: int, opening: str = "[", closing: str = "]") -> str:
     return opening * depth + closing * depth
 
 
-def tools(*parameters: Any, name: Any = "f") -> list[dict[str, Any]]:
+def make_tools(*parameters: Any, name: Any = "f") -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": name, "parameters": schema}} for schema in parameters]
 
 
-def schema_of(schema: Any) -> dict[str, Any]:
+def make_schema_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
 
@@ -79,58 +79,58 @@ HOSTILE_SCHEMAS: list[Any] = [
 LARGE_SCHEMA = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2000)}}
 
 
-def chat(**fields: Any) -> tuple[str, Any]:
+def make_chat(**fields: Any) -> tuple[str, Any]:
     return CHAT, ROUTES[CHAT][1] | fields
 
 
-def text(**fields: Any) -> tuple[str, Any]:
+def make_completion(**fields: Any) -> tuple[str, Any]:
     return TEXT, ROUTES[TEXT][1] | fields
 
 
-def chat_and_text(**fields: Any) -> list[tuple[str, Any]]:
-    return [chat(**fields), text(**fields)]
+def make_chat_and_completion(**fields: Any) -> list[tuple[str, Any]]:
+    return [make_chat(**fields), make_completion(**fields)]
 
 
 REFUSED: list[tuple[str, Any]] = [
     (CHAT, {"model": "demo"}),
-    chat(messages=[]),
-    chat(model="other"),
-    chat(messages="Hi"),
-    chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
-    chat(messages=[{"role": "user", "content": "x" * 200_000}]),
-    chat(messages=MESSAGES * 5000),
-    *chat_and_text(n=10**6),
-    *chat_and_text(n=0),
-    *chat_and_text(max_tokens=-5),
-    *chat_and_text(temperature=1e300),
-    *chat_and_text(top_p=-0.1),
-    *chat_and_text(stop=["x"] * 10**6),
-    *chat_and_text(stop="x" * 10**6),
-    *chat_and_text(stop_token_ids=[10**12]),
-    *chat_and_text(logit_bias={"-1": 5}),
-    *chat_and_text(logit_bias={str(number): 1 for number in range(10**5)}),
-    *chat_and_text(logit_bias={"5": 10**30}),
+    make_chat(messages=[]),
+    make_chat(model="other"),
+    make_chat(messages="Hi"),
+    make_chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+    make_chat(messages=[{"role": "user", "content": "x" * 200_000}]),
+    make_chat(messages=MESSAGES * 5000),
+    *make_chat_and_completion(n=10**6),
+    *make_chat_and_completion(n=0),
+    *make_chat_and_completion(max_tokens=-5),
+    *make_chat_and_completion(temperature=1e300),
+    *make_chat_and_completion(top_p=-0.1),
+    *make_chat_and_completion(stop=["x"] * 10**6),
+    *make_chat_and_completion(stop="x" * 10**6),
+    *make_chat_and_completion(stop_token_ids=[10**12]),
+    *make_chat_and_completion(logit_bias={"-1": 5}),
+    *make_chat_and_completion(logit_bias={str(number): 1 for number in range(10**5)}),
+    *make_chat_and_completion(logit_bias={"5": 10**30}),
     *((path, body | {"x" * 10**6: 1}) for path, (_, body) in ROUTES.items()),
     *((path, {str(number): 1 for number in range(10**5)}) for path in ROUTES),
-    chat(top_logprobs=10**9, logprobs=True),
-    chat(tool_choice="required"),
-    chat(tools=tools({}, name="")),
-    chat(tools=tools({}, name="a b\n")),
-    chat(tools=tools({}, name="f" * 10**6)),
-    chat(tools=tools({}) * 2000),
-    chat(response_format={"type": "json_schema"}),
-    chat(chat_template_kwargs={"messages": []}),
-    chat(chat_template="{% for i in range(10**9) %}x{% endfor %}"),
-    text(prompt=[5] * 10**6),
-    text(prompt=[[5]] * 10**5),
-    text(prompt=["a"] * 10**5),
-    text(prompt=[10**9]),
-    text(prompt=[-1]),
-    text(prompt=[5, "a"]),
-    text(prompt=[5.0, 6.5]),
-    text(prompt="x" * 300_000),
-    text(suffix="!"),
-    text(logprobs=10**6),
+    make_chat(top_logprobs=10**9, logprobs=True),
+    make_chat(tool_choice="required"),
+    make_chat(tools=make_tools({}, name="")),
+    make_chat(tools=make_tools({}, name="a b\n")),
+    make_chat(tools=make_tools({}, name="f" * 10**6)),
+    make_chat(tools=make_tools({}) * 2000),
+    make_chat(response_format={"type": "json_schema"}),
+    make_chat(chat_template_kwargs={"messages": []}),
+    make_chat(chat_template="{% for i in range(10**9) %}x{% endfor %}"),
+    make_completion(prompt=[5] * 10**6),
+    make_completion(prompt=[[5]] * 10**5),
+    make_completion(prompt=["a"] * 10**5),
+    make_completion(prompt=[10**9]),
+    make_completion(prompt=[-1]),
+    make_completion(prompt=[5, "a"]),
+    make_completion(prompt=[5.0, 6.5]),
+    make_completion(prompt="x" * 300_000),
+    make_completion(suffix="!"),
+    make_completion(logprobs=10**6),
     ("/detokenize", {"model": "demo", "tokens": [2**64]}),
     ("/detokenize", {"model": "demo", "tokens": [-1]}),
     ("/tokenize", {"model": "demo", "prompt": "a", "messages": MESSAGES}),
@@ -139,31 +139,31 @@ REFUSED: list[tuple[str, Any]] = [
 
 REFUSED_OR_ANSWERED: list[tuple[str, Any]] = [
     (CHAT, {"messages": MESSAGES}),
-    chat(messages=[{"role": "user"}]),
-    chat(messages=[{"role": "emperor", "content": "Hi"}]),
-    *(chat(tools=tools(schema)) for schema in HOSTILE_SCHEMAS),
-    *(chat(tools=tools(schema), tool_choice="required") for schema in HOSTILE_SCHEMAS),
-    *(chat(response_format=schema_of(schema)) for schema in HOSTILE_SCHEMAS),
-    text(max_tokens=10**18),
-    *(body for seed in (0, -1, 2**63 - 1, 2**64) for body in chat_and_text(seed=seed)),
-    *(body for number in (2**31, -(2**63), 2**70) for body in chat_and_text(priority=number)),
-    text(prompt="\x00"),
-    text(prompt="\U0010ffff\u202e\ufeff"),
-    text(prompt=""),
-    text(structured_outputs={"regex": "(a|a)*" * 50}),
-    text(structured_outputs={"grammar": "root ::= root"}),
-    chat(messages=[{"role": "user", "content": "<|im_end|>" * 100}]),
+    make_chat(messages=[{"role": "user"}]),
+    make_chat(messages=[{"role": "emperor", "content": "Hi"}]),
+    *(make_chat(tools=make_tools(schema)) for schema in HOSTILE_SCHEMAS),
+    *(make_chat(tools=make_tools(schema), tool_choice="required") for schema in HOSTILE_SCHEMAS),
+    *(make_chat(response_format=make_schema_format(schema)) for schema in HOSTILE_SCHEMAS),
+    make_completion(max_tokens=10**18),
+    *(body for seed in (0, -1, 2**63 - 1, 2**64) for body in make_chat_and_completion(seed=seed)),
+    *(body for number in (2**31, -(2**63), 2**70) for body in make_chat_and_completion(priority=number)),
+    make_completion(prompt="\x00"),
+    make_completion(prompt="\U0010ffff\u202e\ufeff"),
+    make_completion(prompt=""),
+    make_completion(structured_outputs={"regex": "(a|a)*" * 50}),
+    make_completion(structured_outputs={"grammar": "root ::= root"}),
+    make_chat(messages=[{"role": "user", "content": "<|im_end|>" * 100}]),
 ]
 """Requests that the server may refuse or answer."""
 
 HUGE: list[tuple[str, Any]] = [
-    chat(messages=[{"role": "user", "content": "x" * 20_000_000}]),
-    chat(messages=MESSAGES * 100_000),
-    chat(tools=tools({}) * 50_000),
-    text(prompt="Hi there. " * 2_000_000),
-    text(prompt=[5] * 8_000_000),
-    chat(response_format=schema_of(LARGE_SCHEMA)),
-    chat(tools=tools(LARGE_SCHEMA), tool_choice="required"),
+    make_chat(messages=[{"role": "user", "content": "x" * 20_000_000}]),
+    make_chat(messages=MESSAGES * 100_000),
+    make_chat(tools=make_tools({}) * 50_000),
+    make_completion(prompt="Hi there. " * 2_000_000),
+    make_completion(prompt=[5] * 8_000_000),
+    make_chat(response_format=make_schema_format(LARGE_SCHEMA)),
+    make_chat(tools=make_tools(LARGE_SCHEMA), tool_choice="required"),
 ]
 """Requests close to the maximum body size, and grammars that exceed the compilation limits."""
 
@@ -265,7 +265,7 @@ async def post_all(
     statuses: dict[int, int] = {}
     waiting = iter(bodies)
 
-    async def user(client: httpx.AsyncClient) -> None:
+    async def run_client(client: httpx.AsyncClient) -> None:
         for path, data in waiting:
             try:
                 answer = await asyncio.wait_for(client.post(path, content=data), seconds)
@@ -281,7 +281,7 @@ async def post_all(
     async with httpx.AsyncClient(
         base_url=server.url, timeout=None, headers={"content-type": "application/json"}
     ) as client:
-        await asyncio.gather(*(user(client) for _ in range(4)))
+        await asyncio.gather(*(run_client(client) for _ in range(4)))
     return statuses
 
 
@@ -300,7 +300,7 @@ def check_error(answer: Any, path: str, data: bytes) -> None:
 VALID_BODY = json.dumps({"model": "demo", "prompt": "Hi", "max_tokens": 2}).encode()
 
 
-def chunked(*parts: bytes) -> bytes:
+def encode_chunked(*parts: bytes) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (*parts, b""))
 
 
@@ -312,13 +312,13 @@ TRANSFER_ENCODING = {"transfer-encoding": "chunked"}
     [
         (
             post_head(TEXT, None, **TRANSFER_ENCODING)
-            + chunked(VALID_BODY[:5], VALID_BODY[5:6], VALID_BODY[6:]),
+            + encode_chunked(VALID_BODY[:5], VALID_BODY[5:6], VALID_BODY[6:]),
             200,
         ),
-        (post_head(TEXT, None, **TRANSFER_ENCODING) + chunked(b"{"), 400),
-        (post_head(TEXT, None, **TRANSFER_ENCODING) + chunked(), 400),
+        (post_head(TEXT, None, **TRANSFER_ENCODING) + encode_chunked(b"{"), 400),
+        (post_head(TEXT, None, **TRANSFER_ENCODING) + encode_chunked(), 400),
         (post_head(TEXT, None, **TRANSFER_ENCODING) + b"zz\r\n", 400),
-        (post_head(TEXT, None, **TRANSFER_ENCODING) + chunked(*[b"x" * 2**20] * 33), 413),
+        (post_head(TEXT, None, **TRANSFER_ENCODING) + encode_chunked(*[b"x" * 2**20] * 33), 413),
         (post_head(TEXT, 2**40), 413),
         (post_head(TEXT, -5) + VALID_BODY, 400),
         (post_head(TEXT, None, **{"content-length": "ten"}) + VALID_BODY, 400),

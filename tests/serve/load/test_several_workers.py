@@ -24,10 +24,10 @@ class Client:
     def __init__(self, url: str) -> None:
         self.http = httpx.AsyncClient(base_url=url, timeout=60)
 
-    async def ask(self, **fields: Any) -> httpx.Response:
+    async def complete(self, **fields: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={**LONG, **fields})
 
-    async def per_worker(self, name: str) -> list[float]:
+    async def read_worker_metric(self, name: str) -> list[float]:
         text = (await self.http.get("/metrics")).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         values = {
@@ -39,7 +39,7 @@ class Client:
 
     async def until(self, name: str, *expected: float) -> None:
         async with asyncio.timeout(60):
-            while await self.per_worker(name) not in [[*expected], [*expected[::-1]]]:
+            while await self.read_worker_metric(name) not in [[*expected], [*expected[::-1]]]:
                 await asyncio.sleep(0.05)
 
 
@@ -51,13 +51,13 @@ async def test_a_killed_worker_fails_only_its_requests(tmp_path: Path) -> None:
         shares = sorted(sorted(share.processors) for share in divide_processors(2))
         assert sorted(sorted(os.sched_getaffinity(worker)) for worker in server.workers) == shares
         client = Client(server.url)
-        expected = (await client.ask()).json()["choices"]
+        expected = (await client.complete()).json()["choices"]
         for victim in sorted(server.workers):
-            running = [asyncio.create_task(client.ask(cache_salt=f"{victim}-{n}")) for n in range(8)]
+            running = [asyncio.create_task(client.complete(cache_salt=f"{victim}-{n}")) for n in range(8)]
             await client.until("requests_running", 4, 4)
             os.kill(victim, signal.SIGKILL)
             await client.until("up", 0, 1)
-            later = [asyncio.create_task(client.ask(max_tokens=5)) for _ in range(4)]
+            later = [asyncio.create_task(client.complete(max_tokens=5)) for _ in range(4)]
             answers = await asyncio.gather(*running)
             assert [answer.json()["choices"] for answer in answers if answer.status_code == 200] == [
                 expected
@@ -65,17 +65,17 @@ async def test_a_killed_worker_fails_only_its_requests(tmp_path: Path) -> None:
             assert [answer.status_code for answer in answers].count(503) == 4
             assert [answer.status_code for answer in await asyncio.gather(*later)] == [200] * 4
             await client.until("up", 1, 1)
-        assert await client.per_worker("restarts_total") == [1, 1]
+        assert await client.read_worker_metric("restarts_total") == [1, 1]
 
         # Every request is answered during a reload under load.
         before = set(server.workers)
         reload = asyncio.create_task(client.http.post("/reload"))
         statuses = set()
         while not reload.done():
-            answers = await asyncio.gather(*(client.ask(max_tokens=20) for _ in range(3)))
+            answers = await asyncio.gather(*(client.complete(max_tokens=20) for _ in range(3)))
             statuses |= {answer.status_code for answer in answers}
         assert (reload.result().json(), statuses) == ({"status": "reloaded"}, {200})
         assert len(set(server.workers) - before) == 2
-        assert (await client.ask()).json()["choices"] == expected
+        assert (await client.complete()).json()["choices"] == expected
         await client.http.aclose()
     assert "Traceback" not in log.read_text()

@@ -31,10 +31,10 @@ async def test_mixed_load_for_minutes(tmp_path: Path) -> None:
     flags = ("--max-length", "512", "--max-queue-size", "20", "--kv-cache-memory", str(32 * 2**20))
     with server_process(tmp_path / "log", *flags) as server:
         expected = server.complete(temperature=0)["choices"]
-        sizes, outcomes = [memory(server)], Counter[str]()
+        sizes, outcomes = [read_memory(server)], Counter[str]()
         for _ in range(3):
-            outcomes += await soak(server, SECONDS / 2)
-            sizes.append(memory(server))
+            outcomes += await run_clients(server, SECONDS / 2)
+            sizes.append(read_memory(server))
         assert outcomes["complete"] > 50
         assert outcomes["streamed"] > 50
         assert outcomes["disconnected"] > 20
@@ -45,7 +45,7 @@ async def test_mixed_load_for_minutes(tmp_path: Path) -> None:
             assert after - before < (before - first) / 2 + 16 * 2**20, sizes
 
         killer = asyncio.create_task(kill_worker_repeatedly(server))
-        outcomes = await soak(server, SECONDS)
+        outcomes = await run_clients(server, SECONDS)
         killer.cancel()
         await asyncio.wait([killer])
         assert killer.cancelled()
@@ -54,32 +54,32 @@ async def test_mixed_load_for_minutes(tmp_path: Path) -> None:
         await asyncio.to_thread(server.until_status, "/ready", 200)
         metrics = server.until_idle()
         assert metrics["penstock_worker_restarts_total"] >= 2
-        assert memory(server)[0] < sizes[-1][0] + 48 * 2**20, (
+        assert read_memory(server)[0] < sizes[-1][0] + 48 * 2**20, (
             "the server does not release memory of dead workers"
         )
         assert server.complete(temperature=0)["choices"] == expected
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def memory(server: ServerProcess) -> tuple[int, int]:
+def read_memory(server: ServerProcess) -> tuple[int, int]:
     """Return the resident bytes of the server and of its worker when no request runs."""
     server.until_idle()
     assert server.worker is not None
     return server.memory(), server.memory(server.worker)
 
 
-async def soak(server: ServerProcess, seconds: float) -> Counter[str]:
+async def run_clients(server: ServerProcess, seconds: float) -> Counter[str]:
     """Run many clients. Return how many requests ended in each way."""
     outcomes: Counter[str] = Counter()
     end = time.monotonic() + seconds
 
-    async def client(number: int) -> None:
+    async def run_client(number: int) -> None:
         draw = random.Random(number)
         while time.monotonic() < end:
             outcomes[await asyncio.wait_for(send_random_request(server.port, draw), 60)] += 1
             await asyncio.sleep(draw.random() * 0.05)
 
-    await asyncio.gather(*map(client, range(NUM_CLIENTS)))
+    await asyncio.gather(*map(run_client, range(NUM_CLIENTS)))
     return outcomes
 
 
@@ -91,7 +91,7 @@ async def kill_worker_repeatedly(server: ServerProcess) -> None:
 
 
 async def send_random_request(port: int, draw: random.Random) -> str:
-    path, body = random_body(draw)
+    path, body = draw_body(draw)
     async with raw_exchange(port, path, body) as exchange:
         if draw.random() < 0.1:
             await asyncio.sleep(draw.random() / 5)
@@ -122,7 +122,7 @@ async def send_random_request(port: int, draw: random.Random) -> str:
     return "refused"
 
 
-def random_body(draw: random.Random) -> tuple[str, dict[str, Any]]:
+def draw_body(draw: random.Random) -> tuple[str, dict[str, Any]]:
     words = draw.choices(["river", "stone", "Once", "upon", "a", "time", "7", "\n"], k=draw.randrange(1, 60))
     body: dict[str, Any] = {
         "model": "demo",

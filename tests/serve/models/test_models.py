@@ -123,14 +123,14 @@ async def test_an_unknown_model_is_a_404_in_the_format_of_the_api() -> None:
         answer = await front.complete("c")
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "model_not_found"
-        assert "make_served_model are: a, b" in answer.json()["error"]["message"]
+        assert "served are: a, b" in answer.json()["error"]["message"]
         body = {"model": "c", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
         answer = await front.client.post("/v1/messages", json=body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
         answer = await front.client.post("/v1/embeddings", json={"model": "c", "input": "Hi"})
         assert answer.status_code == 404
         answer = await front.client.post("/api/chat", json=body)
-        assert (answer.status_code, "make_served_model are" in answer.json()["error"]) == (404, True)
+        assert (answer.status_code, "served are" in answer.json()["error"]) == (404, True)
         assert front.loaded == []
 
 

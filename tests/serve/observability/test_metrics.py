@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def samples(metrics: Metrics) -> dict[str, float]:
+def read_samples(metrics: Metrics) -> dict[str, float]:
     """Return name and labels -> value, without creation times."""
     text = metrics.render().decode()
     return {
@@ -53,7 +53,7 @@ def begin_request(metrics: Metrics, route: str = "/v1/completions") -> tuple[Req
 def test_timings_of_a_request(clock: Clock) -> None:
     metrics = Metrics(with_process=False)
     record, observer = begin_request(metrics)
-    assert samples(metrics)["penstock_requests_in_progress"] == 1
+    assert read_samples(metrics)["penstock_requests_in_progress"] == 1
     clock.now += 0.3
     record.admitted()
     record.admitted()  # a token of another choice
@@ -70,7 +70,7 @@ def test_timings_of_a_request(clock: Clock) -> None:
     record.ended_at = clock.now
     observer.finished(record)
 
-    values = samples(metrics)
+    values = read_samples(metrics)
     assert values["penstock_requests_in_progress"] == 0
     assert values["penstock_requests_total method=POST route=/v1/completions status=200"] == 1
     assert values["penstock_queue_seconds_count"] == 1
@@ -109,7 +109,10 @@ def test_each_outcome_has_its_status_label(
     if error is not None:
         record.failed(*error)
     observer.finished(record)
-    assert samples(metrics)[f"penstock_requests_total method=POST route=/v1/completions status={status}"] == 1
+    assert (
+        read_samples(metrics)[f"penstock_requests_total method=POST route=/v1/completions status={status}"]
+        == 1
+    )
     assert record.outcome == outcome
 
 
@@ -137,7 +140,7 @@ def test_worker_metrics() -> None:
     )
     metrics, worker = Metrics(with_process=False), FakeEngine(stats=stats, num_outstanding=3, num_restarts=2)
     metrics.watch(worker)
-    values = samples(metrics)
+    values = read_samples(metrics)
     assert {metric.name: values[metric.name] for metric in ENGINE_METRICS} == {
         "penstock_worker_up": 1,
         "penstock_worker_restarts_total": 2,
@@ -165,8 +168,8 @@ def test_worker_metrics() -> None:
         "penstock_draft_verifications_total": 7,
     }
     worker.state, worker.stats = "restarting", WorkerStats()
-    assert samples(metrics)["penstock_worker_up"] == 0
-    assert samples(metrics)["penstock_kv_blocks"] == 0
+    assert read_samples(metrics)["penstock_worker_up"] == 0
+    assert read_samples(metrics)["penstock_kv_blocks"] == 0
 
 
 def test_metrics_of_several_workers_are_summed_and_per_worker() -> None:
@@ -176,7 +179,7 @@ def test_metrics_of_several_workers_are_summed_and_per_worker() -> None:
         FakeEngine(stats=WorkerStats(num_running=2, num_steps=5), state="restarting"),
     ]
     metrics.watch(WorkerRouter(workers))
-    values = samples(metrics)
+    values = read_samples(metrics)
     assert values["penstock_requests_running"] == 3
     assert values["penstock_per_worker_requests_running worker=0"] == 1
     assert values["penstock_per_worker_requests_running worker=1"] == 2
@@ -194,7 +197,7 @@ def test_gauges_for_external_routers_have_the_configured_names() -> None:
         "adapters=vllm:lora_requests_info",
     ]
     metrics.watch(FakeEngine(stats=stats, adapters={"b": "/b", "a": "/a"}), parse_gauges(names), "m")
-    values = samples(metrics)
+    values = read_samples(metrics)
     values = [values[f"{name} model_name=m"] for name in ("vllm:num_requests_waiting", "r", "kv")]
     assert values == [2, 1, 0.25]
     labels = "max_lora=2 model_name=m running_lora_adapters=a,b waiting_lora_adapters="
@@ -218,7 +221,7 @@ def test_build_info_and_startup_times() -> None:
     metrics = Metrics()
     metrics.describe_build(model="demo", isa="avx2")
     metrics.report_startup([("load weights", 0.5)])
-    values = samples(metrics)
+    values = read_samples(metrics)
     assert values[f"penstock_build_info isa=avx2 model=demo version={penstock.__version__}"] == 1
     assert values["penstock_startup_seconds phase=load weights"] == 0.5
     assert values["process_resident_memory_bytes"] > 0
@@ -236,15 +239,17 @@ async def test_which_requests_are_counted() -> None:
             await client.get(f"/nowhere/{number}", headers=key)
         await client.get("/v1/models")
         await client.request("BREW", "/v1/models", headers=key)
-    values = {name: value for name, value in samples(services.metrics).items() if "requests_total" in name}
+    values = {
+        name: value for name, value in read_samples(services.metrics).items() if "requests_total" in name
+    }
     assert values == {
         "penstock_requests_total method=GET route=/v1/models status=200": 1,
         "penstock_requests_total method=GET route=unmatched status=404": 5,
         "penstock_requests_total method=GET route=unmatched status=401": 1,
         "penstock_requests_total method=other route=/v1/models status=405": 1,
     }
-    assert samples(services.metrics)["penstock_requests_in_progress"] == 0
-    assert not any("requests_total" in name for name in samples(other.metrics))
+    assert read_samples(services.metrics)["penstock_requests_in_progress"] == 0
+    assert not any("requests_total" in name for name in read_samples(other.metrics))
 
 
 async def test_metrics_of_a_served_workload() -> None:
@@ -257,7 +262,7 @@ async def test_metrics_of_a_served_workload() -> None:
         assert stream.text.endswith("data: [DONE]\n\n")
         assert (await server.post("/v1/completions", prompt="a", temperature=9)).status_code == 400
         assert (await server.post("/v1/completions", prompt="a", model="x")).status_code == 404
-        values = samples(server.services.metrics)
+        values = read_samples(server.services.metrics)
     route = "penstock_requests_total method=POST route=/v1/completions status="
     assert {name: value for name, value in values.items() if name.startswith(route)} == {
         f"{route}200": 3,

@@ -28,7 +28,7 @@ def exporter() -> Iterator[tuple[object, Tracing]]:
     provider.shutdown()
 
 
-def routes() -> APIRouter:
+def make_routes() -> APIRouter:
     router = APIRouter()
 
     @router.get("/items/{name}")
@@ -49,7 +49,7 @@ def routes() -> APIRouter:
 
 async def test_each_request_is_a_span(exporter: tuple[export.InMemorySpanExporter, Tracing]) -> None:
     spans, tracing = exporter
-    async with client_of(make_services(tracing=tracing), routes()) as client:
+    async with client_of(make_services(tracing=tracing), make_routes()) as client:
         await client.get("/items/a", headers={"x-request-id": "abc"})
         await client.get("/health")
     [span] = spans.get_finished_spans()
@@ -78,7 +78,7 @@ async def test_the_span_is_part_of_the_callers_trace(
 ) -> None:
     spans, tracing = exporter
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    async with client_of(make_services(tracing=tracing), routes()) as client:
+    async with client_of(make_services(tracing=tracing), make_routes()) as client:
         await client.get("/items/a", headers={"traceparent": f"00-{trace}-{parent}-01"})
         await client.get("/items/a", headers={"traceparent": "nonsense"})
     first, second = spans.get_finished_spans()
@@ -91,7 +91,7 @@ async def test_a_failure_is_recorded_in_the_span(
     exporter: tuple[export.InMemorySpanExporter, Tracing],
 ) -> None:
     spans, tracing = exporter
-    async with client_of(make_services(tracing=tracing), routes()) as client:
+    async with client_of(make_services(tracing=tracing), make_routes()) as client:
         await client.get("/raise_bug")
     [span] = spans.get_finished_spans()
     assert not span.status.is_ok

@@ -41,13 +41,13 @@ MARKERS = sorted(
 )
 
 
-def any_text(max_size: int = 20) -> st.SearchStrategy[str]:
+def draw_any_text(max_size: int = 20) -> st.SearchStrategy[str]:
     """Return a strategy for random Unicode text with parts of markup."""
     letters = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
     return st.lists(letters | st.sampled_from(MARKUP_PARTS), max_size=max_size // 4).map("".join)
 
 
-def plain_text() -> st.SearchStrategy[str]:
+def draw_plain_text() -> st.SearchStrategy[str]:
     """Return a strategy for text without a complete marker and without surrounding white space."""
 
     def is_plain(text: str) -> bool:
@@ -59,11 +59,11 @@ def plain_text() -> st.SearchStrategy[str]:
     return st.lists(parts | st.text("ab<[]{}|_ \n>", max_size=4), max_size=8).map("".join).filter(is_plain)
 
 
-def json_values() -> st.SearchStrategy[Any]:
+def draw_json_values() -> st.SearchStrategy[Any]:
     scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     return st.recursive(
-        scalars | any_text(),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text(8), inner, max_size=3),
+        scalars | draw_any_text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(draw_any_text(8), inner, max_size=3),
         max_leaves=6,
     )
 
@@ -73,7 +73,7 @@ def draw_calls(draw: st.DrawFn, name: str) -> Call:
     if draw(st.integers(0, 3)) == 0:
         return Call("now")
     end = VALUE_ENDS.get(name)
-    texts = any_text().filter(lambda text: end is None or end not in text)
+    texts = draw_any_text().filter(lambda text: end is None or end not in text)
     numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers()
     arguments = draw(
         st.fixed_dictionaries(
@@ -83,8 +83,8 @@ def draw_calls(draw: st.DrawFn, name: str) -> Call:
                 "count": st.integers(),
                 "ratio": numbers,
                 "exact": st.booleans(),
-                "tags": st.lists(json_values(), max_size=3),
-                "filter": st.dictionaries(any_text(8), json_values(), max_size=3),
+                "tags": st.lists(draw_json_values(), max_size=3),
+                "filter": st.dictionaries(draw_any_text(8), draw_json_values(), max_size=3),
                 "user": st.none() | st.sampled_from(["ann", '"ann"', "17", "a\nb"]),
             },
         )
@@ -114,7 +114,7 @@ def draw_outputs(draw: st.DrawFn, name: str) -> Output:
         last = kind
         gap = draw(st.sampled_from(["", "\n", "\n\n"])) if output.text else ""
         if kind == "content":
-            text = draw(plain_text())
+            text = draw(draw_plain_text())
             if name in BARE and text.endswith("["):  # "[" before a call would begin a list of calls
                 text = f"{text}x"
             output.text += gap + text
@@ -124,7 +124,7 @@ def draw_outputs(draw: st.DrawFn, name: str) -> Output:
             output.text += gap + RENDERERS[name](drawn_calls)
             output.calls += tuple(drawn_calls)
         else:
-            text = draw(plain_text())
+            text = draw(draw_plain_text())
             output.text += f"{gap}<think>{begin}{text}\n</think>"
             output.reasoning += text
     return output
@@ -244,7 +244,7 @@ def test_truncated_output_has_complete_or_invalid_arguments(name: str, data: st.
 @EXAMPLES
 @given(st.data())
 def test_text_without_a_tool_name_is_unchanged_content(name: str, data: st.DataObject) -> None:
-    text = "".join(data.draw(st.lists(st.sampled_from(UNPARSABLE) | any_text(8), max_size=20)))
+    text = "".join(data.draw(st.lists(st.sampled_from(UNPARSABLE) | draw_any_text(8), max_size=20)))
     assert parse(make_parser(name, "none"), text, data.draw(SIZES)) == ([Content(text)] if text else [])
 
 

@@ -26,7 +26,7 @@ SEARCH = Call("search", {"text": "a b", "count": 3})
 SCALARS = ("text", "count", "exact")
 
 
-def with_scalars_only() -> list[dict[str, Any]]:
+def remove_nested_arguments() -> list[dict[str, Any]]:
     """Return the tools without nested arguments, whose grammars take 50 times longer to compile."""
     [search, now] = copy.deepcopy(TOOLS)
     properties = search["function"]["parameters"]["properties"]
@@ -34,11 +34,11 @@ def with_scalars_only() -> list[dict[str, Any]]:
     return [search, now]
 
 
-FEW_ARGUMENTS = with_scalars_only()
+FEW_ARGUMENTS = remove_nested_arguments()
 
 
 @cache
-def compiler() -> Any:
+def make_compiler() -> Any:
     vocabulary = [bytes([byte]) for byte in range(256)] + [b"<end>"]
     info = xgrammar.TokenizerInfo(
         vocabulary, xgrammar.VocabType.RAW, vocab_size=len(vocabulary), stop_token_ids=[END]
@@ -47,15 +47,15 @@ def compiler() -> Any:
 
 
 @cache
-def compiled(grammar: Grammar) -> Any:
+def compile_grammar(grammar: Grammar) -> Any:
     assert grammar.kind == "structural_tag"
-    return compiler().compile_structural_tag(grammar_source(grammar).text)
+    return make_compiler().compile_structural_tag(grammar_source(grammar).text)
 
 
 def accepts(grammar: Grammar | None, text: str) -> bool:
     """Return whether a grammar accepts a whole text. Both grammar libraries must agree."""
     assert grammar is not None
-    matcher = xgrammar.GrammarMatcher(compiled(grammar))
+    matcher = xgrammar.GrammarMatcher(compile_grammar(grammar))
     is_accepted = bool(matcher.accept_string(text) and matcher.accept_token(END))
     other = llguidance_bytes.matcher_of_source(grammar_source(grammar))
     assert llguidance_bytes.accepts(other, text.encode()) == is_accepted, "the two libraries disagree"

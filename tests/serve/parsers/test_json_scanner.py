@@ -141,14 +141,18 @@ def test_accepted_python_literals_are_valid(text: str, sizes: list[int]) -> None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns about unknown escapes, such as "\\{"
             expected = ast.literal_eval(f"{text})"[:taken].strip())
-        assert json.loads(out) == _tuples_to_lists(expected)
+        assert json.loads(out) == _convert_tuples_to_lists(expected)
 
 
-def _tuples_to_lists(value: Any) -> Any:
+def _convert_tuples_to_lists(value: Any) -> Any:
     """Replace tuples by lists, as in JSON."""
     if isinstance(value, list | tuple):
-        return [_tuples_to_lists(item) for item in value]
-    return {key: _tuples_to_lists(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return [_convert_tuples_to_lists(item) for item in value]
+    return (
+        {key: _convert_tuples_to_lists(item) for key, item in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ CALL = '<tool_call>\n{"name": "search", "arguments": {"text": "x"}}\n</tool_call
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-def call_events(index: int = 0, name: str = "search", arguments: str = '{"text": "x"}') -> list[Event]:
+def make_call_events(index: int = 0, name: str = "search", arguments: str = '{"text": "x"}') -> list[Event]:
     return [ToolCallStart(index, "id", name), ToolCallArguments(index, arguments)]
 
 
@@ -41,8 +41,8 @@ def parse_text(text: str, name: str = "hermes", reasoning: str = "think", **opti
 def test_only_white_space_before_calls_is_removed_from_the_content() -> None:
     assert parse_text(f"  One \n{CALL}\n{NOW}\n two ") == [
         Content("  One"),
-        *call_events(),
-        *call_events(1, "now", "{}"),
+        *make_call_events(),
+        *make_call_events(1, "now", "{}"),
         Content("\n two "),
     ]
 
@@ -91,27 +91,30 @@ def test_calls_are_content_without_tools(options: dict[str, Any]) -> None:
 
 def test_a_named_choice_allows_only_that_tool() -> None:
     choice = {"type": "function", "function": {"name": "now"}}
-    assert parse_text(CALL + NOW, tool_choice=choice) == [Content(CALL), *call_events(0, "now", "{}")]
+    assert parse_text(CALL + NOW, tool_choice=choice) == [Content(CALL), *make_call_events(0, "now", "{}")]
 
 
 def test_a_call_after_a_call_of_an_unknown_tool_in_a_list() -> None:
     text = '[TOOL_CALLS][{"name": "other", "arguments": {}}, {"name": "now", "arguments": {}}]'
     assert parse_text(text, "mistral") == [
         Content('[TOOL_CALLS][{"name": "other", "arguments": {}}'),
-        *call_events(0, "now", "{}"),
+        *make_call_events(0, "now", "{}"),
     ]
 
 
 def test_a_truncated_call_keeps_its_arguments_so_far() -> None:
-    assert parse_text(CALL.partition("}}")[0]) == call_events(arguments='{"text": "x"')
-    assert parse_text(CALL.partition(' "x"')[0]) == call_events(arguments='{"text":')
+    assert parse_text(CALL.partition("}}")[0]) == make_call_events(arguments='{"text": "x"')
+    assert parse_text(CALL.partition(' "x"')[0]) == make_call_events(arguments='{"text":')
     assert parse_text(CALL.partition("_call>\n")[0]) == [Content("<tool")]
-    assert parse_text(CALL[:-5]) == call_events()
+    assert parse_text(CALL[:-5]) == make_call_events()
 
 
 def test_text_after_invalid_arguments_is_content() -> None:
     text = '<tool_call>\n{"name": "search", "arguments": {"text": 1, count: 2}}\n</tool_call>'
-    assert parse_text(text) == [*call_events(arguments='{"text": 1, '), Content("count: 2}}\n</tool_call>")]
+    assert parse_text(text) == [
+        *make_call_events(arguments='{"text": 1, '),
+        Content("count: 2}}\n</tool_call>"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -125,22 +128,24 @@ def test_text_after_invalid_arguments_is_content() -> None:
 )
 def test_unambiguous_malformed_arguments_are_repaired(raw_arguments: str, arguments: str) -> None:
     text = f'<tool_call>{{"name": "search", "arguments": {raw_arguments}}}</tool_call>'
-    assert parse_text(text) == call_events(arguments=arguments)
+    assert parse_text(text) == make_call_events(arguments=arguments)
     text = f'<tool_call>{{"arguments": {raw_arguments}, "id": 7, "name": "search"}}</tool_call>'
-    assert parse_text(text) == call_events(arguments=arguments)
+    assert parse_text(text) == make_call_events(arguments=arguments)
 
 
 def test_a_missing_brace_or_end_marker_is_repaired() -> None:
-    assert parse_text('<tool_call>\n{"name": "now"}') == call_events(0, "now", "{}")
-    assert parse_text('<tool_call>{"name": "now", "arguments": {}</tool_call>') == call_events(0, "now", "{}")
+    assert parse_text('<tool_call>\n{"name": "now"}') == make_call_events(0, "now", "{}")
+    assert parse_text('<tool_call>{"name": "now", "arguments": {}</tool_call>') == make_call_events(
+        0, "now", "{}"
+    )
     assert parse_text('<tool_call>{"name": "now", "arguments": {}} So') == [
-        *call_events(0, "now", "{}"),
+        *make_call_events(0, "now", "{}"),
         Content(" So"),
     ]
 
 
 def test_without_parallel_calls_the_output_ends_after_the_first_call() -> None:
-    assert parse_text(f"a {CALL}{NOW} b", parallel=False) == [Content("a"), *call_events()]
+    assert parse_text(f"a {CALL}{NOW} b", parallel=False) == [Content("a"), *make_call_events()]
     parser = ParserFactory.choose(None, "hermes", "none").new(tools=TOOLS, parallel=False)
     parser.push(CALL[:-16])
     assert not parser.done
@@ -177,7 +182,11 @@ def test_an_end_marker_without_a_begin_marker_is_dropped() -> None:
 
 
 def test_a_call_ends_the_reasoning() -> None:
-    assert parse_text(f"<think>hm\n{CALL}\n</think>ok") == [Reasoning("hm"), *call_events(), Content("ok")]
+    assert parse_text(f"<think>hm\n{CALL}\n</think>ok") == [
+        Reasoning("hm"),
+        *make_call_events(),
+        Content("ok"),
+    ]
     text = '<think>a <tool_call> or {"name": 1} </think>b'
     assert parse_text(text) == [Reasoning('a <tool_call> or {"name": 1}'), Content("b")]
 
@@ -185,7 +194,7 @@ def test_a_call_ends_the_reasoning() -> None:
 @pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
 def test_calls_without_markers_are_found_after_other_text(name: str) -> None:
     text = {"llama3_json": '{"name": "now", "parameters": {}}', "pythonic": "[now()]"}[name]
-    called = call_events(0, "now", "{}")
+    called = make_call_events(0, "now", "{}")
     assert parse_text(f"\n {text}", name) == called
     assert parse_text(f"<think>hm</think>\n\n{text}", name) == [Reasoning("hm"), *called]
     assert parse_text(f"<think>hm {text}</think>", name) == [Reasoning(f"hm {text}")]
@@ -226,8 +235,11 @@ def test_a_json_answer_is_streamed() -> None:
 
 def test_the_python_tag_of_llama_is_parsed() -> None:
     text = '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}'
-    assert parse_text(text, "llama3_json") == [*call_events(0, "now", "{}"), *call_events(1, "now", "{}")]
-    assert parse_text('<|python_tag|>search.call(text="x")', "llama3_json") == call_events()
+    assert parse_text(text, "llama3_json") == [
+        *make_call_events(0, "now", "{}"),
+        *make_call_events(1, "now", "{}"),
+    ]
+    assert parse_text('<|python_tag|>search.call(text="x")', "llama3_json") == make_call_events()
     assert parse_text("<|python_tag|>print(1)", "llama3_json") == [Content("<|python_tag|>print(1)")]
     special = ["<|python_tag|>", "<|eom_id|>"]
     text = "<|python_tag|>print(1)<|eom_id|>"
@@ -241,7 +253,7 @@ def test_special_tokens_are_removed_from_the_text() -> None:
     text = "[THINK]hm [INST]so[/THINK]Yes.[INST][TOOL_CALLS]now[ARGS]{}"
     expected: list[Event] = [Reasoning("hm so"), Content("Yes.")]
     events = parse_text(text, "mistral", "mistral", special_tokens=special)
-    assert events == [*expected, *call_events(0, "now", "{}")]
+    assert events == [*expected, *make_call_events(0, "now", "{}")]
     assert parse_text("a[TOOL_CALLS]other[ARGS]{} b", "mistral", special_tokens=special, tools=[]) == [
         Content("aother{} b")
     ]

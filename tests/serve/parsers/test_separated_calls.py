@@ -15,12 +15,12 @@ SEARCH, NOW = Call("search", {"text": "x"}), Call("now")
 
 def parse_text(name: str, text: str) -> tuple[list[Call], str]:
     """Return the calls and the content of a text. Check that they do not depend on chunking."""
-    events = events_of(name, text)
+    events = parse_events(name, text)
     called = [event for event in events if not isinstance(event, Content)]
     return calls_of(called), "".join(event.text for event in events if isinstance(event, Content))
 
 
-def events_of(name: str, text: str) -> list[Event]:
+def parse_events(name: str, text: str) -> list[Event]:
     parsers = ParserFactory.choose(None, name, "harmony" if name == "harmony" else "think")
     events = parse(parsers.new(tools=TOOLS, new_id=lambda: "new"), text)
     for size in (1, 2, 3, 7):
@@ -101,7 +101,7 @@ def test_text_that_ends_within_a_call(name: str) -> None:
     """The call is complete or has invalid arguments. Only a very short part of markup can be content."""
     text = RENDERERS[name]([SEARCH])
     for end in range(len(text)):
-        events = events_of(name, text[:end])
+        events = parse_events(name, text[:end])
         if not any(isinstance(event, ToolCallStart) for event in events):
             continue
         content = "".join(event.text for event in events if isinstance(event, Content))
@@ -127,9 +127,9 @@ def test_ids_of_kimi_are_kept_if_valid(written_id: str, call_id: str) -> None:
         '{"text": "x"}<|tool_call_end|><|tool_calls_section_end|>'
     )
     assert parse_text("kimi_k2", text) == ([SEARCH], "")
-    [start] = [event for event in events_of("kimi_k2", text) if isinstance(event, ToolCallStart)]
+    [start] = [event for event in parse_events("kimi_k2", text) if isinstance(event, ToolCallStart)]
     assert start.id == call_id
-    starts = [event for event in events_of("kimi_k2", text * 3) if isinstance(event, ToolCallStart)]
+    starts = [event for event in parse_events("kimi_k2", text * 3) if isinstance(event, ToolCallStart)]
     assert len({start.id for start in starts}) == 3
     assert all(start.id.startswith("functions.search:") for start in starts)
     unknown = text.replace("search", "other")
@@ -138,7 +138,7 @@ def test_ids_of_kimi_are_kept_if_valid(written_id: str, call_id: str) -> None:
 
 def test_a_duplicate_call_id_is_replaced() -> None:
     call_text = "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}"
-    starts = [event for event in events_of("mistral", call_text * 2) if isinstance(event, ToolCallStart)]
+    starts = [event for event in parse_events("mistral", call_text * 2) if isinstance(event, ToolCallStart)]
     assert [start.id for start in starts] == ["abcdefghi", "new"]
 
 
@@ -157,7 +157,7 @@ def test_long_names_do_not_depend_on_chunking(name: str, length: int) -> None:
     [marker, *_] = TOOL_FORMATS[name].markers
     for filler in ("a" * length, f"{'b' * (length - 5)}{call}", f"<function={'c' * (length - 20)}{call}"):
         for opened in (marker, call[: call.index("search")], call[: call.index("text")]):
-            events_of(name, opened + filler + call)
+            parse_events(name, opened + filler + call)
 
 
 IRREGULAR_MARKUP = {

@@ -67,15 +67,18 @@ STRICT: dict[str, Any] = {
 }
 
 
-def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+def make_tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-TOOLS = [tool("search", STRICT), tool("now", {"type": "object", "properties": {"zone": {"type": "integer"}}})]
+TOOLS = [
+    make_tool("search", STRICT),
+    make_tool("now", {"type": "object", "properties": {"zone": {"type": "integer"}}}),
+]
 
 
 @cache
-def compiler() -> Any:
+def make_compiler() -> Any:
     vocabulary = [bytes([byte]) for byte in range(256)] + [b"<end>"]
     vocabulary += [b"\xff" + token.encode() for token in SPECIAL]
     info = xgrammar.TokenizerInfo(
@@ -85,14 +88,14 @@ def compiler() -> Any:
 
 
 @cache
-def compiled(grammar: Grammar) -> Any:
+def compile_grammar(grammar: Grammar) -> Any:
     source = grammar_source(grammar, token_id=lambda text: END + 1 + SPECIAL.index(text))
-    return compiler().compile_structural_tag(source.text)
+    return make_compiler().compile_structural_tag(source.text)
 
 
 def accepts(grammar: Grammar, text: str, special: tuple[str, ...] = ()) -> bool:
     """Return whether a grammar accepts a whole text. Each string of `special` is one token."""
-    matcher = xgrammar.GrammarMatcher(compiled(grammar))
+    matcher = xgrammar.GrammarMatcher(compile_grammar(grammar))
     ids: list[int] = []
     while text:
         token = next((string for string in special if text.startswith(string)), None)
@@ -121,14 +124,14 @@ def render_calls(name: str, *calls: Call) -> str:
     return RENDERERS[name](calls)
 
 
-def strict_grammar(name: str, reasoning: str = "none", **options: Any) -> Grammar:
+def make_strict_grammar(name: str, reasoning: str = "none", **options: Any) -> Grammar:
     return ParserFactory.choose(None, name, reasoning).strict_grammar(TOOLS, {"search"}, **options)
 
 
 @FORMATS
 def test_calls_in_free_text_must_match_the_schema(name: str) -> None:
     reasoning = "harmony" if name == "harmony" else "none"
-    grammar = strict_grammar(name, reasoning)
+    grammar = make_strict_grammar(name, reasoning)
     final = "<|channel|>final<|message|>" if name == "harmony" else ""
     before = "" if name in BARE else "Well.\n"
     if name == "harmony":
@@ -161,18 +164,18 @@ def test_without_parallel_calls_no_text_follows_a_call(name: str) -> None:
     if name == "harmony":
         return
     call_text = render_calls(name, Call("search", {"text": "a", "count": 3}))
-    assert accepts(strict_grammar(name, parallel=False), call_text)
-    assert not accepts(strict_grammar(name, parallel=False), f"{call_text} {call_text}")
+    assert accepts(make_strict_grammar(name, parallel=False), call_text)
+    assert not accepts(make_strict_grammar(name, parallel=False), f"{call_text} {call_text}")
 
 
 @FORMATS
 @pytest.mark.parametrize("seed", range(4))
 def test_forced_output_parses_as_valid_arguments(name: str, seed: int) -> None:
     parsers = ParserFactory.choose(None, name)
-    tools = [tool("rich", RICH), tool("none", {})]
+    tools = [make_tool("rich", RICH), make_tool("none", {})]
     grammar = parsers.grammar(tools, {"type": "function", "function": {"name": "rich"}})
     assert grammar is not None
-    text = walk(compiled(grammar), seed, VALUE_ENDS.get(name, ""))
+    text = walk(compile_grammar(grammar), seed, VALUE_ENDS.get(name, ""))
     [call] = calls_of(parse(parsers.new(tools=tools), text))
     assert call.name == "rich"
     jsonschema.validate(call.arguments, RICH)
@@ -206,7 +209,7 @@ def walk(grammar: Any, seed: int, value_end: str) -> str:
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm", "deepseek_v32"])
 def test_arguments_in_tags_must_match_the_schema(name: str) -> None:
-    grammar = ParserFactory.choose(None, name).grammar([tool("rich", RICH)], "required")
+    grammar = ParserFactory.choose(None, name).grammar([make_tool("rich", RICH)], "required")
     assert grammar is not None
     valid_arguments = {"unit": "C", "count": 3, "who": None, "some": "x 1", "extra": [1]}
     assert accepts(grammar, render_calls(name, Call("rich", valid_arguments)))
@@ -227,7 +230,7 @@ def test_arguments_in_tags_must_match_the_schema(name: str) -> None:
 
 def test_an_ambiguous_tagged_argument_may_have_either_type() -> None:
     either = {"type": "object", "properties": {"a": {"type": ["string", "integer"]}}, "required": ["a"]}
-    grammar = ParserFactory.choose(None, "qwen3_coder").grammar([tool("f", either)], "required")
+    grammar = ParserFactory.choose(None, "qwen3_coder").grammar([make_tool("f", either)], "required")
     assert grammar is not None
     assert accepts(grammar, render_calls("qwen3_coder", Call("f", {"a": "x"})))
     assert accepts(grammar, render_calls("qwen3_coder", Call("f", {"a": 5})))
@@ -246,8 +249,8 @@ def test_an_ambiguous_tagged_argument_may_have_either_type() -> None:
 )
 def test_keywords_that_cannot_be_enforced_in_text_are_refused(schema: dict[str, Any], keyword: str) -> None:
     with pytest.raises(UnsupportedSchemaError, match=keyword):
-        ParserFactory.choose(None, "qwen3_coder").grammar([tool("f", schema)], "required")
-    assert ParserFactory.choose(None, "hermes").grammar([tool("f", schema)], "required")
+        ParserFactory.choose(None, "qwen3_coder").grammar([make_tool("f", schema)], "required")
+    assert ParserFactory.choose(None, "hermes").grammar([make_tool("f", schema)], "required")
 
 
 SEARCH = Call("search", {"text": "a", "count": 3})
@@ -284,7 +287,7 @@ def test_a_bare_format_with_a_special_marker_and_reasoning() -> None:
 
 @pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v3", "deepseek_v31"])
 def test_a_strict_call_is_enforced_without_its_outer_marker(name: str) -> None:
-    grammar, call_text = strict_grammar(name), render_calls(name, SEARCH)
+    grammar, call_text = make_strict_grammar(name), render_calls(name, SEARCH)
     outer, inner = TOOL_FORMATS[name].markers
     text = "Well. " + call_text.removeprefix(outer)
     assert inner in text

@@ -97,12 +97,12 @@ NOT_PARSED |= {"deepseek-ai-DeepSeek-R1-Distill-Llama-8B"}
 WITH_CALLS = sorted(name for name, (tools, _) in EXPECTED_FORMATS.items() if tools and name not in NOT_PARSED)
 
 
-def sources() -> dict[str, str]:
+def read_templates() -> dict[str, str]:
     return {path.name.partition(".jinja")[0]: path.read_text() for path in TEMPLATES.rglob("*.jinja*")}
 
 
 def test_each_template_has_the_expected_formats() -> None:
-    parsers = {name: ParserFactory.choose(source) for name, source in sources().items()}
+    parsers = {name: ParserFactory.choose(source) for name, source in read_templates().items()}
     chosen = {name: (choice.tool_format, choice.reasoning_format) for name, choice in parsers.items()}
     assert {name: formats for name, formats in chosen.items() if formats != NO_FORMATS} == EXPECTED_FORMATS
 
@@ -116,7 +116,7 @@ def test_the_embedded_model_has_the_expected_formats() -> None:
 @pytest.mark.parametrize("num_calls", [1, 2])
 @pytest.mark.parametrize("name", WITH_CALLS)
 def test_calls_rendered_by_a_template_are_parsed(name: str, num_calls: int) -> None:
-    source = sources()[name]
+    source = read_templates()[name]
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, name)
     parsers = ParserFactory.choose(source)
     text = 'He said "no" {1}\n\nthen <b>\u00e9</b> <tool_call>'
@@ -125,7 +125,7 @@ def test_calls_rendered_by_a_template_are_parsed(name: str, num_calls: int) -> N
         Call("now"),
     ]
     user = {"role": "user", "content": "Find it."}
-    answer = {"role": "assistant", "content": "", "tool_calls": to_messages(calls[:num_calls])}
+    answer = {"role": "assistant", "content": "", "tool_calls": convert_to_messages(calls[:num_calls])}
     if num_calls > 1 and "only supports single tool-calls" in source:
         with pytest.raises(InputError, match="single tool-calls"):
             template.render([user, answer], TOOLS)
@@ -148,7 +148,7 @@ def test_calls_rendered_by_a_template_are_parsed(name: str, num_calls: int) -> N
     assert not [event for event in events if isinstance(event, Content | Reasoning)]
 
 
-def to_messages(calls: list[Call]) -> list[dict[str, object]]:
+def convert_to_messages(calls: list[Call]) -> list[dict[str, object]]:
     return [
         {
             "id": f"abcdefgh{index}",
@@ -183,7 +183,7 @@ def to_messages(calls: list[Call]) -> list[dict[str, object]]:
 def test_prompts_that_end_within_reasoning_are_detected(
     name: str, options: dict[str, bool], opens: bool
 ) -> None:
-    source = sources()[name]
+    source = read_templates()[name]
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, name)
     user = {"role": "user", "content": "What do <think> and </think> mean?"}
     prompt = template.render([user], options={"add_generation_prompt": True, **options})

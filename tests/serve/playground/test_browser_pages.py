@@ -19,7 +19,7 @@ ENDED = (
 )
 
 
-def endless() -> FakePipeline:
+def make_endless_pipeline() -> FakePipeline:
     """Return a pipeline that generates one letter every few milliseconds, without an end."""
 
     def choose(context: TextContext) -> int:
@@ -29,7 +29,7 @@ def endless() -> FakePipeline:
     return FakePipeline(choose)
 
 
-def bodies_of(page: Any) -> list[dict[str, Any]]:
+def record_bodies(page: Any) -> list[dict[str, Any]]:
     """Return a list that receives the later chat requests of the page."""
     bodies: list[dict[str, Any]] = []
     page.on(
@@ -41,7 +41,7 @@ def bodies_of(page: Any) -> list[dict[str, Any]]:
     return bodies
 
 
-async def compare(page: Any, text: str) -> None:
+async def send_comparison(page: Any, text: str) -> None:
     await page.fill("#draft", text)
     await page.press("#draft", "Enter")
     await until(page, ENDED)
@@ -50,7 +50,7 @@ async def compare(page: Any, text: str) -> None:
 async def test_two_settings_are_compared() -> None:
     model = FakePipeline.answering(lambda prompt: "Ahoy!" if "pirate" in prompt else "Hello!")
     async with page_of(model, adapters=("tone",)) as (page, _):
-        bodies = bodies_of(page)
+        bodies = record_bodies(page)
         await page.fill("[data-field=temperature]", "0.5")
         await page.get_by_role("link", name="Compare").click()
         assert await page.locator("#log").is_hidden()
@@ -58,7 +58,7 @@ async def test_two_settings_are_compared() -> None:
         await second.get_by_label("System prompt").fill("You are a pirate.")
         await second.get_by_label("Temperature").fill("0")
         await second.get_by_label("Model").select_option("tone")
-        await compare(page, "Hi")
+        await send_comparison(page, "Hi")
         assert await first.locator("article .markdown").inner_text() == "Hello!"
         assert await second.locator("article .markdown").inner_text() == "Ahoy!"
         plain, pirate = sorted(bodies, key=lambda body: len(body["messages"]))
@@ -83,7 +83,7 @@ async def test_two_settings_are_compared() -> None:
 async def test_invalid_numbers_are_not_sent() -> None:
     async with page_of(FakePipeline.saying("Hello!")) as (page, _):
         await page.get_by_role("link", name="Compare").click()
-        bodies = bodies_of(page)
+        bodies = record_bodies(page)
         await page.get_by_role("region", name="Side B").get_by_label("Temperature").fill("3")
         await page.fill("#draft", "Hi")
         await page.press("#draft", "Enter")
@@ -94,7 +94,7 @@ async def test_invalid_numbers_are_not_sent() -> None:
 
 
 async def test_both_answers_are_streamed_and_stopped_together() -> None:
-    async with page_of(endless()) as (page, chat):
+    async with page_of(make_endless_pipeline()) as (page, chat):
         await page.get_by_role("link", name="Compare").click()
         await page.fill("#draft", "Hi")
         await page.press("#draft", "Enter")
@@ -145,7 +145,7 @@ async def test_metrics_are_shown() -> None:
 
 
 async def test_metrics_count_running_requests() -> None:
-    async with page_of(endless(), fragment="#metrics") as (page, chat):
+    async with page_of(make_endless_pipeline(), fragment="#metrics") as (page, chat):
         running = [asyncio.create_task(chat.chat(messages=[{"role": "user", "content": "Hi"}])) for _ in "ab"]
         await until(page, "document.getElementById('metrics-running').textContent === '2'")
         await until(page, "parseInt(document.getElementById('metrics-tokens').textContent) > 10")
