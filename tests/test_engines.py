@@ -32,7 +32,7 @@ def load_config(
     """Return the configuration of a worker with this share. Check which processors it is pinned to."""
     pinned: list[tuple[int, ...]] = []
     monkeypatch.setattr(engines, "pin", pinned.append)
-    worker_config = load_share(config, share, cast(Any, lambda given: given))
+    worker_config = load_share(config, share, cast(Any, lambda config: config))
     assert pinned == ([] if share.processors is None else [share.processors.processors])
     return cast(PipelineConfig, worker_config)
 

@@ -57,8 +57,8 @@ def run_pytest(folder: Path, *options: str, **environment: str) -> tuple[list[st
         text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    drawn = folder / "drawn"
-    return drawn.read_text().splitlines() if drawn.exists() else [], result.stdout
+    drawn_file = folder / "drawn"
+    return drawn_file.read_text().splitlines() if drawn_file.exists() else [], result.stdout
 
 
 def test_the_default_run_draws_the_same_examples(folder: Path) -> None:

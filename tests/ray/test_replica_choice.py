@@ -25,8 +25,10 @@ def report(choice: ReplicaChoice, **events: list[CacheEvent]) -> None:
     """Update the choice with a report of each named replica that has these events."""
     choice.update(
         {
-            name: ReplicaReport(name, CACHING_INFO, WorkerStats(), cache=CacheChanges(len(found), found))
-            for name, found in events.items()
+            name: ReplicaReport(
+                name, CACHING_INFO, WorkerStats(), cache=CacheChanges(len(replica_events), replica_events)
+            )
+            for name, replica_events in events.items()
         }
     )
 

@@ -47,11 +47,11 @@ def make_batch(names: str) -> dict[str, TextContext]:
     return {name: text_context([1], request_id=name) for name in names}
 
 
-def run_isolated(names: str, faults: str) -> tuple[FailingPipeline, dict[str, PenstockError]]:
+def run_isolated(names: str, failing: str) -> tuple[FailingPipeline, dict[str, PenstockError]]:
     pipeline = FailingPipeline()
-    pipeline.culprits = {name: ZeroDivisionError(name) for name in faults}
+    pipeline.culprits = {name: ZeroDivisionError(name) for name in failing}
     outputs, failures = Isolation(pipeline).execute(make_batch(names), 1)
-    assert list(outputs) == pipeline.outputs == [name for name in names if name not in faults]
+    assert list(outputs) == pipeline.outputs == [name for name in names if name not in failing]
     return pipeline, failures
 
 
@@ -74,11 +74,11 @@ def test_bisection_of_an_odd_batch() -> None:
 @given(st.integers(2, 40), st.data())
 def test_failing_requests_are_found_in_logarithmically_many_runs(size: int, data: st.DataObject) -> None:
     names = "".join(chr(256 + number) for number in range(size))
-    faults = "".join(data.draw(st.sets(st.sampled_from(names[1:]), max_size=min(5, size - 1))))
-    pipeline, failures = run_isolated(names, faults)
-    assert set(failures) == set(faults)
+    failing = "".join(data.draw(st.sets(st.sampled_from(names[1:]), max_size=min(5, size - 1))))
+    pipeline, failures = run_isolated(names, failing)
+    assert set(failures) == set(failing)
     assert all(type(error) is RequestFailedError for error in failures.values())
-    assert len(pipeline.parts) <= 1 + 2 * len(faults) * (size - 1).bit_length()
+    assert len(pipeline.parts) <= 1 + 2 * len(failing) * (size - 1).bit_length()
 
 
 def test_an_input_error_is_reported_unchanged() -> None:

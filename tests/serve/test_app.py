@@ -119,12 +119,12 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(caplog: pytest.LogC
     services = make_services()
     async with client_of(services, make_failing_routes()) as client:
         bug = await client.get("/stream/bug")
-        gone = await client.get("/stream/gone")
-    assert bug.status_code == gone.status_code == 200
+        unavailable = await client.get("/stream/gone")
+    assert bug.status_code == unavailable.status_code == 200
     assert bug.text.startswith('data: 1\n\ndata: {"error":')
     assert bug.text.endswith("}}\n\n")
     assert "secret" not in bug.text
-    assert "the worker died" in gone.text
+    assert "the worker died" in unavailable.text
     assert [line["status"] for line in read_access_log(caplog)] == [500, 503]
     assert [line["outcome"] for line in read_access_log(caplog)] == [
         "error:internal_error",
@@ -186,8 +186,8 @@ async def test_a_disconnected_client_is_logged_with_status_499(caplog: pytest.Lo
     assert (line["outcome"], line["status"]) == ("abort:client_disconnect", 499)
     assert sent == []
     assert services.gate.num_active == 0
-    counted = b'penstock_requests_total{method="GET",route="/left",status="499"} 1.0'
-    assert counted in services.metrics.render()
+    metric_line = b'penstock_requests_total{method="GET",route="/left",status="499"} 1.0'
+    assert metric_line in services.metrics.render()
 
 
 async def test_a_client_that_disconnects_after_its_answer_is_not_logged_as_499(
@@ -299,8 +299,8 @@ async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
             }
             paths = [
                 path
-                for path, found in operations.items()
-                if any("requestBody" in operation for operation in found)
+                for path, methods in operations.items()
+                if any("requestBody" in operation for operation in methods)
             ]
             assert len(paths) >= 5
             for path in paths:

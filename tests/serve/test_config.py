@@ -46,6 +46,6 @@ def test_unknown_names_are_refused(name: str) -> None:
 
 
 def test_each_configuration_takes_its_own_settings() -> None:
-    given = {"port": (1, "flag"), "max_length": (2, "file x")}
-    assert ServeConfig.from_given(given).sources == {"port": "flag"}
-    assert PipelineConfig.from_given(given).sources == {"max_length": "file x"}
+    settings = {"port": (1, "flag"), "max_length": (2, "file x")}
+    assert ServeConfig.from_given(settings).sources == {"port": "flag"}
+    assert PipelineConfig.from_given(settings).sources == {"max_length": "file x"}

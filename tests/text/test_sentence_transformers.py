@@ -39,10 +39,12 @@ def test_a_pooling_flag_selects_the_pooling(tmp_path: Path, kind: str) -> None:
 def test_several_poolings_and_pooling_mode_names(tmp_path: Path) -> None:
     both = {POOLING_FLAGS["max"]: True, POOLING_FLAGS["cls"]: True}
     assert read_layout(write_tiny_embedder(tmp_path / "a", pooling=both)).poolings == ("cls", "max")
-    named: dict[str, Any] = {"pooling_mode": "lasttoken"}
-    assert read_layout(write_tiny_embedder(tmp_path / "b", pooling=named)).poolings == ("last_token",)
-    named = {"pooling_mode": ["weightedmean", "mean"]}
-    poolings = read_layout(write_tiny_embedder(tmp_path / "c", pooling=named)).poolings
+    pooling_config: dict[str, Any] = {"pooling_mode": "lasttoken"}
+    assert read_layout(write_tiny_embedder(tmp_path / "b", pooling=pooling_config)).poolings == (
+        "last_token",
+    )
+    pooling_config = {"pooling_mode": ["weightedmean", "mean"]}
+    poolings = read_layout(write_tiny_embedder(tmp_path / "c", pooling=pooling_config)).poolings
     assert poolings == ("weighted_mean", "mean")
 
 

@@ -36,11 +36,11 @@ def test_prompts_of_orpheus(tokenizers: dict[str, SpeechTokenizer]) -> None:
     start, end = "<custom_token_3>", "<|eot_id|><custom_token_4><custom_token_5><custom_token_1>"
     assert build_prompt(tokenizer, input="Hi") == f"{start}Hi{end}"
     assert build_prompt(tokenizer, input=" Hi\n", voice="tara") == f"{start}tara: Hi{end}"
-    cloned = build_prompt(
+    cloning_prompt = build_prompt(
         tokenizer, input="Hi", audio_prompt_tokens=[0, 1, 15], audio_prompt_transcription="Ho"
     )
     codes = "".join(f"<custom_token_{10 + p * SIZE + code}>" for p, code in enumerate([0, 1, 15]))
-    assert cloned == f"{start}Ho{end}{codes}<custom_token_2><custom_token_6>{start}Hi{end}"
+    assert cloning_prompt == f"{start}Ho{end}{codes}<custom_token_2><custom_token_6>{start}Hi{end}"
     with pytest.raises(InputError, match="voice 'eve' is unknown: the model has tara, leah"):
         build_prompt(tokenizer, input="Hi", voice="eve")
     with pytest.raises(InputError, match="2 speech codes are not a whole number of frames: a frame has 3"):
@@ -51,8 +51,10 @@ def test_prompts_of_neutts(tokenizers: dict[str, SpeechTokenizer]) -> None:
     tokenizer = tokenizers["neutts"]
     task, end = "user: Convert the text to speech:<|TEXT_PROMPT_START|>", "<|TEXT_PROMPT_END|>\nassistant:"
     assert build_prompt(tokenizer, input="Hi") == f"{task}Hi{end}<|SPEECH_GENERATION_START|>"
-    cloned = build_prompt(tokenizer, input="Hi", audio_prompt_tokens=[3, 1], audio_prompt_transcription="Ho")
-    assert cloned == f"{task}Ho Hi{end}<|SPEECH_GENERATION_START|><|speech_3|><|speech_1|>"
+    cloning_prompt = build_prompt(
+        tokenizer, input="Hi", audio_prompt_tokens=[3, 1], audio_prompt_transcription="Ho"
+    )
+    assert cloning_prompt == f"{task}Ho Hi{end}<|SPEECH_GENERATION_START|><|speech_3|><|speech_1|>"
     with pytest.raises(InputError, match="'tara' is unknown"):
         build_prompt(tokenizer, input="Hi", voice="tara")
 
@@ -85,7 +87,7 @@ CODES = SpeechCodes(np.arange(100, 112, dtype=np.int64).reshape(3, 4))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "codes", "parsed", "dropped"),
+    ("tokens", "codes", "num_parsed", "num_dropped"),
     [
         ([], [], 0, 0),
         ([101, 105, 111], [1, 1, 3], 3, 0),
@@ -101,16 +103,16 @@ CODES = SpeechCodes(np.arange(100, 112, dtype=np.int64).reshape(3, 4))
     ],
 )
 def test_tokens_are_parsed_into_complete_frames(
-    tokens: list[int], codes: list[int], parsed: int, dropped: int
+    tokens: list[int], codes: list[int], num_parsed: int, num_dropped: int
 ) -> None:
     result = CODES.parse(np.array(tokens, np.int64))
-    assert (result[0].tolist(), *result[1:]) == (codes, parsed, dropped)
-    step_by_step, start = [], 0
+    assert (result[0].tolist(), *result[1:]) == (codes, num_parsed, num_dropped)
+    incremental_codes, start = [], 0
     for end in range(len(tokens) + 1):
         frame_codes, count, _ = CODES.parse(np.array(tokens[start:end], np.int64))
-        step_by_step += frame_codes.tolist()
+        incremental_codes += frame_codes.tolist()
         start += count
-    assert step_by_step == codes
+    assert incremental_codes == codes
 
 
 def test_codes_are_converted_to_tokens() -> None:

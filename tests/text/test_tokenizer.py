@@ -461,9 +461,9 @@ class TestOtherFields:
     @pytest.mark.parametrize("envelope", [None, {}, {"name": "answer", "strict": True}])
     def test_a_json_schema_becomes_a_grammar(self, envelope: dict[str, Any] | None) -> None:
         schema = {"type": "object", "properties": {"é": {"type": "string"}}}
-        given = schema if envelope is None else {**envelope, "schema": schema}
+        response_schema = schema if envelope is None else {**envelope, "schema": schema}
         context = TOKENIZER.build_context(
-            make_request("x", response_format={"type": "json_schema", "json_schema": given})
+            make_request("x", response_format={"type": "json_schema", "json_schema": response_schema})
         )
         assert context.json_schema is not None
         assert json.loads(context.json_schema) == schema

@@ -108,8 +108,8 @@ def test_tensor_shapes_types_and_offsets_are_read(file: Path) -> None:
         "rope_freqs.weight": ((3,), "F32", 12),
     }
     data = file.read_bytes()
-    found = np.frombuffer(data, np.float32, 12, tensors["a.weight"].offset)
-    assert found.tolist() == list(range(12))
+    numbers = np.frombuffer(data, np.float32, 12, tensors["a.weight"].offset)
+    assert numbers.tolist() == list(range(12))
     assert GGUFFile(file).floats("rope_freqs.weight") == [1.0, 0.1, 8.0]
     assert GGUFFile(file).floats("no.such") is None
     with pytest.raises(WeightsError, match=r"b.weight must be at most 65536 numbers of type F32, is .* F16"):

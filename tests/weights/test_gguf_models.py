@@ -156,11 +156,11 @@ def test_quantized_blocks(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFi
     finish(writer)
     weights = Weights.open(tmp_path / "m.gguf")
     for name, numbers in dequantized.items():
-        found = weights.tensor(name, tuple(numbers.shape))
+        actual = weights.tensor(name, tuple(numbers.shape))
         if ".q_proj." in name or ".k_proj." in name:
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             numbers = numbers.view(heads, -1, 2, numbers.shape[1]).transpose(1, 2).reshape(numbers.shape)
-        assert torch.equal(found, numbers), name
+        assert torch.equal(actual, numbers), name
     model = PipelineConfig.from_flat({"model_path": str(tmp_path / "m.gguf")})
     assert model.model.encoding == BLOCK_ENCODINGS.get(kind, "bfloat16")
     exact = compute_logits(tmp_path / "m.gguf", quantization_encoding="float32")

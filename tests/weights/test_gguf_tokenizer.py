@@ -188,8 +188,8 @@ def test_pre_tokenizers_split_text(tmp_path: Path, name: str) -> None:
     tokenizer = read_gguf_tokenizer(file).tokenizer
     assert tokenizer.pre_tokenizer is not None
     text = "It's 12345 I'LL!!\n\n  x"
-    pieces = [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-    assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in pieces] == EXPECTED_SPLITS[name]
+    words = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert [word.replace("Ġ", " ").replace("Ċ", "\n") for word in words] == EXPECTED_SPLITS[name]
     adds_bos = name in ("llama-bpe", "tekken")
     assert tokenizer.encode("a").ids[:1] == [1] if adds_bos else tokenizer.encode("a").ids[:1] != [1]
 

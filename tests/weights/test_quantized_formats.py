@@ -339,12 +339,12 @@ def test_the_quantization_configuration_is_read_from_a_separate_file(llama: Path
         folder = write_packed_checkpoint(llama, tmp_path / str(number), packer, section)
         (folder / "config.json").write_text((folder / "plain" / "config.json").read_text())
         (folder / name).write_text(json.dumps(content))
-        opened = open_checkpoint(folder)
+        checkpoint = open_checkpoint(folder)
         if name == "hf_quant_config.json":
-            assert opened.format.name == "modelopt"
+            assert checkpoint.format.name == "modelopt"
             continue
-        assert opened.format.name == "gptq"
-        assert opened.headers["model.layers.0.mlp.up_proj.weight"].encoding == "uint4"
+        assert checkpoint.format.name == "gptq"
+        assert checkpoint.headers["model.layers.0.mlp.up_proj.weight"].encoding == "uint4"
 
 
 def test_scales_of_activations_and_caches_have_no_effect(llama: Path, tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ ENCODINGS = {
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.safetensors")), ids=lambda file: file.stem)
 def test_the_weight_equals_that_of_the_library(file: Path, tmp_path: Path) -> None:
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
+    with safe_open(file, "pt") as tensor_file:
+        metadata = tensor_file.metadata()
     tensors = load_file(file)
     expected = tensors.pop("expected")
     section = json.loads(metadata.pop("quantization_config"))

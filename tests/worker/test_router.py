@@ -317,8 +317,8 @@ def test_digests_equal_those_of_the_kv_cache() -> None:
         (event,) = manager.take_events()
         assert isinstance(event, BlocksStored)
         info = msgspec.structs.replace(CACHING_INFO, prefix_limits=list(manager.prefix_limits or ()))
-        found = digests_of(text_context(range(length), cache_salt="mine"), info)
-        assert found == event.digests[: (length - 1) // 4]
+        digests = digests_of(text_context(range(length), cache_salt="mine"), info)
+        assert digests == event.digests[: (length - 1) // 4]
 
 
 def test_a_cache_without_prefixes_has_no_digests() -> None:

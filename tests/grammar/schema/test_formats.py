@@ -20,10 +20,10 @@ from penstock.errors import InputError
 from penstock.grammar.schema import schema_ebnf
 from penstock.grammar.schema.formats import SUPPORTED, UNSUPPORTED, has_format
 
-# Format -> (valid strings that the grammar accepts, valid strings that only enum and const accept, invalid
-# strings).
+# Format -> (valid strings that the grammar accepts, valid strings that only enum and const accept,
+# invalid strings).
 CASES: dict[str, tuple[list[str], list[str], list[str]]] = {
-    name: (row["written"], row["listed"], row["others"])
+    name: (row["generated"], row["enum_only"], row["invalid"])
     for name, row in json.loads((Path(__file__).parent / "format_cases.json").read_text()).items()
 }
 

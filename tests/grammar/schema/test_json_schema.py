@@ -300,7 +300,7 @@ def _draw_optional_keywords(**keywords: st.SearchStrategy[Any]) -> st.SearchStra
 def _draw_schemas_of_type(
     name: str | list[str], **keywords: st.SearchStrategy[Any]
 ) -> st.SearchStrategy[dict[str, Any]]:
-    return _draw_optional_keywords(**keywords).map(lambda given: {"type": name, **given})
+    return _draw_optional_keywords(**keywords).map(lambda drawn_keywords: {"type": name, **drawn_keywords})
 
 
 _BOUND = st.integers(-120, 120) | st.sampled_from([0.5, -1.25, 99.75, -0.001])

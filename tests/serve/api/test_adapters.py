@@ -47,9 +47,9 @@ async def test_an_adapter_is_loaded_listed_reloaded_and_unloaded() -> None:
         load = {"lora_name": "tone", "lora_path": "/adapters/one"}
         answer = await client.post("/v1/load_lora_adapter", json=load)
         assert (answer.status_code, answer.text) == (200, "The adapter 'tone' is loaded.")
-        listed = {item["id"]: item for item in (await client.get("/v1/models")).json()["data"]}
-        assert listed["tone"]["root"] == "/adapters/one"
-        assert listed["tone"]["parent"] == "demo"
+        models = {item["id"]: item for item in (await client.get("/v1/models")).json()["data"]}
+        assert models["tone"]["root"] == "/adapters/one"
+        assert models["tone"]["parent"] == "demo"
         reload = await client.post("/v1/load_lora_adapter", json={**load, "lora_path": "/adapters/two"})
         assert reload.text == "The adapter 'tone' is reloaded."
         refused = await client.post("/v1/load_lora_adapter", json={**load, "load_inplace": False})

@@ -99,10 +99,10 @@ async def test_each_end_of_an_output_has_its_finish_reason(
 
 
 async def test_fields_are_set_on_the_context_of_the_worker() -> None:
-    seen: list[TextContext] = []
+    contexts: list[TextContext] = []
 
     def choose(context: TextContext) -> int:
-        seen.append(context)
+        contexts.append(context)
         return FakeTokenizer.EOS
 
     async with chatting(FakePipeline(choose), adapters=("poet",)) as server:
@@ -127,7 +127,7 @@ async def test_fields_are_set_on_the_context_of_the_worker() -> None:
             top_logprobs=4,
         )
         await server.post("/v1/chat/completions", messages=[user("Hi")], model="poet", n=3, seed=7)
-    first, *others = seen
+    first, *others = contexts
     params = first.sampling_params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.25, 7, 0.125)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1, -1, 1.5)
@@ -142,16 +142,16 @@ async def test_fields_are_set_on_the_context_of_the_worker() -> None:
 
 
 async def test_sampling_defaults_are_those_of_the_model() -> None:
-    seen: list[TextContext] = []
+    contexts: list[TextContext] = []
 
     def choose(context: TextContext) -> int:
-        seen.append(context)
+        contexts.append(context)
         return FakeTokenizer.EOS
 
     async with chatting(FakePipeline(choose)) as server:
         await server.chat()
         await server.chat()
-    params = [context.sampling_params for context in seen]
+    params = [context.sampling_params for context in contexts]
     # From generation_config.json of the embedded model.
     assert {sampling.temperature for sampling in params} == {0.5}
     assert params[0].seed != params[1].seed
@@ -190,8 +190,8 @@ async def test_messages_are_rendered_by_the_template(message: dict[str, Any], re
         assert response.json()["prompt"] == f"{rendered}assistant: "
         assert response.json()["prompt_token_ids"] == list(f"{rendered}assistant: ".encode())
         assert server.pipeline.batches == []
-        counted = await server.http.post("/tokenize", json={"messages": [message]})
-        assert counted.json()["tokens"] == response.json()["prompt_token_ids"]
+        tokenized = await server.http.post("/tokenize", json={"messages": [message]})
+        assert tokenized.json()["tokens"] == response.json()["prompt_token_ids"]
 
 
 async def test_the_developer_role_is_kept_if_the_template_knows_it() -> None:
@@ -381,10 +381,10 @@ async def test_reasoning_of_messages_is_renamed_for_the_template() -> None:
 
 
 async def test_response_formats_are_grammars_of_the_context() -> None:
-    seen: list[TextContext] = []
+    contexts: list[TextContext] = []
 
     def choose(context: TextContext) -> int:
-        seen.append(context)
+        contexts.append(context)
         return FakeTokenizer.EOS
 
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -417,13 +417,13 @@ async def test_response_formats_are_grammars_of_the_context() -> None:
     async with chatting(FakePipeline(choose), grammars_enabled=True) as server:
         for body, kind in forms:
             await server.chat(**body)
-            grammar = seen[-1].grammar
+            grammar = contexts[-1].grammar
             assert grammar is not None
             assert grammar.kind == kind, body
         await server.chat(response_format={"type": "text"})
-        assert seen[-1].grammar is None
+        assert contexts[-1].grammar is None
         await server.complete(structured_outputs={"regex": "a"})
-        assert seen[-1].grammar is not None
+        assert contexts[-1].grammar is not None
 
 
 async def test_conflicting_formats_are_refused() -> None:
@@ -445,8 +445,8 @@ async def test_conflicting_formats_are_refused() -> None:
             assert (error["param"], error["code"]) == ("tools[1].function.parameters", "unsupported_schema")
             assert "uniqueItems" in error["message"]
         assert await server.chat(tools=tools, tool_choice="none")
-        named = {"type": "function", "function": {"name": "get_weather"}}
-        assert await server.chat(tools=tools, tool_choice=named)  # the schema of this tool is not used
+        tool_choice = {"type": "function", "function": {"name": "get_weather"}}
+        assert await server.chat(tools=tools, tool_choice=tool_choice)  # the schema of this tool is not used
         long = {"structured_outputs": {"choice": ["a" * 2**20]}}
         assert "1048576" in (await server.refusal("/v1/chat/completions", **chat, **long))["message"]
         unknown = {"json": {"type": "object", "unevaluatedProperties": False, "not": {}}}
@@ -465,9 +465,9 @@ async def test_an_unknown_model_is_a_404() -> None:
             error = response.json()["error"]
             assert (error["code"], error["param"]) == ("model_not_found", "model")
             assert "demo, poet" in error["message"]
-        listed = (await server.http.get("/v1/models")).json()["data"]
-        assert [(model["id"], model["parent"]) for model in listed] == [("demo", None), ("poet", "demo")]
-        assert (await server.http.get("/v1/models/poet")).json() == listed[1]
+        models = (await server.http.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["parent"]) for model in models] == [("demo", None), ("poet", "demo")]
+        assert (await server.http.get("/v1/models/poet")).json() == models[1]
         assert (await server.http.get("/v1/models/a/b")).status_code == 404
 
 

@@ -30,10 +30,10 @@ def test_each_api_key_is_a_client() -> None:
 
 @pytest.mark.parametrize("keys", [("one",), ("one", "two")])
 async def test_a_context_has_the_client_id_of_its_request(keys: tuple[str, ...]) -> None:
-    seen: set[str] = set()
+    client_ids: set[str] = set()
 
     def choose(context: TextContext) -> int:
-        seen.add(context.client_id)
+        client_ids.add(context.client_id)
         return ord("a")
 
     async with chatting(FakePipeline(choose), api_key=keys) as server:
@@ -48,7 +48,7 @@ async def test_a_context_has_the_client_id_of_its_request(keys: tuple[str, ...])
             )
             await exchange.ended()
             assert exchange.status == 200
-    assert seen == ({"10.0.0.1:1", "10.0.0.1:2"} if len(keys) == 1 else {"key 0", "key 1"})
+    assert client_ids == ({"10.0.0.1:1", "10.0.0.1:2"} if len(keys) == 1 else {"key 0", "key 1"})
 
 
 async def test_many_choices_do_not_delay_another_client() -> None:

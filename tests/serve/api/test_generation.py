@@ -141,11 +141,11 @@ async def test_time_limits() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_stream_timeout_does_not_limit_the_whole_response(stream: bool) -> None:
-    stuck = threading.Event()
+    is_blocked = threading.Event()
 
     def choose(context: TextContext) -> int:
         if len(context.generated_tokens) == 40:
-            stuck.wait(30)
+            is_blocked.wait(30)
         time.sleep(0.04)
         return ord("a")
 
@@ -156,7 +156,7 @@ async def test_the_stream_timeout_does_not_limit_the_whole_response(stream: bool
         assert exchange.status == 200
         exchange = open_exchange(server, COMPLETION, stream=stream, max_tokens=60)
         await exchange.ended()
-        stuck.set()
+        is_blocked.set()
         assert b"no token arrived for 1 seconds" in exchange.body
         assert exchange.status == (200 if stream else 503)
         if stream:

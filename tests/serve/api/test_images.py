@@ -192,8 +192,8 @@ async def check_messages(client: Any, text: str, num_prompt: int) -> None:
     assert answer.content[0].text == text
     usage = answer.usage
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == num_prompt
-    counted = await client.messages.count_tokens(model="tiny", messages=fields["messages"])
-    assert counted.input_tokens == num_prompt
+    token_count = await client.messages.count_tokens(model="tiny", messages=fields["messages"])
+    assert token_count.input_tokens == num_prompt
     async with client.messages.stream(**fields) as stream:
         assert await stream.get_final_text() == text
     source["data"] = source["data"][:200]

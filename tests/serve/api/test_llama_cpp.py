@@ -18,13 +18,17 @@ def make_echo_pipeline() -> FakePipeline:
 
 async def test_completion_route() -> None:
     async with chatting(make_echo_pipeline()) as server:
-        whole = (
+        response = (
             await server.http.post("/completion", json={"prompt": "Hello", "return_tokens": True})
         ).json()
-        assert (whole["content"], whole["stop_type"], whole["stop"]) == ("Hello", "eos", True)
-        assert whole["tokens"] == list(b"Hello")
-        assert (whole["tokens_evaluated"], whole["tokens_predicted"], whole["model"]) == (5, 6, "demo")
-        assert whole["timings"]["predicted_n"] == 6
+        assert (response["content"], response["stop_type"], response["stop"]) == ("Hello", "eos", True)
+        assert response["tokens"] == list(b"Hello")
+        assert (response["tokens_evaluated"], response["tokens_predicted"], response["model"]) == (
+            5,
+            6,
+            "demo",
+        )
+        assert response["timings"]["predicted_n"] == 6
         word = await server.post("/completion", prompt="Hello", stop=["l"], n_predict=-1, seed=-1)
         assert (word.json()["content"], word.json()["stop_type"], word.json()["stopping_word"]) == (
             "He",
@@ -41,14 +45,14 @@ async def test_completion_route() -> None:
 
 async def test_infill_route(monkeypatch: pytest.MonkeyPatch) -> None:
     async with chatting(make_echo_pipeline()) as server:
-        given: Any = {"input_prefix": "ab", "input_suffix": "cd", "n_predict": 50}
-        assert (await server.refusal("/infill", **given))["param"] == "input_suffix"
+        fields: Any = {"input_prefix": "ab", "input_suffix": "cd", "n_predict": 50}
+        assert (await server.refusal("/infill", **fields))["param"] == "input_suffix"
         monkeypatch.setattr(fill_in_middle, "FAMILIES", (FillInMiddleTokens("^", "~", "|"),))
-        found = await server.post("/infill", **given)
-        assert found.json()["content"] == "^ab~cd|"
+        response = await server.post("/infill", **fields)
+        assert response.json()["content"] == "^ab~cd|"
         extra = [{"filename": "f", "text": "t"}]
-        found = await server.post("/infill", **given, input_extra=extra, prompt="x")
-        assert found.json()["content"] == "^f\nt\nabx~cd|"
+        response = await server.post("/infill", **fields, input_extra=extra, prompt="x")
+        assert response.json()["content"] == "^f\nt\nabx~cd|"
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,10 @@ def test_the_parts_of_a_long_response_are_bounded(make: Any) -> None:
 
 
 def test_the_first_encoding_of_a_token_counts_more() -> None:
-    known = TokenFragments(TOKENIZER)
+    fragments = TokenFragments(TOKENIZER)
     lengths = []
     for _ in range(2):
-        parts = [*ChatScores(known, 20).parts([make_score(index, 21) for index in range(0, 200, 20)])]
+        parts = [*ChatScores(fragments, 20).parts([make_score(index, 21) for index in range(0, 200, 20)])]
         lengths.append(len(parts))
     assert lengths[0] > lengths[1]
 
@@ -73,8 +73,8 @@ async def test_the_event_loop_runs_between_slices(monkeypatch: pytest.MonkeyPatc
             order.append(name)
             yield name.encode()
 
-    found = await asyncio.gather(gather(parts("a"), turns), gather(parts("b"), turns))
-    assert [b"".join(item) for item in found] == [b"aaa", b"bbb"]
+    bodies = await asyncio.gather(gather(parts("a"), turns), gather(parts("b"), turns))
+    assert [b"".join(item) for item in bodies] == [b"aaa", b"bbb"]
     assert order == ["a", "b"] * 3
 
 
@@ -82,21 +82,21 @@ async def test_slices_of_several_responses_run_in_different_iterations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", 0.0)
-    turns, made = Turns(), 0
+    turns, num_parts = Turns(), 0
     per_iteration: list[int] = []
 
     def parts() -> Any:
-        nonlocal made
+        nonlocal num_parts
         for _ in range(20):
-            made += 1
+            num_parts += 1
             yield b"x"
 
     tasks = [asyncio.ensure_future(gather(parts(), turns)) for _ in range(8)]
     while not all(task.done() for task in tasks):
-        before = made
+        before = num_parts
         await asyncio.sleep(0)
-        per_iteration.append(made - before)
-    assert made == 160
+        per_iteration.append(num_parts - before)
+    assert num_parts == 160
     assert max(per_iteration[1:]) <= 2
 
 
@@ -146,14 +146,14 @@ async def check_both(server: Chatting) -> None:
         "top_logprobs": 2,
         "seed": 0,
     }
-    whole = without_own((await server.post(CHAT, **chat)).json())
-    assert joined_chat(events_of((await server.post(CHAT, **chat, **usage)).text)) == whole
-    for choice in whole["choices"]:
+    response = without_own((await server.post(CHAT, **chat)).json())
+    assert joined_chat(events_of((await server.post(CHAT, **chat, **usage)).text)) == response
+    for choice in response["choices"]:
         tokens = [score["token"] for score in choice["logprobs"]["content"]]
         assert "".join(tokens) == choice["message"]["content"]
     text = {"prompt": "né", "max_tokens": 70, "n": 3, "logprobs": 2, "echo": True, "seed": 0}
-    whole = without_own((await server.post(COMPLETIONS, **text)).json())
-    assert joined_completion(events_of((await server.post(COMPLETIONS, **text, **usage)).text)) == whole
+    response = without_own((await server.post(COMPLETIONS, **text)).json())
+    assert joined_completion(events_of((await server.post(COMPLETIONS, **text, **usage)).text)) == response
 
 
 TOO_MANY: list[tuple[str, dict[str, Any], str, list[str]]] = [
@@ -174,20 +174,20 @@ TOO_MANY: list[tuple[str, dict[str, Any], str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "given", "param", "numbers"), TOO_MANY)
+@pytest.mark.parametrize(("path", "fields", "param", "numbers"), TOO_MANY)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_with_too_many_log_probabilities_is_refused_before_it_runs(
-    path: str, given: dict[str, Any], param: str, numbers: list[str], stream: bool
+    path: str, fields: dict[str, Any], param: str, numbers: list[str], stream: bool
 ) -> None:
     body = {"messages": [user("Hi")]} if path == CHAT else {"prompt": "Hi"}
     async with chatting(max_logprobs_per_request=1000) as server:
-        error = await server.refusal(path, **{**body, **given, "stream": stream})
+        error = await server.refusal(path, **{**body, **fields, "stream": stream})
         assert error["param"] == param
         for number in [*numbers, "at most 1000", "--max-logprobs-per-request"]:
             assert number in error["message"]
         assert server.pipeline.batches == []
     async with chatting(max_logprobs_per_request=2500) as server:
-        response = await server.post(path, **{**body, **given, "stream": stream})
+        response = await server.post(path, **{**body, **fields, "stream": stream})
         assert response.status_code == 200, response.text
 
 

@@ -49,8 +49,8 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as opened:
-        yield opened
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as anthropic_client:
+        yield anthropic_client
 
 
 def test_create_returns_a_message(client: Any) -> None:
@@ -105,14 +105,14 @@ def test_prefill_continues_the_answer(client: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_in_responses_and_streams(client: Any, stream: bool) -> None:
-    given: Any = {
+    fields: Any = {
         "model": "demo",
         "max_tokens": 200,
         "messages": make_user_message("weather?"),
         "tools": [WEATHER],
     }
     if stream:
-        with client.messages.stream(**given) as events:
+        with client.messages.stream(**fields) as events:
             names = [event.type for event in events]
             message = events.get_final_message()
         assert [name for name in names if not name.endswith("delta")] == [
@@ -126,7 +126,7 @@ def test_tool_calls_in_responses_and_streams(client: Any, stream: bool) -> None:
             "message_stop",
         ]
     else:
-        message = client.messages.create(**given)
+        message = client.messages.create(**fields)
     text, call = message.content
     assert (text.text, call.name, call.input) == ("I look.", "get_weather", {"city": "Paris"})
     assert message.stop_reason == "tool_use"
@@ -136,23 +136,23 @@ def test_tool_calls_in_responses_and_streams(client: Any, stream: bool) -> None:
             [{"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "20"}]}]
         ),
     ]
-    last = client.messages.create(**{**given, "max_tokens": 500, "messages": [*given["messages"], *back]})
+    last = client.messages.create(**{**fields, "max_tokens": 500, "messages": [*fields["messages"], *back]})
     assert last.content[0].text == "It is 20."
 
 
 def test_thinking_blocks_and_raw_events(client: Any, url: str) -> None:
-    given: Any = {"model": "demo", "max_tokens": 2000, "messages": make_user_message("Think")}
+    fields: Any = {"model": "demo", "max_tokens": 2000, "messages": make_user_message("Think")}
     thinking = {"type": "enabled", "budget_tokens": 1024}
-    message = client.messages.create(**given, thinking=thinking)
+    message = client.messages.create(**fields, thinking=thinking)
     assert [block.type for block in message.content] == ["thinking", "text"]
     assert (message.content[0].thinking, message.content[1].text) == ("Hm.", "Yes.")
     assert message.content[0].signature
-    hidden = client.messages.create(**given, thinking={"type": "adaptive", "display": "omitted"})
-    assert (hidden.content[0].thinking, hidden.content[1].text) == ("", "Yes.")
-    with client.messages.stream(**given, thinking=thinking) as events:
+    without_thinking = client.messages.create(**fields, thinking={"type": "adaptive", "display": "omitted"})
+    assert (without_thinking.content[0].thinking, without_thinking.content[1].text) == ("", "Yes.")
+    with client.messages.stream(**fields, thinking=thinking) as events:
         streamed = events.get_final_message()
     assert [block.to_dict() for block in streamed.content] == [block.to_dict() for block in message.content]
-    raw = httpx.post(f"{url}v1/messages", json={**given, "stream": True}).text
+    raw = httpx.post(f"{url}v1/messages", json={**fields, "stream": True}).text
     first, *_, last = raw.strip().split("\n\n")
     assert first.startswith('event: message_start\ndata: {"type":"message_start","message":{"id":"msg_')
     assert last == 'event: message_stop\ndata: {"type":"message_stop"}'
@@ -161,11 +161,11 @@ def test_thinking_blocks_and_raw_events(client: Any, url: str) -> None:
 
 
 def test_each_end_has_its_stop_reason(client: Any) -> None:
-    given: Any = {"model": "demo", "messages": make_user_message("Say hello")}
-    cut = client.messages.create(**given, max_tokens=2)
+    fields: Any = {"model": "demo", "messages": make_user_message("Say hello")}
+    cut = client.messages.create(**fields, max_tokens=2)
     assert (cut.content[0].text, cut.stop_reason) == ("He", "max_tokens")
-    stopped = client.messages.create(**given, max_tokens=50, stop_sequences=["x", "lo"])
-    assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == (
+    stopped_message = client.messages.create(**fields, max_tokens=50, stop_sequences=["x", "lo"])
+    assert (stopped_message.content[0].text, stopped_message.stop_reason, stopped_message.stop_sequence) == (
         "Hel",
         "stop_sequence",
         "lo",
@@ -277,14 +277,14 @@ def test_requests_of_claude_code_are_accepted(url: str, caplog: pytest.LogCaptur
 def test_deferred_tools_are_in_the_prompt(url: str) -> None:
     """A tool search of the client returns references to tools."""
     use = {"type": "tool_use", "id": "t1", "name": "search", "input": {}}
-    found = [{"type": "tool_reference", "tool_name": "deferred_tool"}]
+    references = [{"type": "tool_reference", "tool_name": "deferred_tool"}]
     body = {
         "model": "demo",
         "max_tokens": 500,
         "messages": [
             *make_user_message("x"),
             {"role": "assistant", "content": [use]},
-            *make_user_message([{"type": "tool_result", "tool_use_id": "t1", "content": found}]),
+            *make_user_message([{"type": "tool_result", "tool_use_id": "t1", "content": references}]),
         ],
         "tools": [{**WEATHER, "name": "deferred_tool", "defer_loading": True}],
     }
@@ -293,7 +293,7 @@ def test_deferred_tools_are_in_the_prompt(url: str) -> None:
     text = answer.json()["content"][0]["text"]
     assert '"name": "deferred_tool"' in text
     assert "tool: The tool deferred_tool is available." in text
-    found[0].pop("tool_name")
+    references[0].pop("tool_name")
     refused = httpx.post(f"{url}v1/messages", json=body)
     assert "messages[2].content[0].content[0].tool_name is required" in refused.json()["error"]["message"]
 

@@ -25,8 +25,8 @@ from penstock.pipelines.core import PipelineTask
 async def test_the_id_of_a_local_model_is_the_name_of_its_folder(flat: dict[str, str], name: str) -> None:
     pipeline_config = PipelineConfig.from_flat(flat)
     async with client_of(replace(make_services(), pipeline_config=pipeline_config)) as client:
-        (listed,) = (await client.get("/v1/models")).json()["data"]
-        assert (listed["id"], listed["root"]) == (name, flat["model_path"])
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        assert (model["id"], model["root"]) == (name, flat["model_path"])
         refused = await client.post("/v1/completions", json={"prompt": "a", "model": "/models/mine"})
         assert refused.status_code == 404
         assert name in refused.json()["error"]["message"]
@@ -43,11 +43,11 @@ async def test_routes_of_another_task_are_refused() -> None:
         assert (await client.get("/v1/models")).status_code == 200
 
 
-@pytest.mark.parametrize("given", [{}, {"model": "mine"}], ids=str)
-async def test_responses_have_the_model_id(given: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("server_options", [{}, {"model": "mine"}], ids=str)
+async def test_responses_have_the_model_id(server_options: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mine").symlink_to(PipelineConfig().model.checkpoint)
     config = PipelineConfig.from_flat({"model_path": str(tmp_path / "mine")})
     async with chatting(pipeline_config=config) as server:
-        answer = await server.http.post("/v1/completions", json={"prompt": "a", **given})
+        answer = await server.http.post("/v1/completions", json={"prompt": "a", **server_options})
         assert answer.status_code == 200, answer.text
         assert answer.json()["model"] == "mine"

@@ -38,8 +38,8 @@ def answer_by_script(prompt: str) -> str:
 
 @pytest.fixture
 async def server() -> AsyncIterator[Chatting]:
-    async with chatting(FakePipeline.answering(answer_by_script), template=THINKING) as opened:
-        yield opened
+    async with chatting(FakePipeline.answering(answer_by_script), template=THINKING) as chatting_server:
+        yield chatting_server
 
 
 async def post_and_read_lines(server: Chatting, path: str, **body: Any) -> list[Any]:
@@ -63,11 +63,11 @@ async def test_chat_streams_json_lines_unless_stream_is_false(server: Chatting) 
     assert last["eval_count"] == 9
     assert last["prompt_eval_count"] > 8
     assert last["total_duration"] > 0
-    whole = (
+    response = (
         await server.post("/api/chat", messages=make_user_message("Hi"), stream=False, keep_alive="5m")
     ).json()
-    assert whole["message"] == {"role": "assistant", "content": "user: Hi"}
-    assert (whole["done"], whole["eval_count"], whole["model"]) == (True, 9, "demo")
+    assert response["message"] == {"role": "assistant", "content": "user: Hi"}
+    assert (response["done"], response["eval_count"], response["model"]) == (True, 9, "demo")
     cut = await server.http.post(
         "/api/chat",
         json={
@@ -84,33 +84,33 @@ async def test_chat_streams_json_lines_unless_stream_is_false(server: Chatting) 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tool_calls_have_the_ollama_format(server: Chatting, stream: bool) -> None:
-    given: Any = {"messages": make_user_message("weather?"), "tools": [WEATHER], "stream": stream}
+    fields: Any = {"messages": make_user_message("weather?"), "tools": [WEATHER], "stream": stream}
     if stream:
         streamed_messages = [
-            line["message"] for line in await post_and_read_lines(server, "/api/chat", **given)
+            line["message"] for line in await post_and_read_lines(server, "/api/chat", **fields)
         ]
         [calls] = [message["tool_calls"] for message in streamed_messages if "tool_calls" in message]
         content = "".join(message["content"] for message in streamed_messages)
     else:
-        message = (await server.post("/api/chat", **given)).json()["message"]
+        message = (await server.post("/api/chat", **fields)).json()["message"]
         calls, content = message["tool_calls"], message["content"]
     assert content == "I look."
     assert calls[0]["function"] == {"index": 0, "name": "get_weather", "arguments": {"city": "Paris"}}
-    given["messages"] += [
+    fields["messages"] += [
         {"role": "assistant", "content": content, "tool_calls": [{"function": calls[0]["function"]}]},
         {"role": "tool", "tool_name": "get_weather", "content": "20"},
     ]
-    last = await server.post("/api/chat", **{**given, "stream": False})
+    last = await server.post("/api/chat", **{**fields, "stream": False})
     assert last.json()["message"]["content"].endswith("tool: 20"), last.text
 
 
 async def test_thinking_is_a_separate_field(server: Chatting) -> None:
-    whole = (await server.post("/api/chat", messages=make_user_message("Think"), stream=False)).json()
-    assert (whole["message"]["thinking"], whole["message"]["content"]) == ("Hm.", "Yes.")
-    hidden = (
+    response = (await server.post("/api/chat", messages=make_user_message("Think"), stream=False)).json()
+    assert (response["message"]["thinking"], response["message"]["content"]) == ("Hm.", "Yes.")
+    without_thinking = (
         await server.post("/api/chat", messages=make_user_message("Think"), stream=False, think=False)
     ).json()
-    assert hidden["message"] == {"role": "assistant", "content": "Yes."}
+    assert without_thinking["message"] == {"role": "assistant", "content": "Yes."}
     streamed_lines = await post_and_read_lines(server, "/api/generate", prompt="Think", think=True)
     assert "".join(line.get("thinking", "") for line in streamed_lines) == "Hm."
     assert "".join(line["response"] for line in streamed_lines) == "Yes."
@@ -122,10 +122,10 @@ async def test_generate_completes_a_prompt(server: Chatting) -> None:
     assert (last["done_reason"], last["response"]) == ("stop", "")
     raw = (await server.post("/api/generate", prompt="Hi", raw=True, stream=False)).json()
     assert raw["response"] == "Hi"
-    stopped = await server.post(
+    stopped_response = await server.post(
         "/api/generate", prompt="abc", raw=True, stream=False, options={"stop": ["b"]}
     )
-    assert stopped.json()["response"] == "a"
+    assert stopped_response.json()["response"] == "a"
     assert (await server.post("/api/generate")).json()["done_reason"] == "load"
 
 
@@ -133,10 +133,10 @@ async def test_formats_and_model_description(server: Chatting) -> None:
     for form in ({"type": "object"}, "json"):  # the fake model supports no grammars
         refused = await server.post("/api/chat", messages=make_user_message("x"), format=form)
         assert refused.json()["error"].startswith("format needs the grammar extra")
-    shown = (await server.post("/api/show")).json()
-    assert shown["capabilities"] == ["completion", "tools", "thinking"]
-    assert shown["model_info"]["llama.context_length"] == 2048
-    assert shown["template"] == THINKING
+    description = (await server.post("/api/show")).json()
+    assert description["capabilities"] == ["completion", "tools", "thinking"]
+    assert description["model_info"]["llama.context_length"] == 2048
+    assert description["template"] == THINKING
 
 
 async def test_model_lists_and_errors(server: Chatting) -> None:

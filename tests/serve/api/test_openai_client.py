@@ -138,7 +138,7 @@ async def check_tools(client: AsyncOpenAI) -> None:
 
 
 async def check_completions(client: AsyncOpenAI) -> None:
-    whole = await client.completions.create(
+    completion = await client.completions.create(
         model="demo",
         prompt=["Once upon a time", "One day"],
         max_tokens=12,
@@ -146,8 +146,8 @@ async def check_completions(client: AsyncOpenAI) -> None:
         logprobs=2,
         echo=True,
     )
-    assert [choice.text[:7] for choice in whole.choices] == ["Once up", "One day"]
-    for choice in whole.choices:
+    assert [choice.text[:7] for choice in completion.choices] == ["Once up", "One day"]
+    for choice in completion.choices:
         rows = choice.logprobs
         assert rows is not None
         assert rows.tokens is not None
@@ -164,7 +164,7 @@ async def check_completions(client: AsyncOpenAI) -> None:
         model="demo", prompt="Once upon a time", max_tokens=12, temperature=0, stream=True
     )
     text = "".join([chunk.choices[0].text async for chunk in stream])
-    assert "Once upon a time" + text == whole.choices[0].text
+    assert "Once upon a time" + text == completion.choices[0].text
 
 
 class City(BaseModel):
@@ -192,20 +192,20 @@ async def check_responses(client: AsyncOpenAI) -> None:
     [call] = called.output
     assert call.type == "function_call"
     assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
-    forced = await client.responses.create(
+    forced_call = await client.responses.create(
         model="demo",
         input="Hi",
         tools=[{"type": "custom", "name": "patch"}],
         tool_choice={"type": "custom", "name": "patch"},
         max_output_tokens=60,
     )
-    assert forced.output[0].type == "custom_tool_call"
+    assert forced_call.output[0].type == "custom_tool_call"
 
 
 async def check_ollama(server: Chatting) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]}
-    given: Any = {"messages": [{"role": "user", "content": "Hi"}], "format": schema, "stream": False}
-    answer = await server.post("/api/chat", **given, options={"num_predict": 60})
+    fields: Any = {"messages": [{"role": "user", "content": "Hi"}], "format": schema, "stream": False}
+    answer = await server.post("/api/chat", **fields, options={"num_predict": 60})
     assert json.loads(answer.json()["message"]["content"]) == {"n": 1}
 
 
@@ -213,17 +213,21 @@ async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
     question: Any = [{"role": "user", "content": "What is the capital of Germany?"}]
 
     async def complete_chat(stream: bool, **extra: Any) -> str:
-        given: Any = {"model": "demo", "messages": question, "temperature": 0, "max_tokens": 30}
-        answer = await client.chat.completions.create(**given, stream=stream, extra_body=extra)
+        fields: Any = {"model": "demo", "messages": question, "temperature": 0, "max_tokens": 30}
+        answer = await client.chat.completions.create(**fields, stream=stream, extra_body=extra)
         if not stream:
             return answer.choices[0].message.content or ""
         return "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
 
-    usual = "The capital of Germany is Berlin."
+    default_answer = "The capital of Germany is Berlin."
     for stream in (False, True):
-        assert await complete_chat(stream, cache_prompt=True, store=False, verbosity="low", top_k=1) == usual
         assert (
-            await complete_chat(stream, chat_template_kwargs={"unread": 1}, include_reasoning=False) == usual
+            await complete_chat(stream, cache_prompt=True, store=False, verbosity="low", top_k=1)
+            == default_answer
+        )
+        assert (
+            await complete_chat(stream, chat_template_kwargs={"unread": 1}, include_reasoning=False)
+            == default_answer
         )
         assert await complete_chat(stream, guided_regex="[A-C]{2}") in {a + b for a in "ABC" for b in "ABC"}
         assert await complete_chat(stream, guided_choice=["Bonn", "Berlin"]) in (
@@ -232,11 +236,14 @@ async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
         )
         assert json.loads(await complete_chat(stream, guided_json={"enum": [1, 2]})) in (1, 2)
         assert await complete_chat(stream, guided_grammar='root ::= "x" "y"') == "xy"
-        assert await complete_chat(stream, stop=["Germany"], include_stop_str_in_output=True) == usual[:22]
+        assert (
+            await complete_chat(stream, stop=["Germany"], include_stop_str_in_output=True)
+            == default_answer[:22]
+        )
         assert "Berlin" not in await complete_chat(stream, bad_words=["Berlin"])
-        assert await complete_chat(stream, repeat_penalty=1.0) == usual
+        assert await complete_chat(stream, repeat_penalty=1.0) == default_answer
         cut = await complete_chat(stream, truncate_prompt_tokens=1000)
-        assert cut == usual
+        assert cut == default_answer
     scored = await client.chat.completions.create(
         model="demo",
         messages=question,
@@ -254,7 +261,7 @@ async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
     assert scored.choices[0].logprobs is not None
     entries = scored.choices[0].logprobs.content or []
     assert all(entry.token.startswith("token_id:") for entry in entries)
-    assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == usual
+    assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == default_answer
     plain = await client.completions.create(
         model="demo", prompt="Once upon", max_tokens=1, extra_body={"prompt_logprobs": 0}
     )

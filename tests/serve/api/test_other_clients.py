@@ -50,16 +50,16 @@ async def post_ok(server: Chatting, path: str, **body: Any) -> dict[str, Any]:
 async def test_the_default_model_is_the_served_model(path: str) -> None:
     async with chatting() as server:
         name = server.services.model_name
-        for given in ({}, {"model": None}, {"model": name}):
-            assert (await post_ok(server, path, **given))["model"] == name
-            response = await server.http.post(path, json={**BODIES[path], **given, "stream": True})
+        for fields in ({}, {"model": None}, {"model": name}):
+            assert (await post_ok(server, path, **fields))["model"] == name
+            response = await server.http.post(path, json={**BODIES[path], **fields, "stream": True})
             assert {chunk["model"] for chunk in events_of(response.text)[:-1]} == {name}
         assert (await server.http.post(path, json={**BODIES[path], "model": ""})).status_code == 404
         assert (await server.http.post(path, json=[])).status_code == 400
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "text"),
+    ("fields", "kind", "text"),
     [
         ({"guided_json": {"type": "integer"}}, "json_schema", '{"type": "integer"}'),
         ({"guided_json": '{"type": "integer"}'}, "json_schema", '{"type": "integer"}'),
@@ -70,11 +70,11 @@ async def test_the_default_model_is_the_served_model(path: str) -> None:
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_guided_fields_are_grammars_of_the_context(
-    path: str, given: dict[str, Any], kind: str, text: str
+    path: str, fields: dict[str, Any], kind: str, text: str
 ) -> None:
     contexts: list[TextContext] = []
     async with chatting(work=enable_grammars(contexts)) as server:
-        await post_ok(server, path, **given)
+        await post_ok(server, path, **fields)
         grammar = contexts[0].grammar
         assert grammar is not None
         assert (grammar.kind, grammar.text) == (kind, text)
@@ -116,11 +116,11 @@ async def test_the_stop_string_is_in_the_output_on_request(path: str, stream: bo
             response = await server.post(path, **body, stream=stream)
             chunks = events_of(response.text)[:-1] if stream else [response.json()]
             choices = [chunk["choices"][0] for chunk in chunks]
-            found = "".join(
+            streamed_text = "".join(
                 choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or ""
                 for choice in choices
             )
-            assert found == text
+            assert streamed_text == text
             assert choices[-1]["finish_reason"] == "stop"
 
 
@@ -146,9 +146,13 @@ async def test_prompts_are_truncated_on_request(count: int, max_tokens: int | No
 async def test_truncation_keeps_the_bos_token(shared_data: Path) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
     request = TokenGeneratorRequest("1", 0, "m", prompt="Once upon a time there was")
-    whole = tokenizer.build_context(request).prompt_tokens.tolist()
+    full_prompt = tokenizer.build_context(request).prompt_tokens.tolist()
     assert tokenizer.special_tokens["bos_token"] == "<s>"
-    for limit, expected in ((1, whole[-1:]), (4, [whole[0], *whole[-3:]]), (len(whole), whole)):
+    for limit, expected in (
+        (1, full_prompt[-1:]),
+        (4, [full_prompt[0], *full_prompt[-3:]]),
+        (len(full_prompt), full_prompt),
+    ):
         cut = build_context(tokenizer, request, limit)
         assert cut.prompt_tokens.tolist() == expected
     assert build_context(tokenizer, request, 100).prompt == request.prompt
@@ -203,7 +207,7 @@ def check_rows(rows: list[Any], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "given", "param"),
+    ("path", "fields", "param"),
     [
         (CHAT, {"messages": [user("x" * 600)], "prompt_logprobs": 1, "max_tokens": 1}, "prompt_logprobs"),
         (COMPLETIONS, {"prompt": "x" * 600, "prompt_logprobs": 1}, "prompt_logprobs"),
@@ -211,10 +215,10 @@ def check_rows(rows: list[Any], text: str) -> None:
     ],
 )
 async def test_the_number_of_prompt_log_probabilities_is_limited(
-    path: str, given: dict[str, Any], param: str
+    path: str, fields: dict[str, Any], param: str
 ) -> None:
     async with chatting(max_logprobs_per_request=1000) as server:
-        error = await server.refusal(path, **given)
+        error = await server.refusal(path, **fields)
         assert error["param"] == param
         assert "of the prompt" in error["message"]
         assert server.pipeline.batches == []
@@ -254,8 +258,8 @@ async def test_reasoning_is_omitted_on_request(stream: bool) -> None:
             chunks = events_of(response.text)[:-1] if stream else [response.json()]
             parts = [chunk["choices"][0].get("delta" if stream else "message", {}) for chunk in chunks]
             assert "".join(part.get("content") or "" for part in parts) == "Hello"
-            thoughts = "".join(part.get("reasoning") or "" for part in parts)
-            assert thoughts == ("" if included is False else "Why?")
+            reasoning_text = "".join(part.get("reasoning") or "" for part in parts)
+            assert reasoning_text == ("" if included is False else "Why?")
             assert any("reasoning_content" in part for part in parts) == (included is not False)
 
 
@@ -315,7 +319,7 @@ async def test_ping_and_load_routes() -> None:
 
 
 async def test_default_values_of_fields_of_other_servers_are_accepted() -> None:
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "cache_prompt": True,
         "store": False,
         "seed": 1,
@@ -330,6 +334,6 @@ async def test_default_values_of_fields_of_other_servers_are_accepted() -> None:
     }
     async with chatting() as server:
         for path in (CHAT, COMPLETIONS):
-            assert (await post_ok(server, path, **given))["choices"]
+            assert (await post_ok(server, path, **fields))["choices"]
         for level in ("low", "medium", "high"):
             assert (await post_ok(server, CHAT, verbosity=level, prompt_cache_retention="24h"))["choices"]

@@ -67,9 +67,9 @@ async def test_raw_scores_of_a_cross_encoder_are_logits(cross_encoder: Path) -> 
     async with embedding_server(cross_encoder) as server:
         scores = await post_ok(server, "/v1/score", text_1=QUERY, text_2=TEXTS)
         logits = await post_ok(server, "/v1/score", text_1=QUERY, text_2=TEXTS, activation=False)
-        found = np.array([item["score"] for item in logits["data"]])
+        raw_scores = np.array([item["score"] for item in logits["data"]])
         expected = [item["score"] for item in scores["data"]]
-        np.testing.assert_allclose(1 / (1 + np.exp(-found)), expected, atol=1e-6)
+        np.testing.assert_allclose(1 / (1 + np.exp(-raw_scores)), expected, atol=1e-6)
 
 
 async def test_long_documents_are_truncated_or_refused(cross_encoder: Path) -> None:
@@ -122,9 +122,9 @@ async def test_classify_equals_the_library(classifier: Path) -> None:
     async with embedding_server(classifier) as server:
         for path in ("/v1/classify", "/classify"):
             answer = await post_ok(server, path, input=TEXTS)
-            for i, (item, truth) in enumerate(zip(answer["data"], expected, strict=True)):
-                assert (item["index"], item["label"], item["num_classes"]) == (i, truth.label, 3)
-                np.testing.assert_allclose(item["probs"], truth.scores, atol=1e-6)
+            for i, (item, result) in enumerate(zip(answer["data"], expected, strict=True)):
+                assert (item["index"], item["label"], item["num_classes"]) == (i, result.label, 3)
+                np.testing.assert_allclose(item["probs"], result.scores, atol=1e-6)
         [alone] = (await post_ok(server, "/v1/classify", input=TEXTS[1], activation=False))["data"]
         assert abs(sum(alone["probs"]) - 1) > 0.01
         ids = server.services.tokenizer.encode_text(TEXTS[1]).tolist()

@@ -58,9 +58,9 @@ async def test_a_response_is_created_retrieved_and_deleted() -> None:
         await client.responses.delete(created.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(created.id)
-        unstored = await client.responses.create(model="demo", input="Hi", store=False)
+        not_stored = await client.responses.create(model="demo", input="Hi", store=False)
         with pytest.raises(openai.NotFoundError):
-            await client.responses.retrieve(unstored.id)
+            await client.responses.retrieve(not_stored.id)
         assert (await client.responses.input_tokens.count(model="demo", input="Hi")).input_tokens > 2
 
 
@@ -92,10 +92,10 @@ async def test_a_previous_response_is_part_of_the_conversation() -> None:
         assert first.output_text == "system: Iuser: A"
         second = await client.responses.create(model="demo", input="B", previous_response_id=first.id)
         assert second.output_text == "user: Aassistant: system: Iuser: Auser: B"
-        listed = await client.responses.input_items.list(second.id, order="asc", limit=2)
-        assert [item.to_dict()["role"] for item in listed.data] == ["user", "assistant"]
-        assert listed.has_more
-        rest = await client.responses.input_items.list(second.id, order="asc", after=listed.last_id)
+        input_items = await client.responses.input_items.list(second.id, order="asc", limit=2)
+        assert [item.to_dict()["role"] for item in input_items.data] == ["user", "assistant"]
+        assert input_items.has_more
+        rest = await client.responses.input_items.list(second.id, order="asc", after=input_items.last_id)
         assert [item.to_dict()["content"][0]["text"] for item in rest.data] == ["B"]  # type: ignore[index]
         reference: Any = [
             {"type": "item_reference", "id": first.output[0].id},
@@ -151,8 +151,8 @@ async def test_tool_calls_and_reasoning_are_output_items(stream: bool) -> None:
                 created = await events.get_final_response()
         else:
             created = await server.openai.responses.create(**fields)
-        thought, message, call = [item.to_dict() for item in created.output]
-        assert thought["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+        reasoning_item, message, call = [item.to_dict() for item in created.output]
+        assert reasoning_item["content"] == [{"type": "reasoning_text", "text": "Hm."}]
         assert message["content"][0]["text"] == "I look."  # type: ignore[index]
         assert (call["type"], call["name"], json.loads(str(call["arguments"]))) == (
             "function_call",
@@ -162,8 +162,8 @@ async def test_tool_calls_and_reasoning_are_output_items(stream: bool) -> None:
         assert created.usage is not None
         assert created.usage.output_tokens_details.reasoning_tokens > 3
         # Agents send the output items back. The encoded reasoning item contains the text.
-        del thought["content"]
-        follow_up = [thought, message, call, {**_make_call_output(call)}]
+        del reasoning_item["content"]
+        follow_up = [reasoning_item, message, call, {**_make_call_output(call)}]
         async with chatting(
             make_echo_pipeline(), template=THINKING + "{{ messages[0].reasoning_content }}"
         ) as other:
@@ -225,8 +225,8 @@ async def test_a_background_response_can_be_polled_and_streamed() -> None:
         events = [event async for event in stream]
         assert events[-1].type == "response.completed"
         name = events[-1].response.id
-        resumed = await client.responses.retrieve(name, stream=True, starting_after=2)
-        assert [event.sequence_number async for event in resumed] == [
+        resumed_stream = await client.responses.retrieve(name, stream=True, starting_after=2)
+        assert [event.sequence_number async for event in resumed_stream] == [
             event.sequence_number for event in events[3:]
         ]
         with pytest.raises(openai.BadRequestError, match="background needs store"):
@@ -289,8 +289,8 @@ async def test_requests_of_codex_are_accepted(caplog: pytest.LogCaptureFixture) 
         text = final["response"]["output"][0]["content"][0]["text"]
         assert "exec_command" in text
         assert "web_search" not in text
-        skipped = [message for message in caplog.messages if "hosted tool" in message]
-        assert len(skipped) == 3
+        warnings = [message for message in caplog.messages if "hosted tool" in message]
+        assert len(warnings) == 3
         caplog.clear()
         assert (await server.http.post("/v1/responses", json=body)).status_code == 200
         assert not [message for message in caplog.messages if "hosted tool" in message]

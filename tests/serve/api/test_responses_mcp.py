@@ -67,24 +67,26 @@ async def create(server: Chatting, text: Any = "Add", **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("named", [False, True])
-async def test_a_tool_is_called_and_its_output_is_used(tools: ServedTools, stream: bool, named: bool) -> None:
-    fields: Any = {"tools": [CALC]} if named else {}
+@pytest.mark.parametrize("names_tool", [False, True])
+async def test_a_tool_is_called_and_its_output_is_used(
+    tools: ServedTools, stream: bool, names_tool: bool
+) -> None:
+    fields: Any = {"tools": [CALC]} if names_tool else {}
     async with run_server(tools, "I add. " + call("add", a=2, b=3), "It is 5.") as server:
         if stream:
             async with server.openai.responses.stream(model="demo", input="Add", **fields) as events:
                 response = await events.get_final_response()
         else:
             response = await create(server, **fields)
-        listed, before, called, after = response.output
-        assert (listed.type, listed.server_label, listed.error) == ("mcp_list_tools", "calc", None)
-        assert [tool.name for tool in listed.tools] == ["add", "fail", "slow", "long", "get/picture"]
-        assert listed.tools[0].input_schema["required"] == ["a", "b"]
-        assert listed.tools[0].annotations == {"readOnlyHint": True}
+        list_item, before, call_item, after = response.output
+        assert (list_item.type, list_item.server_label, list_item.error) == ("mcp_list_tools", "calc", None)
+        assert [tool.name for tool in list_item.tools] == ["add", "fail", "slow", "long", "get/picture"]
+        assert list_item.tools[0].input_schema["required"] == ["a", "b"]
+        assert list_item.tools[0].annotations == {"readOnlyHint": True}
         assert before.content[0].text == "I add."
-        assert (called.type, called.server_label, called.name) == ("mcp_call", "calc", "add")
-        assert (json.loads(called.arguments), called.output) == ({"a": 2, "b": 3}, "5")
-        assert (called.error, called.status, called.approval_request_id) == (None, "completed", None)
+        assert (call_item.type, call_item.server_label, call_item.name) == ("mcp_call", "calc", "add")
+        assert (json.loads(call_item.arguments), call_item.output) == ({"a": 2, "b": 3}, "5")
+        assert (call_item.error, call_item.status, call_item.approval_request_id) == (None, "completed", None)
         assert after.content[0].text == "It is 5."
         assert (response.status, response.output_text) == ("completed", "I add.It is 5.")
         assert [tool.type for tool in response.tools] == ["mcp"]
@@ -94,7 +96,7 @@ async def test_a_tool_is_called_and_its_output_is_used(tools: ServedTools, strea
         assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
         retrieved = await server.openai.responses.retrieve(response.id)
         assert [item.id for item in retrieved.output] == [item.id for item in response.output]
-        assert retrieved.output[2].to_dict() == called.to_dict()
+        assert retrieved.output[2].to_dict() == call_item.to_dict()
 
 
 async def test_stream_events_have_the_documented_order(tools: ServedTools) -> None:
@@ -164,10 +166,10 @@ async def test_a_later_response_continues_the_conversation(tools: ServedTools) -
         call_text = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
         assert f"user: Addassistant: {call_text}tool: 5assistant: 5user: And?" in prompts[0]
         items = [item.to_dict() for item in first.output]
-        resent = await create(
+        continued = await create(
             server, [{"role": "user", "content": "Add"}, *items, _make_user_message("And?")]
         )
-        assert item_types(resent) == ["message"]
+        assert item_types(continued) == ["message"]
         assert tools.num_lists == before
 
 
@@ -217,8 +219,8 @@ async def test_an_approved_call_is_executed(tools: ServedTools, stream: bool) ->
             response = events_of(http_response.text)[-1]["response"]
         else:
             response = (await create(server, [reply], **fields)).to_dict()
-        called, last = response["output"]
-        assert (called["type"], called["output"], called["approval_request_id"]) == (
+        call_item, last = response["output"]
+        assert (call_item["type"], call_item["output"], call_item["approval_request_id"]) == (
             "mcp_call",
             "5",
             request.id,
@@ -257,11 +259,11 @@ async def test_rules_select_the_calls_that_need_approval(tools: ServedTools) -> 
         (None, False),
     ]
     async with run_server(tools, call("add", a=2, b=3), "Done.") as server:
-        for rule, asks in rules:
+        for rule, needs_approval in rules:
             tools.calls.clear()
             response = await create(server, tools=[{**CALC, "require_approval": rule}])
-            assert ("mcp_approval_request" in item_types(response)) is asks, rule
-            assert bool(tools.calls) is not asks, rule
+            assert ("mcp_approval_request" in item_types(response)) is needs_approval, rule
+            assert bool(tools.calls) is not needs_approval, rule
 
 
 async def test_the_server_setting_requires_approval(tools: ServedTools) -> None:
@@ -298,9 +300,9 @@ async def test_tool_choice_selects_the_tools(tools: ServedTools) -> None:
         assert item_types(await create(server, tool_choice=allowed)) == ["mcp_list_tools", "message"]
 
 
-@pytest.mark.parametrize("named", [False, True])
-async def test_a_forced_call_is_forced_once(tools: ServedTools, named: bool) -> None:
-    choice: Any = {"type": "mcp", "server_label": "calc", **({"name": "add"} if named else {})}
+@pytest.mark.parametrize("names_tool", [False, True])
+async def test_a_forced_call_is_forced_once(tools: ServedTools, names_tool: bool) -> None:
+    choice: Any = {"type": "mcp", "server_label": "calc", **({"name": "add"} if names_tool else {})}
     async with run_server(tools, call("add", a=2, b=3), "It is 5.", grammars_enabled=True) as server:
         with pytest.MonkeyPatch.context() as patch:
             # The fake engine supports no grammars.
@@ -330,9 +332,9 @@ async def test_the_number_of_turns_is_limited(tools: ServedTools) -> None:
         response = await create(server)
         assert item_types(response) == ["mcp_list_tools", *["mcp_call"] * 3, "message"]
         assert (response.output_text, response.status) == ("I stop.", "completed")
-        limited = await create(server, max_tool_calls=1)
-        assert item_types(limited) == ["mcp_list_tools", "mcp_call", "message"]
-        assert limited.max_tool_calls == 1
+        limited_response = await create(server, max_tool_calls=1)
+        assert item_types(limited_response) == ["mcp_list_tools", "mcp_call", "message"]
+        assert limited_response.max_tool_calls == 1
 
 
 async def test_calls_after_max_tool_calls_fail(tools: ServedTools) -> None:
@@ -437,11 +439,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_invalid_values_are_refused_with_the_field(tools: ServedTools) -> None:
-    async with run_server(tools, "Hi") as server, chatting() as bare:
+    async with run_server(tools, "Hi") as server, chatting() as other_server:
         for entry, param in REFUSED:
             body = {"input": "Hi", "tools": [{"type": "mcp", **entry}]}
             assert (await server.refusal("/v1/responses", **body))["param"] == param
-            assert (await bare.refusal("/v1/responses", **body))["param"].startswith("tools[0].")
+            assert (await other_server.refusal("/v1/responses", **body))["param"].startswith("tools[0].")
 
 
 async def test_the_url_of_a_configured_server_is_accepted(tools: ServedTools) -> None:

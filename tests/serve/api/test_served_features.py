@@ -91,8 +91,8 @@ async def test_requests_with_adapters_run_in_one_batch(adapters: list[Path]) -> 
         name = {"lora_name": "second"}
         assert (await server.http.post("/v1/unload_lora_adapter", json=name)).status_code == 200
         assert await list_models() == ["demo", "first"]
-        gone = await server.post("/v1/chat/completions", model="second", messages=STORY)
-        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+        unloaded = await server.post("/v1/chat/completions", model="second", messages=STORY)
+        assert (unloaded.status_code, unloaded.json()["error"]["code"]) == (404, "model_not_found")
         chunks = events_of((await running).text)
         assert chunks[-1] == "[DONE]"
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks[:-1])

@@ -82,8 +82,8 @@ async def test_audio_equals_that_of_the_library(folder: Path, expected: Any) -> 
             assert file.readframes(1 << 20) == expected("Hello.")
         assert await synthesize(server, voice="default", response_format="pcm") == expected("Hello.")
         options = {"audio_prompt_tokens": [4, 5], "audio_prompt_transcription": "Ho"}
-        cloned = await synthesize(server, response_format="pcm", **options)
-        assert cloned == expected("Hello.", **options) != expected("Hello.")
+        cloned_audio = await synthesize(server, response_format="pcm", **options)
+        assert cloned_audio == expected("Hello.", **options) != expected("Hello.")
         types = {
             name: (await server.http.post(ROUTE, json={"input": "a", "response_format": name, **SAMPLING}))
             for name in ("wav", "pcm")
@@ -148,8 +148,8 @@ async def test_invalid_fields_are_refused(
     folder: Path, body: dict[str, Any], param: str | None, message: str
 ) -> None:
     async with _open_shared_server(folder) as server:
-        wanted = {"input": "a", "response_format": "wav", **body}
-        response = await server.http.post(ROUTE, json=wanted)
+        request_body = {"input": "a", "response_format": "wav", **body}
+        response = await server.http.post(ROUTE, json=request_body)
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, param), error
         assert message in error["message"]

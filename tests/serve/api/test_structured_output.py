@@ -151,8 +151,8 @@ async def check_forms(server: Chatting) -> None:
 async def check_tools(server: Chatting) -> None:
     """Check forced calls, strict calls with the choice "auto", and calls or JSON."""
     tools = {"tools": [STRICT, LOOSE], "messages": PARIS, "seed": 1, "max_tokens": 200}
-    named = {"type": "function", "function": {"name": "get_weather"}}
-    choices: list[Any] = ["required", named]
+    tool_choice = {"type": "function", "function": {"name": "get_weather"}}
+    choices: list[Any] = ["required", tool_choice]
     for temperature in (0, 1):
         for choice in choices:
             body = {**tools, "tool_choice": choice, "temperature": temperature, "parallel_tool_calls": False}
@@ -172,10 +172,10 @@ async def check_tools(server: Chatting) -> None:
         await server.chat(**{**body, "tools": [without_strict(STRICT), LOOSE]})
     )
 
-    either = await server.chat(**tools, temperature=0, response_format={"type": "json_object"})
-    message = either["choices"][0]["message"]
+    call_or_json = await server.chat(**tools, temperature=0, response_format={"type": "json_object"})
+    message = call_or_json["choices"][0]["message"]
     if message.get("tool_calls"):
-        jsonschema.validate(json.loads(first_call(either)[0]["arguments"]), SCHEMA)
+        jsonschema.validate(json.loads(first_call(call_or_json)[0]["arguments"]), SCHEMA)
     else:
         assert isinstance(json.loads(message["content"]), dict)
 

@@ -169,9 +169,9 @@ async def test_invalid_files_and_batches_are_refused(tmp_path: Path) -> None:
             await client.batches.create(input_file_id="file-../x", endpoint="/v1/responses", **fields)
         with pytest.raises(openai.BadRequestError, match="endpoint must be one of"):
             await client.batches.create(input_file_id=file.id, endpoint="/v1/x", **fields)  # type: ignore[arg-type]
-        two = server.openai.with_options(api_key="two")
+        other_client = server.openai.with_options(api_key="two")
         with pytest.raises(openai.NotFoundError):
-            await two.files.retrieve(file.id)
+            await other_client.files.retrieve(file.id)
         created = await client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", **fields
         )

@@ -106,12 +106,12 @@ async def test_valid_and_invalid_lines_have_results() -> None:
 
 
 async def test_batches_need_no_key_and_have_the_lowest_priority() -> None:
-    (given,) = parse_requests(make_request_line("a", priority=5))
-    assert isinstance(given, BatchRequest)
-    assert given.body["priority"] == PRIORITY + 5
+    (request,) = parse_requests(make_request_line("a", priority=5))
+    assert isinstance(request, BatchRequest)
+    assert request.body["priority"] == PRIORITY + 5
     async with chatting(api_key=("one", "two")) as server:
         app = server.http._transport.app  # type: ignore[attr-defined]
-        assert (await post(app, "/v1/chat/completions", given.body)).status == 200
+        assert (await post(app, "/v1/chat/completions", request.body)).status == 200
         outside = await server.http.post("/v1/chat/completions", json=CHAT)
         assert outside.status_code == 401
 
@@ -152,18 +152,18 @@ async def test_cancelling_a_batch_cancels_its_requests() -> None:
 
 
 def test_lines_with_a_result_are_not_run_again(tmp_path: Path) -> None:
-    given, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    given.write_bytes(b"\n".join([make_request_line("a"), b"", make_request_line("b"), b"{}"]) + b"\n")
+    input_path, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    input_path.write_bytes(b"\n".join([make_request_line("a"), b"", make_request_line("b"), b"{}"]) + b"\n")
     assert finished_ids(results) == set()
     results.write_text('{"custom_id": "a", "response": null}\n{"custom_id": "b", "resp')
     assert finished_ids(results) == {"a"}
     assert results.read_text() == '{"custom_id": "a", "response": null}\n'
-    remaining_ids = [request.custom_id for request in remaining(read_lines(given, 100, 100), {"a"})]
+    remaining_ids = [request.custom_id for request in remaining(read_lines(input_path, 100, 100), {"a"})]
     assert remaining_ids == ["b", "line-4"]
-    assert check_unique(read_lines(given, 100, 100)) == 3
-    given.write_bytes(make_request_line("a") + b"\n" + make_request_line("a"))
+    assert check_unique(read_lines(input_path, 100, 100)) == 3
+    input_path.write_bytes(make_request_line("a") + b"\n" + make_request_line("a"))
     with pytest.raises(InputError, match="two lines have the custom_id 'a'"):
-        check_unique(read_lines(given, 100, 100))
+        check_unique(read_lines(input_path, 100, 100))
     results.write_text("text\n")
     with pytest.raises(InputError, match="is not the result of a batch"):
         finished_ids(results)

@@ -288,16 +288,16 @@ def test_a_failed_warm_up_stops_the_server(running: Running) -> None:
 
 
 def test_the_grammar_probe_does_not_delay_readiness(running: Running) -> None:
-    tried = threading.Event()
+    probe_started = threading.Event()
 
     def choose(context: TextContext) -> int:
         if context.grammar is not None:
             assert running.ready.is_set()
-            tried.set()
+            probe_started.set()
         return FakeTokenizer.EOS
 
     def act(http: httpx.Client) -> bool:
-        is_tried = tried.wait(60)
+        is_tried = probe_started.wait(60)
         send(signal.SIGTERM)
         return is_tried
 
@@ -383,9 +383,9 @@ def test_a_too_long_body_is_answered_before_its_end(running: Running) -> None:
 
 
 def test_addresses_of_listeners() -> None:
-    with listening_socket("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        assert url_of(taken) == f"http://127.0.0.1:{port}"
+    with listening_socket("127.0.0.1", 0) as listener_in_use:
+        port = listener_in_use.getsockname()[1]
+        assert url_of(listener_in_use) == f"http://127.0.0.1:{port}"
         with pytest.raises(ConfigError) as caught:
             listening_socket("127.0.0.1", port)
         assert str(caught.value) == f"port: cannot listen at 127.0.0.1:{port}: Address already in use"

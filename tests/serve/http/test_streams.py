@@ -158,17 +158,17 @@ async def test_continuous_usage_equals_the_tokens_of_the_chunks_so_far(n: int) -
             more = {"return_token_ids": True, "max_tokens": 50, "stream": True, "stream_options": options}
             response = await server.post(f"/v1/{path}", **prompt, n=n, **more)
             *chunks, _ = events_of(response.text)
-            seen = ends = 0
+            num_tokens = ends = 0
             for chunk in chunks:
                 [choice] = chunk["choices"]
-                seen += len(choice.get("token_ids", ()))
+                num_tokens += len(choice.get("token_ids", ()))
                 # The EOS token is counted, but is not in the text.
                 ends += choice["finish_reason"] is not None
                 usage = chunk["usage"]
-                assert usage["completion_tokens"] == seen + ends
-                assert usage["total_tokens"] == usage["prompt_tokens"] + seen + ends
-                assert usage["completion_tokens_details"]["reasoning_tokens"] <= seen + ends
-            assert seen > 0
+                assert usage["completion_tokens"] == num_tokens + ends
+                assert usage["total_tokens"] == usage["prompt_tokens"] + num_tokens + ends
+                assert usage["completion_tokens_details"]["reasoning_tokens"] <= num_tokens + ends
+            assert num_tokens > 0
 
 
 @pytest.mark.parametrize("more", [{}, {"continuous_usage_stats": True}, {"continuous_usage_stats": False}])

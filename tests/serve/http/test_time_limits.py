@@ -60,16 +60,16 @@ async def test_the_first_item_may_take_longer() -> None:
 
 
 async def test_the_time_limit_of_the_request() -> None:
-    seen: list[int | None] = []
+    received_items: list[int | None] = []
 
     async def collect() -> None:
         short = make_limits(request_timeout=0.1, stream_timeout=60)
         async for item in short.with_pings(Items(0, *[0.02] * 1000), ping=30):
-            seen.append(item)
+            received_items.append(item)
 
     with pytest.raises(RequestProblem, match=r"longer than 0\.1 seconds"):
         await collect()
-    assert 0 < len(seen) < 1000
+    assert 0 < len(received_items) < 1000
 
 
 async def test_the_time_limit_of_an_admission() -> None:

@@ -45,8 +45,8 @@ def test_text_is_streamed(server: ServerProcess) -> None:
 
 
 def test_an_object_matches_its_schema(server: ServerProcess) -> None:
-    named = {"schema": SCHEMA, "strict": True, "name": "response"}
-    body = HELLO | {"max_tokens": 64, "response_format": {"type": "json_schema", "json_schema": named}}
+    json_schema = {"schema": SCHEMA, "strict": True, "name": "response"}
+    body = HELLO | {"max_tokens": 64, "response_format": {"type": "json_schema", "json_schema": json_schema}}
     output = json.loads(post_chat(server, body)["choices"][0]["message"]["content"])
     assert [*output] == ["city"]
     assert len(output["city"]) <= 10

@@ -142,8 +142,12 @@ async def test_an_adapter_belongs_to_its_model() -> None:
         answer = await front.client.post("/v1/load_lora_adapter?model=b", json=load)
         assert answer.status_code == 200, answer.text
         assert await front.text("tone") == "I am b"
-        listed = (await front.client.get("/v1/models")).json()["data"]
-        assert {model["id"]: model["parent"] for model in listed} == {"a": None, "b": None, "tone": "b"}
+        model_list = (await front.client.get("/v1/models")).json()["data"]
+        assert {model["id"]: model["parent"] for model in model_list} == {
+            "a": None,
+            "b": None,
+            "tone": "b",
+        }
 
 
 async def test_routes_of_a_task_need_a_model_of_the_task() -> None:
@@ -266,8 +270,11 @@ def test_impossible_models_are_refused(models: Any, message: str) -> None:
 async def test_all_models_are_listed() -> None:
     async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
         await front.text("a")
-        listed = (await front.client.get("/v1/models")).json()["data"]
-        assert [(model["id"], model["max_model_len"]) for model in listed] == [("a", 2048), ("b", 2048)]
+        model_list = (await front.client.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["max_model_len"]) for model in model_list] == [
+            ("a", 2048),
+            ("b", 2048),
+        ]
         assert (await front.client.get("/v1/models/b")).json()["id"] == "b"
         assert (await front.client.get("/v1/models/c")).status_code == 404
         tags = (await front.client.get("/api/tags")).json()["models"]

@@ -90,7 +90,7 @@ def test_timings_of_a_request(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "error", "left", "status", "outcome"),
+    ("sent", "error", "client_left", "status", "outcome"),
     [
         (200, None, False, "200", "-"),
         (429, ("rate_limit_exceeded", 429), False, "429", "error:rate_limit_exceeded"),
@@ -101,11 +101,11 @@ def test_timings_of_a_request(clock: Clock) -> None:
     ],
 )
 def test_each_outcome_has_its_status_label(
-    sent: int | None, error: tuple[str | None, int] | None, left: bool, status: str, outcome: str
+    sent: int | None, error: tuple[str | None, int] | None, client_left: bool, status: str, outcome: str
 ) -> None:
     metrics = Metrics(with_process=False)
     record, observer = begin_request(metrics)
-    record.status, record.client_left, record.ended_at = sent, left, record.received + 1
+    record.status, record.client_left, record.ended_at = sent, client_left, record.received + 1
     if error is not None:
         record.failed(*error)
     observer.finished(record)
@@ -213,8 +213,8 @@ def test_each_metric_has_a_description() -> None:
         if family.name.endswith("_created"):  # creation times of counters
             continue
         assert family.documentation
-        known = family.name in explained or {family.name, f"{family.name}_total"} & of_worker
-        assert known or family.name.startswith("process_"), family.name
+        is_described = family.name in explained or {family.name, f"{family.name}_total"} & of_worker
+        assert is_described or family.name.startswith("process_"), family.name
 
 
 def test_build_info_and_startup_times() -> None:

@@ -74,14 +74,14 @@ PYTHON_TOKENS = [
 
 def scan(value: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> tuple[str, bool, int]:
     """Return (JSON text, whether the value is complete, number of scanned characters)."""
-    out, taken = "", 0
+    json_text, num_scanned = "", 0
     for chunk in pieces(text, sizes):
         end, scanned = value.feed(chunk)
-        out += scanned
-        taken += end
+        json_text += scanned
+        num_scanned += end
         if value.done or value.broken:
             break
-    return out, value.done and not value.broken, taken
+    return json_text, value.done and not value.broken, num_scanned
 
 
 @settings(max_examples=examples(80))
@@ -94,14 +94,14 @@ def test_valid_json_is_unchanged(value: Any, sizes: list[int], ascii: bool, inde
 @settings(max_examples=examples(250))
 @given(st.lists(st.sampled_from(TOKENS), max_size=10).map("".join), SIZES)
 def test_invalid_json_is_rejected(text: str, sizes: list[int]) -> None:
-    out, is_whole, taken = scan(JsonScanner(), f"{text}\n", sizes)
+    json_text, is_whole, num_scanned = scan(JsonScanner(), f"{text}\n", sizes)
     try:
         expected, end = json.JSONDecoder().raw_decode(text.lstrip())
     except json.JSONDecodeError:
         expected, end = None, -1
     if is_whole:
-        assert json.loads(out) == expected
-        assert taken - (len(text) - len(text.lstrip())) == end
+        assert json.loads(json_text) == expected
+        assert num_scanned - (len(text) - len(text.lstrip())) == end
     else:
         assert end == -1 or _continues_a_number(text.lstrip(), end)
 
@@ -126,22 +126,22 @@ def test_the_nesting_depth_is_limited() -> None:
 @settings(max_examples=examples(80))
 @given(VALUES, SIZES)
 def test_python_literals_become_json(value: Any, sizes: list[int]) -> None:
-    out, is_whole, taken = scan(PythonScanner(), f"{value!r})", sizes)
+    json_text, is_whole, num_scanned = scan(PythonScanner(), f"{value!r})", sizes)
     assert is_whole
-    assert json.loads(out) == value
-    assert taken == len(repr(value))
+    assert json.loads(json_text) == value
+    assert num_scanned == len(repr(value))
 
 
 @settings(max_examples=examples(250))
 @given(st.lists(st.sampled_from(PYTHON_TOKENS), max_size=10).map("".join), SIZES)
 @example('"\\{"', [1])
 def test_accepted_python_literals_are_valid(text: str, sizes: list[int]) -> None:
-    out, is_whole, taken = scan(PythonScanner(), f"{text})", sizes)
+    json_text, is_whole, num_scanned = scan(PythonScanner(), f"{text})", sizes)
     if is_whole and "\\N" not in text:  # "\\N{...}" names a character in Python; the scanner keeps "\\N"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns about unknown escapes, such as "\\{"
-            expected = ast.literal_eval(f"{text})"[:taken].strip())
-        assert json.loads(out) == _convert_tuples_to_lists(expected)
+            expected = ast.literal_eval(f"{text})"[:num_scanned].strip())
+        assert json.loads(json_text) == _convert_tuples_to_lists(expected)
 
 
 def _convert_tuples_to_lists(value: Any) -> Any:
@@ -172,9 +172,9 @@ def _convert_tuples_to_lists(value: Any) -> Any:
     ],
 )
 def test_python_values_become_json(text: str, value: Any) -> None:
-    out, is_whole, _ = scan(PythonScanner(), f"{text} ", [1])
+    json_text, is_whole, _ = scan(PythonScanner(), f"{text} ", [1])
     assert is_whole
-    assert json.loads(out) == value
+    assert json.loads(json_text) == value
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "f(1)", "{1: 2}", "{'a'}", "a", "lambda", "1 2]", "--1"])

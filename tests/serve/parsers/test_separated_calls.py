@@ -156,8 +156,8 @@ def test_long_names_do_not_depend_on_chunking(name: str, length: int) -> None:
     call = RENDERERS[name]([SEARCH])
     [marker, *_] = TOOL_FORMATS[name].markers
     for filler in ("a" * length, f"{'b' * (length - 5)}{call}", f"<function={'c' * (length - 20)}{call}"):
-        for opened in (marker, call[: call.index("search")], call[: call.index("text")]):
-            parse_events(name, opened + filler + call)
+        for beginning in (marker, call[: call.index("search")], call[: call.index("text")]):
+            parse_events(name, beginning + filler + call)
 
 
 IRREGULAR_MARKUP = {

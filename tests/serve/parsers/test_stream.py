@@ -19,17 +19,17 @@ def find_markers(markers: list[str], text: str, sizes: list[int]) -> list[tuple[
     def read() -> Steps[None]:
         nonlocal text_before
         while True:
-            piece, marker = yield from stream.piece(MarkerSearch(markers))
-            text_before += piece
+            chunk, marker = yield from stream.piece(MarkerSearch(markers))
+            text_before += chunk
             if marker:
                 result.append((text_before, marker))
                 text_before = ""
-            elif not piece:
+            elif not chunk:
                 return
 
     reader = read()
-    for piece in pieces(text, sizes):
-        stream.push(piece)
+    for chunk in pieces(text, sizes):
+        stream.push(chunk)
         assert not is_finished(reader)
     stream.ended = True
     assert is_finished(reader)

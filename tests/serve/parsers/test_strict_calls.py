@@ -229,8 +229,12 @@ def test_arguments_in_tags_must_match_the_schema(name: str) -> None:
 
 
 def test_an_ambiguous_tagged_argument_may_have_either_type() -> None:
-    either = {"type": "object", "properties": {"a": {"type": ["string", "integer"]}}, "required": ["a"]}
-    grammar = ParserFactory.choose(None, "qwen3_coder").grammar([make_tool("f", either)], "required")
+    schema_of_both = {
+        "type": "object",
+        "properties": {"a": {"type": ["string", "integer"]}},
+        "required": ["a"],
+    }
+    grammar = ParserFactory.choose(None, "qwen3_coder").grammar([make_tool("f", schema_of_both)], "required")
     assert grammar is not None
     assert accepts(grammar, render_calls("qwen3_coder", Call("f", {"a": "x"})))
     assert accepts(grammar, render_calls("qwen3_coder", Call("f", {"a": 5})))
@@ -264,11 +268,11 @@ def test_markers_can_be_special_tokens() -> None:
     assert accepts(grammar, text, special)
     assert accepts(grammar, "Well.")
     assert not accepts(grammar, text.replace("3", '"3"'), special)
-    forced = parsers.grammar(TOOLS, "required")
-    assert forced is not None
-    assert accepts(forced, text.removeprefix("Well. "), special)
+    forced_grammar = parsers.grammar(TOOLS, "required")
+    assert forced_grammar is not None
+    assert accepts(forced_grammar, text.removeprefix("Well. "), special)
     # The letters of a special token are not that token.
-    assert not accepts(forced, text.removeprefix("Well. "))
+    assert not accepts(forced_grammar, text.removeprefix("Well. "))
 
 
 def test_a_bare_format_with_a_special_marker_and_reasoning() -> None:
@@ -317,16 +321,16 @@ def test_harmony_grammars_accept_channels_and_calls() -> None:
         assert accepts(grammar, text, SPECIAL), text
     for text in (REASONING + CALL.replace("3", '"3"'), CALL + CALL, "Hi", FINAL + "Hi" + CALL):
         assert not accepts(grammar, text, SPECIAL), text
-    forced = HARMONY.grammar(TOOLS, "required", reasoning=True, in_reasoning=False)
-    assert forced is not None
-    assert accepts(forced, REASONING + CALL, SPECIAL)
-    assert accepts(forced, CALL, SPECIAL)
-    assert not accepts(forced, REASONING + FINAL + "Hi", SPECIAL)
-    shaped = HARMONY.after_reasoning(Grammar("json_object"), in_reasoning=False)
-    assert accepts(shaped, REASONING + FINAL + '{"a": 1}', SPECIAL)
-    assert accepts(shaped, FINAL + "{}", SPECIAL)
-    assert not accepts(shaped, "{}", SPECIAL)
-    assert not accepts(shaped, REASONING + "{}", SPECIAL)
+    forced_grammar = HARMONY.grammar(TOOLS, "required", reasoning=True, in_reasoning=False)
+    assert forced_grammar is not None
+    assert accepts(forced_grammar, REASONING + CALL, SPECIAL)
+    assert accepts(forced_grammar, CALL, SPECIAL)
+    assert not accepts(forced_grammar, REASONING + FINAL + "Hi", SPECIAL)
+    json_grammar = HARMONY.after_reasoning(Grammar("json_object"), in_reasoning=False)
+    assert accepts(json_grammar, REASONING + FINAL + '{"a": 1}', SPECIAL)
+    assert accepts(json_grammar, FINAL + "{}", SPECIAL)
+    assert not accepts(json_grammar, "{}", SPECIAL)
+    assert not accepts(json_grammar, REASONING + "{}", SPECIAL)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])

@@ -112,6 +112,8 @@ async def test_each_control_of_the_chat_has_a_name() -> None:
         await send(page, "Hi")
         await page.click("#new-chat")
         await send(page, "Again")
-        seen = await names_by_tab(page)
-        assert {"conversations", "delete-chat", "new-chat", "draft", "model"} <= {name for name, _ in seen}
-        assert all(label for _, label in seen), seen
+        controls = await names_by_tab(page)
+        assert {"conversations", "delete-chat", "new-chat", "draft", "model"} <= {
+            name for name, _ in controls
+        }
+        assert all(label for _, label in controls), controls

@@ -194,9 +194,9 @@ async def test_controls_of_each_page_are_reached_by_keyboard(name: str) -> None:
         await page.keyboard.press("Enter")
         await until(page, f"document.title === 'Penstock: {name.lower()}'")
         assert await page.get_by_role("link", name=name).get_attribute("aria-current") == "page"
-        seen = await names_by_tab(page, 40)
-        assert all(label for _, label in seen), seen
-        labels = [label for _, label in seen]
+        controls = await names_by_tab(page, 40)
+        assert all(label for _, label in controls), controls
+        labels = [label for _, label in controls]
         first = ["Skip to the main content", "Model", "Chat", "Compare", "Metrics"]
         for label, start in zip(labels, first, strict=False):
             assert label.startswith(start), labels
