@@ -10,7 +10,7 @@ from penstock.dtype import DType
 
 
 @pytest.mark.parametrize("dtype", list(DType))
-def test_conversion_to_torch_and_numpy_and_back(dtype: DType) -> None:
+def test_conversion_to_torch_and_numpy_is_reversible(dtype: DType) -> None:
     assert DType.from_torch(dtype.to_torch()) is dtype
     assert dtype.size_in_bytes == dtype.to_torch().itemsize
     assert dtype.is_float() == dtype.to_torch().is_floating_point

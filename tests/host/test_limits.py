@@ -66,7 +66,7 @@ def test_usage_above_the_limit_leaves_no_memory(mount: Path) -> None:
     assert limits.memory() == (GIB, 0)
 
 
-def test_cgroups_v1_with_the_own_group_as_root(mount: Path) -> None:
+def test_the_root_of_a_cgroup_v1_mount_may_be_the_own_group(mount: Path) -> None:
     set_membership(
         mount, "9:memory:/docker/1f", "4:cpu,cpuacct:/docker/1f", "1:name=systemd:/a", "0::/docker/1f"
     )
@@ -112,7 +112,7 @@ def test_host_memory_is_bounded_by_the_limit(monkeypatch: pytest.MonkeyPatch) ->
         (1.0, None, "3", 3),
     ],
 )
-def test_number_of_threads(
+def test_the_cpu_limit_bounds_the_default_number_of_threads(
     cpu_limit: float | None,
     num_threads: int | None,
     omp_num_threads: str | None,

@@ -73,7 +73,7 @@ def test_results_are_appended_to_existing_results(tmp_path: Path, name: str) -> 
     assert not output.exists()
 
 
-def test_parquet_requests_and_results(tmp_path: Path) -> None:
+def test_parquet_files_hold_requests_and_results(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow.parquet import read_table, write_table
 

@@ -98,7 +98,7 @@ async def test_closing_a_stream_cancels_the_request() -> None:
         assert engine.stats.num_generated_tokens < 800
 
 
-async def test_health_sleep_and_unsupported_controls() -> None:
+async def test_a_server_can_sleep_but_not_pause() -> None:
     async with open_server(FakePipeline(letters(3))) as server:
         await server.check_health()
         await server.reset_prefix_cache()

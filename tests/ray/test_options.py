@@ -77,7 +77,7 @@ def test_a_tensor_parallel_model_is_one_bundle_on_one_node() -> None:
         make_deployment_options(RayConfig(ray_cpus=1), tensor_parallel_size=2)
 
 
-def test_cpus_and_threads_of_a_replica() -> None:
+def test_options_set_the_cpus_and_threads_of_a_replica() -> None:
     def compute_cpus_and_threads(ray: RayConfig, **flat: object) -> tuple[int, int | None]:
         config = PipelineConfig.from_flat({"model_path": "demo", **flat})
         resources = Resources.of(config, ray)

@@ -67,7 +67,7 @@ def test_bisection_runs_every_other_request_once() -> None:
     assert not pipeline.failures
 
 
-def test_bisection_of_an_odd_batch() -> None:
+def test_an_odd_batch_is_bisected_with_the_larger_half_first() -> None:
     assert run_isolated("abc", "c")[0].parts == ["abc", "ab", "c"]
 
 

@@ -114,7 +114,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_rows_of_each_step(name: str) -> None:
+def test_each_step_runs_the_expected_rows(name: str) -> None:
     script, expected = re.split(r"\n *-+\n", TABLES[name])
     limits_line, *request_lines = script.strip().splitlines()
     header, *lines = [line.split() for line in expected.strip().splitlines()]

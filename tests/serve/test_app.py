@@ -212,7 +212,7 @@ async def test_a_forced_shutdown_logs_interrupted_requests(caplog: pytest.LogCap
     assert services.gate.num_active == 0
 
 
-async def test_health_and_readiness_probes() -> None:
+async def test_probes_fail_while_the_worker_restarts() -> None:
     worker = FakeEngine()
     async with client_of(make_services(worker)) as client:
         assert (await client.get("/health")).json() == {"status": "ok"}
@@ -258,7 +258,7 @@ async def test_requests_are_refused_before_the_gate_opens_and_after_it_closes() 
         assert (await client.get("/items/a")).status_code == 503
 
 
-async def test_cors_headers_for_allowed_origins() -> None:
+async def test_only_allowed_origins_get_cors_headers() -> None:
     origin = {"origin": "http://a.example"}
     preflight = {**origin, "access-control-request-method": "POST"}
     async with client_of(make_services()) as client:

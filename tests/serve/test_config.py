@@ -15,7 +15,7 @@ def test_setting_names_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-def test_the_order_of_configuration_sources() -> None:
+def test_flags_precede_environment_variables() -> None:
     environment = {"PENSTOCK_PORT": "1", "PENSTOCK_HOST": "::1", "PENSTOCK_API_KEY": " a , b,"}
     config = ServeConfig.from_flat({"port": 2}, "flag", environment=environment)
     assert (config.port, config.host, config.api_key) == (2, "::1", ("a", "b"))

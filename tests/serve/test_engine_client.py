@@ -21,7 +21,7 @@ def make_body(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("route", [False, True])
-async def test_responses_and_streams_of_a_fake_engine(route: bool) -> None:
+async def test_a_fake_engine_serves_responses_and_streams(route: bool) -> None:
     engine = FakeEngine()
     services = make_services(WorkerRouter([engine]) if route else engine)
     async with client_of(services) as client:

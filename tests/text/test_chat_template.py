@@ -247,7 +247,7 @@ class TestNamedTemplates:
         assert find_templates(tmp_path, config) == {"default": "F é", "rag": "R", "tool_use": "T"}
         assert find_templates(tmp_path, {"chat_template": "C"}) == {"default": "F é", "tool_use": "T"}
 
-    def test_a_checkpoint_without_templates(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_may_have_no_templates(self, tmp_path: Path) -> None:
         assert find_templates(tmp_path, {}) == {}
 
     @pytest.mark.parametrize("value", [1, {"default": "x"}, ["x"], [{"name": "x"}]])

@@ -76,7 +76,7 @@ async def test_chunks_of_generated_tokens_join_to_the_text(
 
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
 @pytest.mark.parametrize("text", TEXTS)
-async def test_decoding_after_each_step_with_two_requests(
+async def test_two_requests_are_decoded_alternately(
     name: str, text: str, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
     """Two contexts are decoded alternately, one token at a time."""

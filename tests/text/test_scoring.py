@@ -21,7 +21,7 @@ SECOND = np.array([[4.0, 3.0], [0.0, 0.0]], np.float32)
         ("manhattan", [-2.0, -1.0]),
     ],
 )
-def test_similarity_of_each_row(kind: str, expected: list[float]) -> None:
+def test_each_row_has_the_expected_similarity(kind: str, expected: list[float]) -> None:
     assert similarity(FIRST, SECOND, kind) == pytest.approx(expected)
 
 

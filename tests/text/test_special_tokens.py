@@ -223,7 +223,9 @@ FAKE_CASES = [
 
 
 @pytest.mark.parametrize(("template", "content", "expected"), FAKE_CASES)
-def test_templates_that_modify_content(template: str, content: str, expected: Any) -> None:
+def test_content_modified_by_a_template_is_encoded_as_text(
+    template: str, content: str, expected: Any
+) -> None:
     message = make_message("user", content, name="<|end|>")
     text, ids = encode_prompt(FakeTokenizer(template=template), message)
     assert ids == list(expected)
@@ -239,7 +241,7 @@ def test_content_that_the_template_makes_ambiguous_is_refused() -> None:
     assert encode_prompt(allowed, make_message("user", "<|end|>"))[1] == [*b"7", 256]
 
 
-def test_a_template_with_the_current_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_may_contain_the_current_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(["1", "2", "2", "2", "2"])
     monkeypatch.setattr("penstock.text.chat_template.datetime", _Clock(times))
     tokenizer = FakeTokenizer(template="{{ strftime_now('x') }}{{ messages[0].content }}")
@@ -327,7 +329,7 @@ def test_a_special_token_without_another_encoding_is_refused() -> None:
         encode_prompt(tokenizer, make_message("user", "a § a"))
 
 
-def test_unknown_characters_next_to_a_special_token() -> None:
+def test_unknown_characters_next_to_a_special_token_are_fused() -> None:
     source = Tokenizer(models.BPE({"?": 0, "a": 1}, [], unk_token="?", fuse_unk=True))
     source.add_special_tokens([AddedToken("?", normalized=False), AddedToken("<x>", normalized=False)])
     tokenizer, permissive = make_pair(source, "{{ messages[0].content }}{{ messages[1].content }}")
@@ -357,7 +359,7 @@ _SPELLED = re.compile(
 )
 
 
-def test_published_templates(shared_data: Path) -> None:
+def test_published_templates_encode_content_as_text(shared_data: Path) -> None:
     paths = sorted((shared_data / "chat_templates").rglob("*.jinja"))
     num_tried = sum(_check_real_template(path) for path in paths)
     assert num_tried > 150

@@ -31,7 +31,7 @@ def build_prompt(tokenizer: SpeechTokenizer, **fields: object) -> str:
     return tokenizer.decode_ids(context.prompt_tokens, skip_special_tokens=False)
 
 
-def test_prompts_of_orpheus(tokenizers: dict[str, SpeechTokenizer]) -> None:
+def test_orpheus_prompts_contain_voice_and_cloned_codes(tokenizers: dict[str, SpeechTokenizer]) -> None:
     tokenizer = tokenizers["orpheus"]
     start, end = "<custom_token_3>", "<|eot_id|><custom_token_4><custom_token_5><custom_token_1>"
     assert build_prompt(tokenizer, input="Hi") == f"{start}Hi{end}"
@@ -47,7 +47,7 @@ def test_prompts_of_orpheus(tokenizers: dict[str, SpeechTokenizer]) -> None:
         build_prompt(tokenizer, input="Hi", audio_prompt_tokens=[0, 1], audio_prompt_transcription="Ho")
 
 
-def test_prompts_of_neutts(tokenizers: dict[str, SpeechTokenizer]) -> None:
+def test_neutts_prompts_contain_text_and_cloned_codes(tokenizers: dict[str, SpeechTokenizer]) -> None:
     tokenizer = tokenizers["neutts"]
     task, end = "user: Convert the text to speech:<|TEXT_PROMPT_START|>", "<|TEXT_PROMPT_END|>\nassistant:"
     assert build_prompt(tokenizer, input="Hi") == f"{task}Hi{end}<|SPEECH_GENERATION_START|>"

@@ -52,7 +52,7 @@ def test_numbers_in_a_text_become_words(text: str, words: str) -> None:
     assert spoken_numbers(words) == words
 
 
-def test_cardinals_ordinals_and_years() -> None:
+def test_cardinals_ordinals_and_years_are_spelled_in_words() -> None:
     assert cardinal(0) == "zero"
     assert cardinal(115) == "one hundred and fifteen"
     assert cardinal(1_000_001) == "one million and one"

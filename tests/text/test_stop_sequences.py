@@ -1,4 +1,4 @@
-"""Stop strings as token sequences end the output of ``next_token``."""
+"""Stop strings are converted to token sequences, which end the output of ``next_token``."""
 
 from __future__ import annotations
 

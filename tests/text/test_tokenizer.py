@@ -64,7 +64,7 @@ USER = {"role": "user", "content": "hi"}
 
 class TestEqualToTransformers:
     @pytest.mark.parametrize("name", TOKENIZERS)
-    def test_tokens_of_a_text(self, name: str, shared_data: Path) -> None:
+    def test_tokens_of_a_text_equal_those_of_transformers(self, name: str, shared_data: Path) -> None:
         tokenizer, expected = (
             load_tokenizer(shared_data / name),
             load_transformers_tokenizer(shared_data / name),
@@ -81,7 +81,7 @@ class TestEqualToTransformers:
         check()
 
     @pytest.mark.parametrize("name", ["tokenizers/qwen3", "tokenizers/tinyllama"])
-    def test_tokens_of_a_chat(self, name: str, shared_data: Path) -> None:
+    def test_tokens_of_a_chat_equal_those_of_transformers(self, name: str, shared_data: Path) -> None:
         tokenizer, expected = (
             load_tokenizer(shared_data / name),
             load_transformers_tokenizer(shared_data / name),
@@ -98,7 +98,9 @@ class TestEqualToTransformers:
         assert context.prompt_tokens.tolist() == expected(text, add_special_tokens=False)["input_ids"]
 
     @pytest.mark.parametrize("name", TOKENIZERS)
-    def test_special_tokens_and_vocabulary_size(self, name: str, shared_data: Path) -> None:
+    def test_special_tokens_and_vocabulary_size_equal_those_of_transformers(
+        self, name: str, shared_data: Path
+    ) -> None:
         tokenizer, expected = (
             load_tokenizer(shared_data / name),
             load_transformers_tokenizer(shared_data / name),
@@ -184,7 +186,7 @@ class TestEndOfSequence:
         assert tokenizer.eos == 2
         assert TextTokenizer(folder).build_context(make_request("x")).eos_token_ids == {2, 7, 8}
 
-    def test_a_checkpoint_without_eos_tokens(self, shared_data: Path) -> None:
+    def test_a_checkpoint_without_eos_tokens_has_no_eos(self, shared_data: Path) -> None:
         tokenizer = load_tokenizer(shared_data / "tokenizers/bert-base-uncased")
         assert tokenizer.eos_token_ids == set()
         with pytest.raises(CheckpointError, match="bert-base-uncased: has no end-of-sequence token"):
@@ -469,7 +471,7 @@ class TestOtherFields:
         assert json.loads(context.json_schema) == schema
         assert context.grammar == Grammar("json_schema", context.json_schema)
 
-    def test_other_response_formats(self) -> None:
+    def test_a_response_format_becomes_a_grammar(self) -> None:
         context = TOKENIZER.build_context(make_request("x", response_format={"type": "json_object"}))
         assert (context.grammar, context.json_schema) == (Grammar("json_object"), None)
         assert TOKENIZER.build_context(make_request("x", response_format={"type": "text"})).grammar is None

@@ -59,7 +59,7 @@ def compute_rotary_tables(config: Any, head_dim: int = 16) -> torch.Tensor:
     return torch.stack([rotary.cos, rotary.sin])
 
 
-def test_defaults_of_missing_keys(tmp_path: Path) -> None:
+def test_missing_keys_have_defaults(tmp_path: Path) -> None:
     assert gguf_config(write_gguf_file(tmp_path)) == {
         "model_type": "llama",
         "vocab_size": 10,
@@ -80,7 +80,7 @@ def test_defaults_of_missing_keys(tmp_path: Path) -> None:
     }
 
 
-def test_settings_derived_from_tensors(tmp_path: Path) -> None:
+def test_tensors_determine_ties_biases_and_type(tmp_path: Path) -> None:
     tensors = {
         "output.weight": np.zeros((10, 64), np.float16),
         "blk.0.attn_q.bias": np.zeros(64, np.float32),
@@ -113,7 +113,7 @@ class TestFamilies:
     @pytest.mark.parametrize(
         ("family", "layers", "size"), [("gemma2", 46, 48), ("gemma3", 62, 48), ("gemma2", 26, 16)]
     )
-    def test_query_scale_of_the_largest_gemmas(
+    def test_the_largest_gemmas_have_their_own_query_scale(
         self, tmp_path: Path, family: str, layers: int, size: int
     ) -> None:
         file = write_gguf_file(
@@ -125,7 +125,7 @@ class TestFamilies:
         ("pattern", "full"),
         [(None, (5,)), (2, (1, 3, 5)), ([True, False, True, True, True, True], (1,))],
     )
-    def test_layers_with_full_attention_in_gemma_3(
+    def test_the_pattern_selects_layers_with_full_attention_in_gemma_3(
         self, tmp_path: Path, pattern: int | list[bool] | None, full: tuple[int, ...]
     ) -> None:
         more = {} if pattern is None else {"attention__sliding_window_pattern": pattern}
@@ -136,7 +136,7 @@ class TestFamilies:
         assert [i for i, rope in enumerate(blueprint.rotary_of_layer) if rope == 0] == list(full)
         assert [rotary.base for rotary in blueprint.rotaries] == [1_000_000.0, 10_000.0]
 
-    def test_a_gemma_with_two_rope_bases_and_linear_scaling(self, tmp_path: Path) -> None:
+    def test_gemma_scales_only_the_rope_of_full_attention(self, tmp_path: Path) -> None:
         more = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0, "rope__freq_base": 5e5}
         blueprint = load_blueprint(write_gguf_file(tmp_path, "gemma3", rope__freq_base_swa=77.0, **more))
         assert [(rotary.kind, rotary.base) for rotary in blueprint.rotaries] == [
@@ -148,7 +148,7 @@ class TestFamilies:
 class TestRope:
     """Scaling of the rotary embedding."""
 
-    def test_llama_3_frequency_factors(self, tmp_path: Path) -> None:
+    def test_llama_3_frequency_factors_equal_those_of_the_configuration(self, tmp_path: Path) -> None:
         """The file has one factor per pair of dimensions. config.json has four numbers that define them."""
         llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         llama3["original_max_position_embeddings"] = 64
@@ -167,7 +167,7 @@ class TestRope:
         assert load_blueprint(file).max_length == 512
 
     @pytest.mark.parametrize("attn_factor", [None, 1.19])
-    def test_longrope_factors_of_phi_3(self, tmp_path: Path, attn_factor: float | None) -> None:
+    def test_longrope_factors_of_phi_3_are_read(self, tmp_path: Path, attn_factor: float | None) -> None:
         tensors = {
             f"rope_factors_{which}.weight": np.linspace(1, end, 8, dtype=np.float32)
             for which, end in (("short", 2), ("long", 30))
@@ -179,7 +179,7 @@ class TestRope:
         assert rotary.parameters["long_factor"][-1] == 30.0
         assert rotary.parameters.get("attention_factor") == attn_factor
 
-    def test_yarn_scaling(self, tmp_path: Path) -> None:
+    def test_yarn_scaling_is_read(self, tmp_path: Path) -> None:
         scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
         more = {f"rope__scaling__{name}": value for name, value in scaling.items()}
         file = write_gguf_file(tmp_path, "qwen2", **more, rope__scaling__yarn_beta_fast=16.0)
@@ -193,7 +193,7 @@ class TestRope:
         (rotary,) = load_blueprint(file).rotaries
         assert (rotary.kind, rotary.max_positions, rotary.max_length) == ("yarn", 128, 512)
 
-    def test_yarn_with_an_attention_factor(self, tmp_path: Path) -> None:
+    def test_the_attention_factor_of_yarn_is_converted(self, tmp_path: Path) -> None:
         scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128, "attn_factor": 2.0}
         file = write_gguf_file(
             tmp_path, **{f"rope__scaling__{name}": value for name, value in scaling.items()}
@@ -204,11 +204,11 @@ class TestRope:
         "keys",
         [{"rope__scale_linear": 4.0}, {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}],
     )
-    def test_linear_scaling(self, tmp_path: Path, keys: dict[str, Any]) -> None:
+    def test_linear_scaling_is_read(self, tmp_path: Path, keys: dict[str, Any]) -> None:
         config = gguf_config(write_gguf_file(tmp_path, **keys))
         assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
-    def test_partial_rotary_dimensions(self, tmp_path: Path) -> None:
+    def test_rotary_dimensions_can_be_fewer_than_the_head_dimensions(self, tmp_path: Path) -> None:
         (rotary,) = load_blueprint(write_gguf_file(tmp_path, "phi3", rope__dimension_count=12)).rotaries
         assert rotary.dim == 12
 

@@ -104,7 +104,9 @@ def test_tensors_and_logits_equal_those_of_the_checkpoint(family: str, tmp_path:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
-def test_logits_of_16_bit_floats(family: str, kind: str, tmp_path: Path) -> None:
+def test_logits_of_16_bit_floats_equal_those_of_rounded_weights(
+    family: str, kind: str, tmp_path: Path
+) -> None:
     """Logits equal those of a checkpoint whose matrices are rounded to the type."""
     checkpoint = write_family_checkpoint(family, tmp_path)
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
@@ -135,7 +137,9 @@ BLOCK_ENCODINGS = {
 
 
 @pytest.mark.parametrize("kind", [*BLOCK_ENCODINGS, "IQ2_S", "TQ1_0"])
-def test_quantized_blocks(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quantized_blocks_are_dequantized_exactly(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Tensors of random blocks equal the numbers that the gguf package dequantizes."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
     checkpoint = write_family_checkpoint("llama", tmp_path, **sizes)
@@ -234,7 +238,7 @@ def test_float_tensors_are_views_of_the_mapped_file(tmp_path: Path) -> None:
     assert file.read_bytes() == before
 
 
-def test_a_model_in_two_parts(tmp_path: Path) -> None:
+def test_a_model_in_two_files_is_loaded(tmp_path: Path) -> None:
     checkpoint = write_family_checkpoint("qwen2", tmp_path)
     config = json.loads((checkpoint / "config.json").read_text())
     tensors = converted(load_file(checkpoint / "model.safetensors"), config)

@@ -155,7 +155,7 @@ class TestScores:
             ({"add_bos_token": False, "add_eos_token": True}, ["▁a", "</s>"]),
         ],
     )
-    def test_bos_and_eos_tokens_of_the_file(
+    def test_bos_and_eos_tokens_are_added_as_the_file_says(
         self, tmp_path: Path, settings: dict[str, bool], expected: list[str]
     ) -> None:
         assert self.tokens(tmp_path, "a", **settings) == expected

@@ -130,7 +130,7 @@ class TestLocalGGUF:
             (("config.json", "model.safetensors", "m.gguf"), None, ""),
         ],
     )
-    def test_gguf_file_selection_in_a_folder(
+    def test_a_gguf_file_of_a_folder_is_selected_by_name(
         self, tmp_path: Path, files: tuple[str, ...], selection: str | None, expected: str
     ) -> None:
         assert (

@@ -175,7 +175,7 @@ def can_store(encoding: str | None, shape: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_and_encodings_of_each_format(case: str, llama: Path, tmp_path: Path) -> None:
+def test_weights_of_each_format_equal_the_original_weights(case: str, llama: Path, tmp_path: Path) -> None:
     packer, section, encoding = CASES[case]
     folder = write_packed_checkpoint(llama, tmp_path, packer, section, ignore=("1.mlp.up_proj",), shards=2)
     weights, count = Weights.open(folder), 0
@@ -259,7 +259,9 @@ def test_logits_are_close_to_those_of_the_float_weights(
         ("qwen2", "ct-w8-groups"),
     ],
 )
-def test_quantized_models_of_other_families(family: str, case: str, tmp_path: Path) -> None:
+def test_quantized_models_of_other_families_compute_the_expected_logits(
+    family: str, case: str, tmp_path: Path
+) -> None:
     """The families have fused layers, experts, tied heads or biases."""
     packer, section, _ = CASES[case]
     folder = write_packed_checkpoint(
@@ -294,7 +296,7 @@ def test_a_fused_layer_with_different_input_orders_is_widened(
     assert "form one layer but are stored with inputs in different orders (desc_act)" in caplog.text
 
 
-def test_targets_of_config_groups(llama: Path, tmp_path: Path) -> None:
+def test_a_layer_name_precedes_a_pattern_and_a_pattern_a_layer_type(llama: Path, tmp_path: Path) -> None:
     """A layer name has precedence over a pattern, and a pattern over a layer type."""
     eight_bits = packers.compressed_codes(8)
     packer = {"down_proj": eight_bits, "0.self_attn.o_proj": eight_bits, "": packers.compressed_codes()}

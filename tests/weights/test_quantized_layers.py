@@ -120,7 +120,7 @@ def test_unsupported_layers_of_torchao_are_refused(tmp_path: Path) -> None:
     assert "needs scaled activations" in read_error(scaled, "torchao", tmp_path / "scaled")
 
 
-def test_torchao_rows_with_zero_points(tmp_path: Path) -> None:
+def test_zero_points_of_torchao_rows_are_applied(tmp_path: Path) -> None:
     tensors = load_file(FOLDER / "torchao-int8.safetensors")
     expected = tensors.pop("expected").float()
     zeros = torch.randint(-9, 9, (48, 1)).to(torch.int8)

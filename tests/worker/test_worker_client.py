@@ -95,7 +95,7 @@ async def test_a_late_reader_gets_all_results_in_one_delta() -> None:
         assert delta.status is END
 
 
-async def test_several_tokens_per_step() -> None:
+async def test_a_step_can_generate_several_tokens() -> None:
     async with client_of(lambda: fake_work(FakePipeline(letters(9)), num_steps=4)) as client:
         assert text(await read(client.submit(request("a")))) == "abcdefghi"
         assert client.stats.num_steps == 3
@@ -110,7 +110,7 @@ async def test_tokens_carry_log_probabilities() -> None:
         assert [len(delta.log_probabilities) for delta in deltas] == [0] * len(deltas)
 
 
-async def test_log_probabilities_of_a_prompt_without_output() -> None:
+async def test_a_prompt_without_output_has_log_probabilities() -> None:
     async with client_of(FakePipeline.saying("")) as client:
         options = {"log_probabilities": 1, "log_probabilities_echo": True}
         (delta,) = await read(client.submit(request("a", "Hello", **options)))
@@ -270,7 +270,7 @@ async def test_cancelling_frees_the_blocks_within_a_step() -> None:
         assert client.num_outstanding == 0
 
 
-async def test_cancelling_wakes_the_reader() -> None:
+async def test_a_cancellation_wakes_the_reader() -> None:
     gate = Gate()
     async with client_of(GatedPipeline(gate)) as client:
         generation = client.submit(request("a"))
@@ -341,7 +341,7 @@ async def test_an_id_in_use_is_refused() -> None:
         gate.open()
 
 
-async def test_the_default_queue_size() -> None:
+async def test_the_default_queue_size_depends_on_the_batch_size() -> None:
     async with client_of(FakePipeline()) as client:
         assert client.max_outstanding == 4 + 64
     async with client_of(lambda: fake_work(FakePipeline(), max_batch_size=50)) as client:

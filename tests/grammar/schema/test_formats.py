@@ -139,7 +139,7 @@ COMBINED_CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 @pytest.mark.parametrize(
     ("keywords", "accepted", "rejected"), COMBINED_CASES, ids=lambda value: str(value)[:50]
 )
-def test_formats_with_length_and_pattern(
+def test_a_format_combines_with_length_and_pattern(
     keywords: dict[str, Any], accepted: list[str], rejected: list[str]
 ) -> None:
     schema = {"type": "string", **keywords}

@@ -59,7 +59,7 @@ async def test_the_default_limit_is_sixteen_tokens() -> None:
         (["é"], ["é"]),
     ],
 )
-async def test_each_form_of_prompt(prompt: Any, expected: list[str]) -> None:
+async def test_each_form_of_prompt_is_completed(prompt: Any, expected: list[str]) -> None:
     async with chatting(FakePipeline.answering(lambda prompt: f"<{prompt}>")) as server:
         answer = await server.complete(prompt=prompt, n=2)
         texts = [choice["text"] for choice in answer["choices"]]

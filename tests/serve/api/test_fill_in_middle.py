@@ -15,7 +15,7 @@ PSM, SPM = FillInMiddleTokens("^", "~", "|"), FillInMiddleTokens("^", "~", "|", 
 
 
 @pytest.mark.parametrize(("family", "text"), [(PSM, "^ab~cd|"), (SPM, "~cd^ab")])
-def test_the_order_of_prefix_suffix_and_markers(
+def test_each_family_orders_prefix_suffix_and_markers(
     family: FillInMiddleTokens, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fill_in_middle, "FAMILIES", (FillInMiddleTokens("<none>", "x", "y"), family))
@@ -23,7 +23,7 @@ def test_the_order_of_prefix_suffix_and_markers(
     assert bytes(ids).decode() == text
 
 
-async def test_completions_with_a_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_completion_with_a_suffix_fills_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = FakePipeline.answering(lambda prompt: prompt + "!more")
     async with chatting(pipeline) as server:
         refused = await server.refusal("/v1/completions", prompt="a", suffix="b")

@@ -183,7 +183,7 @@ async def test_a_response_without_streaming_reads_only_at_the_end() -> None:
         assert [choice["text"] for choice in answer["choices"]] == ["a" * 50] * 2
 
 
-async def test_too_many_requests() -> None:
+async def test_requests_beyond_the_queue_size_are_refused() -> None:
     async with chatting(make_endless_pipeline(), max_batch_size=1, max_queue_size=1) as server:
         error = await server.refusal("/v1/completions", prompt="Hi", n=3)
         assert error["param"] == "n"
@@ -226,7 +226,7 @@ async def test_short_prompts_are_not_delayed_by_encoding_long_ones(monkeypatch: 
         assert [answer.json()["error"]["code"] for answer in answers] == ["context_length_exceeded"] * 4
 
 
-async def test_a_hundred_streams_with_half_of_the_clients_disconnecting() -> None:
+async def test_streams_finish_while_half_of_the_clients_disconnect() -> None:
     async with chatting(make_endless_pipeline(0.0002), max_queue_size=200) as server:
         exchanges = [
             open_exchange(server, COMPLETION, stream=index % 2 == 0, max_tokens=20, n=1 + index % 3 // 2)

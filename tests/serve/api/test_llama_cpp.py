@@ -16,7 +16,7 @@ def make_echo_pipeline() -> FakePipeline:
     return FakePipeline.answering(lambda prompt: prompt)
 
 
-async def test_completion_route() -> None:
+async def test_the_completion_route_answers_in_the_format_of_llama_cpp() -> None:
     async with chatting(make_echo_pipeline()) as server:
         response = (
             await server.http.post("/completion", json={"prompt": "Hello", "return_tokens": True})
@@ -43,7 +43,7 @@ async def test_completion_route() -> None:
         assert (last["stop"], last["content"], last["stop_type"]) == (True, "", "eos")
 
 
-async def test_infill_route(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_infill_route_needs_a_model_with_infill_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     async with chatting(make_echo_pipeline()) as server:
         fields: Any = {"input_prefix": "ab", "input_suffix": "cd", "n_predict": 50}
         assert (await server.refusal("/infill", **fields))["param"] == "input_suffix"

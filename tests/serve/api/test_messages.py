@@ -104,7 +104,7 @@ def test_prefill_continues_the_answer(client: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_calls_in_responses_and_streams(client: Any, stream: bool) -> None:
+def test_responses_and_streams_contain_tool_calls(client: Any, stream: bool) -> None:
     fields: Any = {
         "model": "demo",
         "max_tokens": 200,
@@ -140,7 +140,7 @@ def test_tool_calls_in_responses_and_streams(client: Any, stream: bool) -> None:
     assert last.content[0].text == "It is 20."
 
 
-def test_thinking_blocks_and_raw_events(client: Any, url: str) -> None:
+def test_thinking_is_returned_in_its_own_block(client: Any, url: str) -> None:
     fields: Any = {"model": "demo", "max_tokens": 2000, "messages": make_user_message("Think")}
     thinking = {"type": "enabled", "budget_tokens": 1024}
     message = client.messages.create(**fields, thinking=thinking)

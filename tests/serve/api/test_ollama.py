@@ -129,7 +129,7 @@ async def test_generate_completes_a_prompt(server: Chatting) -> None:
     assert (await server.post("/api/generate")).json()["done_reason"] == "load"
 
 
-async def test_formats_and_model_description(server: Chatting) -> None:
+async def test_formats_without_grammar_support_are_refused_and_a_model_is_described(server: Chatting) -> None:
     for form in ({"type": "object"}, "json"):  # the fake model supports no grammars
         refused = await server.post("/api/chat", messages=make_user_message("x"), format=form)
         assert refused.json()["error"].startswith("format needs the grammar extra")

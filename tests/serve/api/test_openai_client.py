@@ -50,7 +50,7 @@ async def serve_demo() -> AsyncIterator[tuple[AsyncOpenAI, Chatting]]:
                     yield client, server
 
 
-async def test_the_client_with_the_embedded_model() -> None:
+async def test_the_openai_client_works_with_the_embedded_model() -> None:
     async with serve_demo() as (client, server):
         await check_answers(client)
         await check_tools(client)

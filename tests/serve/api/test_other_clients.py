@@ -24,7 +24,9 @@ STRICT = (
     "{{ raise_exception('roles are user, assistant and ipython') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
-DEAF = "{% for m in messages %}{% if m.role in ['user', 'note'] %}{{ m.content }};{% endif %}{% endfor %}"
+TEMPLATE_WITHOUT_IPYTHON = (
+    "{% for m in messages %}{% if m.role in ['user', 'note'] %}{{ m.content }};{% endif %}{% endfor %}"
+)
 
 
 def make_recording_pipeline(contexts: list[TextContext], text: str = "Hello!") -> FakePipeline:
@@ -272,7 +274,7 @@ async def test_only_roles_in_the_template_are_accepted(path: str) -> None:
         error = await server.refusal(path, messages=messages)
         assert error["param"] == "messages"
         assert "roles are user, assistant and ipython" in error["message"]
-    async with chatting(template=DEAF) as server:
+    async with chatting(template=TEMPLATE_WITHOUT_IPYTHON) as server:
         response = await server.http.post(RENDER, json={"messages": [messages[0], messages[2]]})
         assert response.json()["prompt"] == "a;b;"
         error = await server.refusal(path, messages=messages)
@@ -280,7 +282,7 @@ async def test_only_roles_in_the_template_are_accepted(path: str) -> None:
         assert "ipython" in error["message"]
 
 
-async def test_custom_roles_with_content_parts() -> None:
+async def test_text_parts_of_any_role_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     template = (
         "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"  # the template accepts only strings

@@ -194,7 +194,7 @@ async def test_custom_tools_are_called_with_text() -> None:
         assert [tool.type for tool in created.tools] == ["custom"]
 
 
-async def test_incomplete_responses_and_log_probabilities() -> None:
+async def test_responses_report_truncation_and_log_probabilities() -> None:
     async with chatting() as server:
         created = await server.openai.responses.create(model="demo", input="Hi", max_output_tokens=3)
         assert (created.status, created.output_text) == ("incomplete", "Hel")

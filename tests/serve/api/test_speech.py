@@ -211,7 +211,7 @@ async def test_an_output_without_speech_is_an_error(folder: Path) -> None:
         assert "5 tokens without a whole frame" in response.json()["error"]["message"]
 
 
-async def test_sixteen_streams_with_disconnects(folder: Path, expected: Any) -> None:
+async def test_disconnects_do_not_change_other_speech_streams(folder: Path, expected: Any) -> None:
     async with open_speech_server(folder) as server:
         app = server.http._transport.app  # type: ignore[attr-defined]
         texts = [f"Hello number {i}." for i in range(16)]

@@ -231,7 +231,7 @@ async def check_errors(server: Chatting) -> None:
             assert response.headers["content-type"].startswith("application/json")
 
 
-async def test_grammars_with_the_embedded_model() -> None:
+async def test_the_embedded_model_follows_grammars() -> None:
     async with serve_demo() as server:
         await check_forms(server)
         await check_tools(server)
@@ -240,7 +240,7 @@ async def test_grammars_with_the_embedded_model() -> None:
         await check_with_other_fields(server)
 
 
-async def test_a_worker_in_a_separate_process() -> None:
+async def test_a_worker_process_follows_grammars() -> None:
     async with serve_demo(in_thread=False) as server:
         await check_forms(server)
         await check_tools(server)
@@ -310,7 +310,7 @@ async def test_grammar_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         released.set()
 
 
-async def test_reasoning_before_formatted_output(tmp_path: Any) -> None:
+async def test_reasoning_precedes_formatted_output(tmp_path: Any) -> None:
     """A template that opens a reasoning block enables reasoning."""
     template = tmp_path / "template.jinja"
     source = load_tokenizer(make_config()).chat_template_source

@@ -41,7 +41,7 @@ async def test_tokenize_returns_ids_and_count() -> None:
 
 
 @pytest.mark.parametrize(("allowed", "num_special"), [(False, 0), (True, 1)])
-async def test_special_tokens_in_messages(allowed: bool, num_special: int) -> None:
+async def test_special_tokens_in_messages_are_tokens_only_if_allowed(allowed: bool, num_special: int) -> None:
     tokenizer = FakeTokenizer(special_tokens_in_content=allowed)
     async with chatting(tokenizer=tokenizer) as server:
         tokens = (await server.post("/tokenize", messages=[user("a<|end|>b")])).json()["tokens"]
@@ -85,7 +85,7 @@ def decode_parts(parts: Iterable[bytes]) -> Any:
     return json.loads(b"".join(parts))
 
 
-def test_token_texts_of_chat_log_probabilities() -> None:
+def test_chat_log_probabilities_contain_texts_and_bytes_of_tokens() -> None:
     scores = ChatScores(TokenFragments(FakeTokenizer()), top=2)
     score = Score(195, float("-inf"), {97: -2.0, 195: float("-inf"), 98: -1.0})
     [entry] = decode_parts(scores.parts([score]))["content"]
@@ -100,7 +100,7 @@ def test_token_texts_of_chat_log_probabilities() -> None:
     }
 
 
-def test_token_texts_of_completion_log_probabilities() -> None:
+def test_completion_log_probabilities_contain_texts_and_offsets_of_tokens() -> None:
     tokenizer = FakeTokenizer()
     scores = CompletionScores(tokenizer, TokenFragments(tokenizer), top=1)
     first = decode_parts(scores.parts([110, 256], [None, -3.0], [None, {97: -1.0, 256: -3.0}]))
@@ -128,7 +128,7 @@ def test_concatenated_token_bytes_are_the_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama2xs", "tinyllama"])
-def test_token_bytes_of_published_tokenizers(name: str, shared_data: Path) -> None:
+def test_the_bytes_of_published_tokenizers_join_to_the_text(name: str, shared_data: Path) -> None:
     folders = [path.parent for path in shared_data.rglob("tokenizer.json") if path.parent.name == name]
     if not folders:
         pytest.skip(f"no tokenizer {name}")

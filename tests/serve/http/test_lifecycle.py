@@ -382,7 +382,7 @@ def test_a_too_long_body_is_answered_before_its_end(running: Running) -> None:
     assert (status, answer.status_code) == (0, 413)
 
 
-def test_addresses_of_listeners() -> None:
+def test_a_listener_needs_a_valid_and_free_address() -> None:
     with listening_socket("127.0.0.1", 0) as listener_in_use:
         port = listener_in_use.getsockname()[1]
         assert url_of(listener_in_use) == f"http://127.0.0.1:{port}"

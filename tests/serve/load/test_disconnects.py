@@ -12,7 +12,7 @@ NUM_STREAMS = 200
 LENGTH = 120
 
 
-async def test_two_hundred_streams_with_disconnects(server: ServerProcess) -> None:
+async def test_disconnects_do_not_change_other_streams(server: ServerProcess) -> None:
     alone = server.complete(temperature=0)["choices"]
     before = server.until_idle()
     draw = random.Random(5)
@@ -95,7 +95,7 @@ async def read_usage(stream: RawExchange) -> int:
     return count
 
 
-async def test_complete_responses_after_a_disconnect(server: ServerProcess) -> None:
+async def test_a_disconnect_ends_the_generation_of_a_complete_response(server: ServerProcess) -> None:
     before = server.until_idle()
 
     async def client(index: int) -> None:

@@ -205,7 +205,7 @@ def _check_server_afterwards(server: ServerProcess) -> Iterator[None]:
     assert server.complete()["usage"]["completion_tokens"] == 5
 
 
-async def test_each_field_with_some_invalid_values(server: ServerProcess) -> None:
+async def test_some_invalid_values_of_each_field_are_refused(server: ServerProcess) -> None:
     statuses = await post_all(server, encode_bodies(bodies_with_invalid_fields(12)))
     assert statuses.keys() <= {200, 400, 404}
     assert statuses[400] > 200
@@ -213,7 +213,7 @@ async def test_each_field_with_some_invalid_values(server: ServerProcess) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_each_field_with_each_invalid_value(server: ServerProcess) -> None:
+async def test_each_invalid_value_of_each_field_is_refused(server: ServerProcess) -> None:
     statuses = await post_all(server, encode_bodies(bodies_with_invalid_fields(1)))
     assert statuses.keys() <= {200, 400, 404}
     assert statuses[400] > 2000

@@ -49,33 +49,35 @@ def make_served_model(
 
 
 @dataclass
-class Front:
-    """An application and a client."""
+class ApplicationClient:
+    """A client of an application with several models."""
 
     registry: ModelRegistry
-    client: httpx.AsyncClient
+    http: httpx.AsyncClient
 
     async def complete(self, model: str | None = None, **more: Any) -> httpx.Response:
         body = {"prompt": "Hi", **({} if model is None else {"model": model}), **more}
-        return await self.client.post("/v1/completions", json=body)
+        return await self.http.post("/v1/completions", json=body)
 
-    async def text(self, model: str | None = None, **more: Any) -> str:
+    async def complete_text(self, model: str | None = None, **more: Any) -> str:
         answer = await self.complete(model, **more)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
 
-    def calls(self, name: str) -> list[str]:
+    def engine_calls(self, name: str) -> list[str]:
         engine = self.registry.find(name, None).engine
         assert isinstance(engine, FakeEngine)
         return engine.calls
 
     @property
-    def loaded(self) -> list[str]:
+    def loaded_models(self) -> list[str]:
         return [model.name for model in self.registry if model.is_loaded]
 
 
 @asynccontextmanager
-async def open_front(*models: ServedModel, budget: int = 1, **config: Any) -> AsyncIterator[Front]:
+async def open_application(
+    *models: ServedModel, budget: int = 1, **config: Any
+) -> AsyncIterator[ApplicationClient]:
     async def prepare(model: ServedModel) -> None:
         assert model.engine.state == "ready"
 
@@ -95,7 +97,7 @@ async def open_front(*models: ServedModel, budget: int = 1, **config: Any) -> As
     assert services is not None
     transport = httpx.ASGITransport(make_front(registry))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        yield Front(registry, client)
+        yield ApplicationClient(registry, client)
     services.states.close()
     services.pool.shutdown()
     for decoder in (services.decoder, services.large_body_decoder):
@@ -106,43 +108,47 @@ async def open_front(*models: ServedModel, budget: int = 1, **config: Any) -> As
 
 
 async def test_the_model_field_selects_the_model() -> None:
-    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
-        assert [await front.text(name) for name in ("a", "b", None)] == ["I am a", "I am b", "I am a"]
-        answer = await front.client.post("/v1/completions?model=b", json={"prompt": "Hi"})
+    async with open_application(make_served_model("a"), make_served_model("b"), budget=2) as client:
+        assert [await client.complete_text(name) for name in ("a", "b", None)] == [
+            "I am a",
+            "I am b",
+            "I am a",
+        ]
+        answer = await client.http.post("/v1/completions?model=b", json={"prompt": "Hi"})
         assert answer.json()["choices"][0]["text"] == "I am b"
         chat = {"model": "b", "messages": [{"role": "user", "content": "Hi"}]}
-        answer = await front.client.post("/api/chat", json={**chat, "stream": False})
+        answer = await client.http.post("/api/chat", json={**chat, "stream": False})
         assert answer.json()["message"]["content"] == "I am b"
         message = {**chat, "max_tokens": 20}
-        answer = await front.client.post("/v1/messages", json=message)
+        answer = await client.http.post("/v1/messages", json=message)
         assert answer.json()["content"][0]["text"] == "I am b"
 
 
 async def test_an_unknown_model_is_a_404_in_the_format_of_the_api() -> None:
-    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
-        answer = await front.complete("c")
+    async with open_application(make_served_model("a"), make_served_model("b"), budget=2) as client:
+        answer = await client.complete("c")
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "model_not_found"
         assert "served are: a, b" in answer.json()["error"]["message"]
         body = {"model": "c", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
-        answer = await front.client.post("/v1/messages", json=body)
+        answer = await client.http.post("/v1/messages", json=body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
-        answer = await front.client.post("/v1/embeddings", json={"model": "c", "input": "Hi"})
+        answer = await client.http.post("/v1/embeddings", json={"model": "c", "input": "Hi"})
         assert answer.status_code == 404
-        answer = await front.client.post("/api/chat", json=body)
+        answer = await client.http.post("/api/chat", json=body)
         assert (answer.status_code, "served are" in answer.json()["error"]) == (404, True)
-        assert front.loaded == []
+        assert client.loaded_models == []
 
 
 async def test_an_adapter_belongs_to_its_model() -> None:
     first, second = make_served_model("a"), make_served_model("b", enable_lora=True)
-    async with open_front(first, second, budget=2) as front:
-        await front.text("b")
+    async with open_application(first, second, budget=2) as client:
+        await client.complete_text("b")
         load = {"lora_name": "tone", "lora_path": "/tone"}
-        answer = await front.client.post("/v1/load_lora_adapter?model=b", json=load)
+        answer = await client.http.post("/v1/load_lora_adapter?model=b", json=load)
         assert answer.status_code == 200, answer.text
-        assert await front.text("tone") == "I am b"
-        model_list = (await front.client.get("/v1/models")).json()["data"]
+        assert await client.complete_text("tone") == "I am b"
+        model_list = (await client.http.get("/v1/models")).json()["data"]
         assert {model["id"]: model["parent"] for model in model_list} == {
             "a": None,
             "b": None,
@@ -151,102 +157,104 @@ async def test_an_adapter_belongs_to_its_model() -> None:
 
 
 async def test_routes_of_a_task_need_a_model_of_the_task() -> None:
-    async with open_front(
+    async with open_application(
         make_served_model("a"), make_served_model("e", task="embeddings-generation"), budget=2
-    ) as front:
-        assert front.registry.find(None, PipelineTask.EMBEDDINGS_GENERATION).name == "e"
-        await front.client.post("/v1/embeddings", json={"input": "Hi"})
-        assert front.loaded == ["e"]
-        answer = await front.client.post("/v1/embeddings", json={"model": "a", "input": "Hi"})
+    ) as client:
+        assert client.registry.find(None, PipelineTask.EMBEDDINGS_GENERATION).name == "e"
+        await client.http.post("/v1/embeddings", json={"input": "Hi"})
+        assert client.loaded_models == ["e"]
+        answer = await client.http.post("/v1/embeddings", json={"model": "a", "input": "Hi"})
         assert answer.status_code == 400
         assert "embeddings" in answer.json()["error"]["message"]
 
 
 async def test_malformed_bodies_get_the_error_of_the_route() -> None:
-    async with open_front(make_served_model("a"), make_served_model("b"), max_body_size=1000) as front:
-        front.client.headers["content-type"] = "application/json"
-        post = front.client.post
+    async with open_application(make_served_model("a"), make_served_model("b"), max_body_size=1000) as client:
+        client.http.headers["content-type"] = "application/json"
+        post = client.http.post
         answer = await post("/v1/completions", content=b"{")
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
         for body in (b'{"model": "a\xcb", "prompt": "Hi"}', b'{"\xff": 1}', b"[" * 900):
             answer = await post("/v1/completions", content=body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
         assert (await post("/v1/completions", content=b'"' + b"x" * 3000)).status_code == 413
-        assert (await front.complete(model=7)).status_code == 400  # type: ignore[arg-type]
-        assert (await front.client.get("/nothing")).status_code == 404
+        assert (await client.complete(model=7)).status_code == 400  # type: ignore[arg-type]
+        assert (await client.http.get("/nothing")).status_code == 404
 
 
 # -- Loading ---------------------------------------------------------------------------------------------
 
 
 async def test_models_are_loaded_on_demand_and_the_least_recently_used_is_unloaded() -> None:
-    async with open_front(
+    async with open_application(
         make_served_model("a"), make_served_model("b"), make_served_model("c"), budget=2
-    ) as front:
+    ) as client:
         for name in "abac":
-            assert await front.text(name) == f"I am {name}"
-        assert front.loaded == ["a", "c"]
-        assert front.calls("a") == ["wake_up"]
-        assert front.calls("b") == ["wake_up", "sleep 2"]
-        assert await front.text("b") == "I am b"
-        assert front.loaded == ["b", "c"]
+            assert await client.complete_text(name) == f"I am {name}"
+        assert client.loaded_models == ["a", "c"]
+        assert client.engine_calls("a") == ["wake_up"]
+        assert client.engine_calls("b") == ["wake_up", "sleep 2"]
+        assert await client.complete_text("b") == "I am b"
+        assert client.loaded_models == ["b", "c"]
 
 
 async def test_loading_a_large_model_unloads_several() -> None:
-    async with open_front(
+    async with open_application(
         make_served_model("a"), make_served_model("b"), make_served_model("large", memory=2), budget=2
-    ) as front:
+    ) as client:
         for name in ("a", "b", "large"):
-            await front.text(name)
-        assert front.loaded == ["large"]
-        await front.text("a")
-        assert front.loaded == ["a"]
+            await client.complete_text(name)
+        assert client.loaded_models == ["large"]
+        await client.complete_text("a")
+        assert client.loaded_models == ["a"]
 
 
 async def test_a_model_in_use_is_not_unloaded() -> None:
     paused = SlowEngine("I am a", state="asleep", is_paused=True)
-    async with open_front(make_served_model("a", engine=paused), make_served_model("b")) as front:
-        first = asyncio.create_task(front.complete("a"))
+    async with open_application(make_served_model("a", engine=paused), make_served_model("b")) as client:
+        first = asyncio.create_task(client.complete("a"))
         while not paused.num_outstanding:
             await asyncio.sleep(0)
-        other = asyncio.create_task(front.text("b"))
+        other = asyncio.create_task(client.complete_text("b"))
         await asyncio.sleep(0.05)
-        late = asyncio.create_task(front.complete("a"))
+        late = asyncio.create_task(client.complete("a"))
         await asyncio.sleep(0.05)
-        assert (front.loaded, other.done()) == (["a"], False)
+        assert (client.loaded_models, other.done()) == (["a"], False)
         assert len(paused.contexts) == 1  # the late request waits until its model may be loaded
         first.cancel()
         assert await other == "I am b"
         while not paused.num_outstanding:
             await asyncio.sleep(0)
-        assert (front.loaded, len(paused.contexts)) == (["a"], 2)
+        assert (client.loaded_models, len(paused.contexts)) == (["a"], 2)
         late.cancel()
 
 
 async def test_concurrent_requests_for_two_models_all_end() -> None:
-    async with open_front(make_served_model("a"), make_served_model("b")) as front:
+    async with open_application(make_served_model("a"), make_served_model("b")) as client:
         names = [name for name in "aabbab" for _ in range(5)]
-        texts = await asyncio.wait_for(asyncio.gather(*(front.text(name) for name in names)), 30)
+        texts = await asyncio.wait_for(asyncio.gather(*(client.complete_text(name) for name in names)), 30)
         assert texts == [f"I am {name}" for name in names]
 
 
 async def test_a_model_that_cannot_be_loaded_fails_only_its_requests() -> None:
     broken = SlowEngine(state="asleep")
     broken.load_error = CheckpointNotFoundError("/b", "does not exist")
-    async with open_front(make_served_model("a"), make_served_model("b", engine=broken), budget=2) as front:
-        assert (await front.complete("b")).status_code >= 400
-        assert await front.text("a") == "I am a"
+    async with open_application(
+        make_served_model("a"), make_served_model("b", engine=broken), budget=2
+    ) as client:
+        assert (await client.complete("b")).status_code >= 400
+        assert await client.complete_text("a") == "I am a"
         broken.load_error = None
-        assert (await front.complete("b")).status_code == 200
+        assert (await client.complete("b")).status_code == 200
 
 
 async def test_requests_without_the_key_load_nothing() -> None:
-    async with open_front(make_served_model("a"), make_served_model("b"), api_key=("one",)) as front:
+    async with open_application(make_served_model("a"), make_served_model("b"), api_key=("one",)) as client:
         for name in ("b", "c"):
-            assert (await front.complete(name)).status_code == 401
-        assert front.loaded == []
-        front.client.headers["authorization"] = "Bearer one"
-        assert (await front.complete("c")).status_code == 404
+            assert (await client.complete(name)).status_code == 401
+        assert client.loaded_models == []
+        client.http.headers["authorization"] = "Bearer one"
+        assert (await client.complete("c")).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -268,40 +276,40 @@ def test_impossible_models_are_refused(models: Any, message: str) -> None:
 
 
 async def test_all_models_are_listed() -> None:
-    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
-        await front.text("a")
-        model_list = (await front.client.get("/v1/models")).json()["data"]
+    async with open_application(make_served_model("a"), make_served_model("b"), budget=2) as client:
+        await client.complete_text("a")
+        model_list = (await client.http.get("/v1/models")).json()["data"]
         assert [(model["id"], model["max_model_len"]) for model in model_list] == [
             ("a", 2048),
             ("b", 2048),
         ]
-        assert (await front.client.get("/v1/models/b")).json()["id"] == "b"
-        assert (await front.client.get("/v1/models/c")).status_code == 404
-        tags = (await front.client.get("/api/tags")).json()["models"]
+        assert (await client.http.get("/v1/models/b")).json()["id"] == "b"
+        assert (await client.http.get("/v1/models/c")).status_code == 404
+        tags = (await client.http.get("/api/tags")).json()["models"]
         assert [tag["name"] for tag in tags] == ["a", "b"]
-        running = (await front.client.get("/api/ps")).json()["models"]
+        running = (await client.http.get("/api/ps")).json()["models"]
         assert [model["name"] for model in running] == ["a"]
-        assert front.loaded == ["a"]
+        assert client.loaded_models == ["a"]
 
 
 async def test_health_covers_all_loaded_models() -> None:
-    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
-        assert (await front.client.get("/health")).status_code == 503
-        await front.text("a")
-        await front.text("b")
-        assert (await front.client.get("/health")).status_code == 200
-        engine = front.registry.find("b", None).engine
+    async with open_application(make_served_model("a"), make_served_model("b"), budget=2) as client:
+        assert (await client.http.get("/health")).status_code == 503
+        await client.complete_text("a")
+        await client.complete_text("b")
+        assert (await client.http.get("/health")).status_code == 200
+        engine = client.registry.find("b", None).engine
         assert isinstance(engine, FakeEngine)
         engine.is_alive, engine.state = False, "restarting"
-        answer = await front.client.get("/health")
+        answer = await client.http.get("/health")
         assert (answer.status_code, "of b is restarting" in answer.json()["error"]["message"]) == (503, True)
-        assert (await front.client.get("/ready")).status_code == 200
+        assert (await client.http.get("/ready")).status_code == 200
 
 
 async def test_metrics_have_a_model_label() -> None:
-    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
-        await front.text("a")
-        text = (await front.client.get("/metrics")).text
+    async with open_application(make_served_model("a"), make_served_model("b"), budget=2) as client:
+        await client.complete_text("a")
+        text = (await client.http.get("/metrics")).text
         assert 'penstock_worker_up{model="a"} 1.0' in text
         assert 'penstock_worker_up{model="b"} 0.0' in text
         assert 'waits{model_name="b"} 0.0' in text
@@ -310,20 +318,20 @@ async def test_metrics_have_a_model_label() -> None:
 
 
 async def test_sleep_and_wake_up_apply_to_the_named_model() -> None:
-    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
-        await front.text("a")
-        await front.text("b")
-        assert (await front.client.post("/sleep?model=b&level=2")).json() == {"is_sleeping": True}
-        assert (await front.client.get("/is_sleeping?model=b")).json() == {"is_sleeping": True}
-        assert (await front.client.get("/is_sleeping")).json() == {"is_sleeping": False}
-        assert (await front.complete("b")).status_code == 503
-        assert (await front.client.post("/wake_up?model=b")).json() == {"is_sleeping": False}
-        assert await front.text("b") == "I am b"
+    async with open_application(make_served_model("a"), make_served_model("b"), budget=2) as client:
+        await client.complete_text("a")
+        await client.complete_text("b")
+        assert (await client.http.post("/sleep?model=b&level=2")).json() == {"is_sleeping": True}
+        assert (await client.http.get("/is_sleeping?model=b")).json() == {"is_sleeping": True}
+        assert (await client.http.get("/is_sleeping")).json() == {"is_sleeping": False}
+        assert (await client.complete("b")).status_code == 503
+        assert (await client.http.post("/wake_up?model=b")).json() == {"is_sleeping": False}
+        assert await client.complete_text("b") == "I am b"
 
 
 async def test_responses_of_all_models_share_a_store() -> None:
-    async with open_front(make_served_model("a"), make_served_model("b"), budget=2) as front:
-        answer = await front.client.post("/v1/responses", json={"model": "b", "input": "Hi"})
+    async with open_application(make_served_model("a"), make_served_model("b"), budget=2) as client:
+        answer = await client.http.post("/v1/responses", json={"model": "b", "input": "Hi"})
         name = answer.json()["id"]
-        retrieved = await front.client.get(f"/v1/responses/{name}")
+        retrieved = await client.http.get(f"/v1/responses/{name}")
         assert json.loads(retrieved.text)["model"] == "b"

@@ -44,13 +44,13 @@ def read_samples(metrics: Metrics) -> dict[str, float]:
 
 
 def begin_request(metrics: Metrics, route: str = "/v1/completions") -> tuple[RequestRecord, RequestMetrics]:
-    now = time.perf_counter()  # may be a route of a test
+    now = time.perf_counter()  # a test may replace the clock
     record, observer = RequestRecord("x", "POST", route, now), metrics.request_received()
     record.observers.append(observer)
     return record, observer
 
 
-def test_timings_of_a_request(clock: Clock) -> None:
+def test_histograms_contain_the_timings_of_a_request(clock: Clock) -> None:
     metrics = Metrics(with_process=False)
     record, observer = begin_request(metrics)
     assert read_samples(metrics)["penstock_requests_in_progress"] == 1
@@ -116,7 +116,7 @@ def test_each_outcome_has_its_status_label(
     assert record.outcome == outcome
 
 
-def test_worker_metrics() -> None:
+def test_statistics_of_the_worker_become_metrics() -> None:
     stats = WorkerStats(
         num_running=1,
         num_waiting=2,
@@ -217,7 +217,7 @@ def test_each_metric_has_a_description() -> None:
         assert is_described or family.name.startswith("process_"), family.name
 
 
-def test_build_info_and_startup_times() -> None:
+def test_metrics_report_the_build_and_startup_times() -> None:
     metrics = Metrics()
     metrics.describe_build(model="demo", isa="avx2")
     metrics.report_startup([("load weights", 0.5)])
@@ -252,7 +252,7 @@ async def test_which_requests_are_counted() -> None:
     assert not any("requests_total" in name for name in read_samples(other.metrics))
 
 
-async def test_metrics_of_a_served_workload() -> None:
+async def test_metrics_count_a_served_workload() -> None:
     """The model always generates ``Hello!`` and EOS: seven tokens."""
     async with chatting() as server:
         server.services.metrics.watch(server.services.worker)

@@ -130,7 +130,7 @@ def test_a_named_choice_forces_that_tool() -> None:
     assert not accepts(force_call("hermes", NAMED), now)
 
 
-def test_optional_arguments_in_python() -> None:
+def test_a_pythonic_call_may_omit_optional_arguments() -> None:
     grammar = force_call("pythonic")
     assert accepts(grammar, '[search(text="a", exact=true)]')
     assert not accepts(grammar, "[search(exact=true)]")
@@ -164,7 +164,7 @@ REASONING = f"hm, </thin or not\n</think>\n\n{CALL}"
         (None, [REASONING, f"<think>\n{REASONING}", CALL]),
     ],
 )
-def test_reasoning_before_a_forced_call(in_reasoning: bool | None, accepted: list[str]) -> None:
+def test_reasoning_may_precede_a_forced_call(in_reasoning: bool | None, accepted: list[str]) -> None:
     grammar = force_call("hermes", reasoning=True, in_reasoning=in_reasoning)
     for text in (REASONING, f"<think>\n{REASONING}", CALL):
         # Within a reasoning block, a second "<think>" is reasoning text.

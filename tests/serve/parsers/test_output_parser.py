@@ -94,7 +94,7 @@ def test_a_named_choice_allows_only_that_tool() -> None:
     assert parse_text(CALL + NOW, tool_choice=choice) == [Content(CALL), *make_call_events(0, "now", "{}")]
 
 
-def test_a_call_after_a_call_of_an_unknown_tool_in_a_list() -> None:
+def test_a_call_after_a_call_of_an_unknown_tool_in_a_list_is_parsed() -> None:
     text = '[TOOL_CALLS][{"name": "other", "arguments": {}}, {"name": "now", "arguments": {}}]'
     assert parse_text(text, "mistral") == [
         Content('[TOOL_CALLS][{"name": "other", "arguments": {}}'),

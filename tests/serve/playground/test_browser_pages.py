@@ -154,7 +154,7 @@ async def test_metrics_count_running_requests() -> None:
         await until(page, "document.getElementById('metrics-running').textContent === '0'")
 
 
-async def test_metrics_behind_a_proxy_with_a_key() -> None:
+async def test_the_metrics_page_works_behind_a_proxy_with_a_key() -> None:
     """The page asks the user for the key and then continues with it."""
     async with page_of(FakePipeline.saying("Hello!"), "401") as (page, _):
 

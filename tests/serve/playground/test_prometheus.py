@@ -22,7 +22,7 @@ console.log(JSON.stringify([
 
 
 @needs_node
-def test_sums_growth_and_quantiles(tmp_path: Path) -> None:
+def test_the_page_computes_sums_growth_and_quantiles(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     tokens = Counter("tokens", "Tokens", ["model"], registry=registry)
     wait = Histogram("wait_seconds", "Wait", ["route"], buckets=(1, 2, 4), registry=registry)

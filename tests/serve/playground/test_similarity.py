@@ -33,7 +33,7 @@ def run_page(tmp_path: Path, code: str) -> Any:
 
 
 @needs_node
-def test_cosines_and_splitting_of_texts(tmp_path: Path) -> None:
+def test_the_page_splits_texts_and_computes_cosines(tmp_path: Path) -> None:
     result = run_page(
         tmp_path,
         'console.log(JSON.stringify([cosines([[2, 0], [3, 4], [0, 0]]), textsOf(" a \\n\\n b\\r\\n")]));',
