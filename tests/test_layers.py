@@ -131,10 +131,10 @@ def test_imports_follow_the_table() -> None:
 
 
 def test_each_folder_of_the_table_exists_or_is_planned() -> None:
-    planned = {"media", "distributed"}
+    planned_packages = {"media", "distributed"}
     for folder in TABLE:
         path = ROOT / "penstock" / Path(*folder.split("."))
-        assert path.is_dir() or path.with_suffix(".py").is_file() or folder in planned, folder
+        assert path.is_dir() or path.with_suffix(".py").is_file() or folder in planned_packages, folder
 
 
 @pytest.mark.parametrize("level", ["folder", "module"])
@@ -269,11 +269,11 @@ def find_imports(file: Path, root: Path = ROOT) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             for target in _imported_names(child, package):
                 yield Import(file.relative_to(root), child.lineno, source, target, where)  # type: ignore[attr-defined]
-            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            is_inside_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 yield from walk(child, "typing")
             else:
-                yield from walk(child, "function" if inside else where)
+                yield from walk(child, "function" if is_inside_function else where)
 
     yield from walk(_parse(file), "module")
 

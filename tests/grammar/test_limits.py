@@ -48,27 +48,27 @@ AMBIGUOUS = 'root ::= e\ne ::= e e | [a-z] | "(" e ")"'
 
 def test_the_mask_limit_ends_only_its_request_and_names_the_grammar() -> None:
     grammars = new_compiler(mask_items=200)
-    costly = wait(grammars, context_for("ebnf", AMBIGUOUS))
+    costly_grammar = wait(grammars, context_for("ebnf", AMBIGUOUS))
     other = wait(grammars, context_for("regex", "[ab]*"))
     expected = grammar_bitmask([other], np.array([0]), EOS + 1)
     assert expected is not None
     for _ in range(300):
-        mask = grammar_bitmask([costly, other], np.array([0, 1]), EOS + 1)
+        mask = grammar_bitmask([costly_grammar, other], np.array([0, 1]), EOS + 1)
         assert mask is not None
         assert mask[1].tolist() == expected[0].tolist()
         other.update(ord("a"))
         try:
-            costly.update(ord("a"))
+            costly_grammar.update(ord("a"))
         except InputError as error:
             message = str(error)
             break
     assert message.startswith("the ebnf grammar 'root ::= e")
     assert "too complex" in message
     assert "--grammar-mask-items" in message
-    assert isinstance(costly.matcher, LLGuidanceMatcher)
-    assert costly.matcher.failure is not None
+    assert isinstance(costly_grammar.matcher, LLGuidanceMatcher)
+    assert costly_grammar.matcher.failure is not None
     mask = torch.zeros((1, EOS // 32 + 1), dtype=torch.int32)
-    costly.matcher.fill_next_token_bitmask(mask)  # a failed matcher in a batch must not raise
+    costly_grammar.matcher.fill_next_token_bitmask(mask)  # a failed matcher in a batch must not raise
     assert mask.all()
 
 

@@ -58,10 +58,13 @@ def test_the_number_of_replicas_is_fixed_or_autoscaled() -> None:
 
 
 def test_draining_may_take_the_shutdown_grace() -> None:
-    both = (make_deployment_options(RayConfig()), ingress_options(SERVE, RayConfig(ray_ingress_replicas=2)))
-    assert [options["graceful_shutdown_timeout_s"] for options in both] == [45.0, 45.0]
-    assert both[1]["num_replicas"] == 2
-    assert both[1]["ray_actor_options"] == {"num_cpus": 0}
+    deployments = (
+        make_deployment_options(RayConfig()),
+        ingress_options(SERVE, RayConfig(ray_ingress_replicas=2)),
+    )
+    assert [options["graceful_shutdown_timeout_s"] for options in deployments] == [45.0, 45.0]
+    assert deployments[1]["num_replicas"] == 2
+    assert deployments[1]["ray_actor_options"] == {"num_cpus": 0}
 
 
 def test_a_tensor_parallel_model_is_one_bundle_on_one_node() -> None:

@@ -34,10 +34,10 @@ def report(choice: ReplicaChoice, **events: list[CacheEvent]) -> None:
 
 
 def choose_replica(
-    choice: ReplicaChoice, prompt: str = "Hi", lost: tuple[str, ...] = (), **fields: object
+    choice: ReplicaChoice, prompt: str = "Hi", lost_replicas: tuple[str, ...] = (), **fields: object
 ) -> str:
     """Return the replica that is chosen for a request. The request ends at once."""
-    assignment = choice.assign(request("", prompt, **fields), lost)
+    assignment = choice.assign(request("", prompt, **fields), lost_replicas)
     if assignment is None:
         return ""
     choice.end(assignment)
@@ -92,10 +92,10 @@ def test_expected_blocks_of_an_ended_request_count_until_its_replica_has_reporte
 def test_a_session_stays_with_its_replica() -> None:
     choice = ReplicaChoice()
     report(choice, a=[], b=[])
-    busy = choice.assign(request("busy"))
-    assert busy is not None
+    busy_replica = choice.assign(request("busy"))
+    assert busy_replica is not None
     assert choose_replica(choice, session_id="s") == "b"
-    choice.end(busy)
+    choice.end(busy_replica)
     assert choose_replica(choice, session_id="s") == "b"
     report(choice, a=[])
     assert choose_replica(choice, session_id="s") == "a"

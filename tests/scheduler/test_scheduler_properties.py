@@ -164,12 +164,12 @@ class Workload:
             "no waiting request is admitted"
         )
         self.pipeline.kv.check_integrity()
-        held = {name for name, context in self.contexts.items() if context.is_assigned_to_cache}
+        assigned_names = {name for name, context in self.contexts.items() if context.is_assigned_to_cache}
         ended = {name for name, _ in self.ends}
-        for name in self.contexts.keys() - held - ended:
+        for name in self.contexts.keys() - assigned_names - ended:
             assert self.contexts[name].active_idx == self.contexts[name].end_idx
-        assert not held & ended, "an ended request holds blocks"
-        assert len(held) == self.scheduler.num_running
+        assert not assigned_names & ended, "an ended request holds blocks"
+        assert len(assigned_names) == self.scheduler.num_running
         self.admitted += [context.request_id for context in self.scheduler.admitted]
 
     def _fails(self, name: str) -> bool:

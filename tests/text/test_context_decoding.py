@@ -118,12 +118,12 @@ def test_chunks_of_random_sizes_join_to_the_text(
     tokenizer = open_tokenizer(name)
     ids = encode(tokenizer, data.draw(st.text("ab é🎉中\n▁\ufffd", max_size=12)))
     prompt = encode(tokenizer, data.draw(st.text("ab é🎉中 ", min_size=1, max_size=4)))
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))) | {0, len(ids)})
+    boundaries = sorted(data.draw(st.sets(st.integers(0, len(ids)))) | {0, len(ids)})
     context = make_context(prompt, ids)
     context.update_status(TextGenerationStatus.MAXIMUM_LENGTH)
 
     async def text() -> str:
-        return "".join([await tokenizer.decode(context, ids[a:b]) for a, b in pairwise(cuts)])
+        return "".join([await tokenizer.decode(context, ids[a:b]) for a, b in pairwise(boundaries)])
 
     assert asyncio.run(text()) == text_after_prompt(tokenizer, prompt, ids)
 

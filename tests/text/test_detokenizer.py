@@ -109,8 +109,8 @@ def test_the_result_does_not_depend_on_chunks(name: str, shared_data: Path) -> N
         one_by_one, in_chunks = Detokenizer(tokenizer, stop), Detokenizer(tokenizer, stop)
         for token_id in ids:
             one_by_one.append(token_id)
-        cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
-        for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+        boundaries = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
+        for start, end in zip([0, *boundaries], [*boundaries, len(ids)], strict=True):
             in_chunks.append(ids[start:end])
         one_by_one.finish()
         in_chunks.finish()
@@ -220,18 +220,19 @@ def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path)
         ids = tokenizer.encode_text(text, add_special_tokens=False).tolist()
         # Unknown words are encoded as a special token.
         ids = [token_id for token_id in ids if tokenizer.is_visible(token_id)]
-        cut = data.draw(st.integers(0, len(ids)), "end of the prompt")
+        prompt_length = data.draw(st.integers(0, len(ids)), "end of the prompt")
         continues_text = data.draw(st.booleans(), "the output continues the text")
-        answer = ids[cut:] if continues_text else answer
-        prompt_end = ids[:cut]
+        answer = ids[prompt_length:] if continues_text else answer
+        prompt_ids = ids[:prompt_length]
         candidates = [
-            tokenizer.decode_ids(ids[:end]).rstrip("\N{REPLACEMENT CHARACTER}") for end in range(cut + 1)
+            tokenizer.decode_ids(ids[:end]).rstrip("\N{REPLACEMENT CHARACTER}")
+            for end in range(prompt_length + 1)
         ]
         decoded_prompt = max(filter(tokenizer.decode_ids(ids).startswith, candidates), key=len)
         start = data.draw(st.lists(st.sampled_from([*ids, *special, 5]), max_size=9))
-        prompt = [*start, special[0], *prompt_end] if special and start else prompt_end
-        assert prompt_text(tokenizer, prompt_end) == decoded_prompt
-        decoded = tokenizer.decode_ids([*prompt_end, *answer])
+        prompt = [*start, special[0], *prompt_ids] if special and start else prompt_ids
+        assert prompt_text(tokenizer, prompt_ids) == decoded_prompt
+        decoded = tokenizer.decode_ids([*prompt_ids, *answer])
         assume(decoded.startswith(decoded_prompt))  # invalid bytes can change how earlier bytes are decoded
         expected = decoded[len(decoded_prompt) :]
         assert text_after_prompt(tokenizer, prompt, answer) == expected

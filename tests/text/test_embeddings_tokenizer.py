@@ -91,8 +91,8 @@ def test_prompt_tokens_can_be_excluded_from_pooling(tmp_path: Path) -> None:
     )
     assert build_context(tokenizer, "cat", prompt_name="query").num_unpooled_tokens == 3  # [CLS] query :
     assert build_context(tokenizer, "cat").num_unpooled_tokens == 0
-    cut = build_context(tokenizer, "cat", prompt="the big red cat sat on ", truncate=True, max_tokens=5)
-    assert cut.num_unpooled_tokens == 4, "at least one token is pooled"
+    truncated = build_context(tokenizer, "cat", prompt="the big red cat sat on ", truncate=True, max_tokens=5)
+    assert truncated.num_unpooled_tokens == 4, "at least one token is pooled"
 
 
 def test_a_pair_has_token_types(tokenizer: EmbeddingsTokenizer) -> None:

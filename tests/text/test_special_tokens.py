@@ -350,8 +350,8 @@ def test_long_content_is_encoded_in_linear_time(open_pair: Callable[[str], Token
     tokenizer, permissive = open_pair("qwen3")
     message = make_message("user", "<p>text</p> <|" * 20_000)
     assert encode_prompt(tokenizer, message) == encode_prompt(permissive, message)
-    many = "<|im_end|>" * 3_000
-    assert count_special(tokenizer, encode_prompt(tokenizer, make_message("user", many))[1]) == 3
+    special_text = "<|im_end|>" * 3_000
+    assert count_special(tokenizer, encode_prompt(tokenizer, make_message("user", special_text))[1]) == 3
 
 
 _SPELLED = re.compile(

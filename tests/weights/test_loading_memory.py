@@ -38,29 +38,33 @@ def test_peak_memory_is_close_to_the_packed_size(
     options = {"max_length": 64, "max_batch_size": 1, "kv_cache_memory": 8 * MB, "num_threads": 1}
     # A first model loads libraries, which allocate memory once.
     generate(open_pipeline("demo", **options), [context_of([1, 2], 2)])
-    anonymous, files, release = [resident_bytes("RssAnon")], [resident_bytes("RssFile")], Weights.release
+    anonymous_bytes, file_bytes, release = (
+        [resident_bytes("RssAnon")],
+        [resident_bytes("RssFile")],
+        Weights.release,
+    )
 
     def record_and_release(weights: Weights, name: str) -> None:
-        anonymous.append(resident_bytes("RssAnon"))
-        files.append(resident_bytes("RssFile"))
+        anonymous_bytes.append(resident_bytes("RssAnon"))
+        file_bytes.append(resident_bytes("RssFile"))
         release(weights, name)
 
     monkeypatch.setattr(Weights, "release", record_and_release)
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, **options)
-    files.append(resident_bytes("RssFile"))
+    file_bytes.append(resident_bytes("RssFile"))
     generate(pipeline, [context_of([1, 2], 3)])
     packed = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
-    assert len(anonymous) > 40, "each release of a tensor was recorded"
-    assert files[-1] - files[0] < 24 * MB, "mapped pages of the file are released"
+    assert len(anonymous_bytes) > 40, "each release of a tensor was recorded"
+    assert file_bytes[-1] - file_bytes[0] < 24 * MB, "mapped pages of the file are released"
     if encoding == "bfloat16":  # mapped rows are used first; packed panels replace them layer by layer
-        assert max(files) - files[0] > 0.5 * packed
+        assert max(file_bytes) - file_bytes[0] > 0.5 * packed
         assert (
-            max(map(sum, zip(anonymous, files, strict=False)))
-            < anonymous[0] + files[0] + 1.15 * packed + 24 * MB
+            max(map(sum, zip(anonymous_bytes, file_bytes, strict=False)))
+            < anonymous_bytes[0] + file_bytes[0] + 1.15 * packed + 24 * MB
         )
     else:
-        assert max(files) - files[0] < 24 * MB
-        assert max(anonymous) - anonymous[0] < 1.15 * packed + 24 * MB
+        assert max(file_bytes) - file_bytes[0] < 24 * MB
+        assert max(anonymous_bytes) - anonymous_bytes[0] < 1.15 * packed + 24 * MB
 
 
 def test_released_pages_are_read_from_the_file_again(tmp_path: Path) -> None:

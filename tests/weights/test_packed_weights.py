@@ -100,11 +100,11 @@ def test_a_file_of_replaced_weights_is_not_used(tmp_path: Path, packed_encodings
     weights = checkpoint / "model.safetensors"
     save_file({name: tensor * 0.5 for name, tensor in load_file(weights).items()}, weights)
     packed_encodings.clear()
-    halved = compute_logits(checkpoint)
+    expected = compute_logits(checkpoint)
     assert packed_encodings, "the packed file belongs to the previous weights"
     assert pack_checkpoint(make_config(checkpoint)) == file, "the file is replaced"
     packed_encodings.clear()
-    assert torch.equal(compute_logits(checkpoint), halved)
+    assert torch.equal(compute_logits(checkpoint), expected)
     assert not packed_encodings
 
 

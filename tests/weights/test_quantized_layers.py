@@ -101,8 +101,10 @@ def test_unsupported_layers_of_torchao_are_refused(tmp_path: Path) -> None:
         tiles, "torchao", tmp_path / "tiles", make_class_metadata("Int4TilePackedTo4dTensor")
     )
     assert "is Int4TilePackedTo4dTensor I32 [6, 1, 32, 4]: Int8Tensor and Float8Tensor and" in message
-    wide = valid | {f"{LAYER}._weight_qdata": torch.zeros(48, 16).int()}
-    assert "_weight_qdata is I32 [48, 16]: Int8Tensor and" in read_error(wide, "torchao", tmp_path / "words")
+    invalid_tensors = valid | {f"{LAYER}._weight_qdata": torch.zeros(48, 16).int()}
+    assert "_weight_qdata is I32 [48, 16]: Int8Tensor and" in read_error(
+        invalid_tensors, "torchao", tmp_path / "words"
+    )
     short = load_file(FOLDER / "torchao-w4-groups.safetensors")
     short[f"{LAYER}._weight_scale"] = torch.ones(48, 3).bfloat16()
     assert "_weight_scale has 3 groups for 128 inputs" in read_error(short, "torchao", tmp_path / "few")

@@ -743,9 +743,9 @@ async def test_folders_descriptors_and_threads_are_released() -> None:
 async def test_a_temporary_folder_with_a_long_path_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    deep = tmp_path / ("x" * 90)
-    deep.mkdir()
-    monkeypatch.setattr(supervisor.tempfile, "tempdir", str(deep))
+    long_folder = tmp_path / ("x" * 90)
+    long_folder.mkdir()
+    monkeypatch.setattr(supervisor.tempfile, "tempdir", str(long_folder))
     async with client_of(FakePipeline.saying("x")) as client:
         assert text(await read(client.submit(request("a")))) == "x"
 

@@ -158,9 +158,9 @@ async def test_a_hanging_step_restarts_the_worker(factory: Callable[[], WorkerRu
         first = client.info.pid
         generations = [client.submit(request(name)) for name in ("hang", "other")]
         outcomes = await asyncio.gather(*map(read, generations), return_exceptions=True)
-        hung = outcomes[0]
-        assert isinstance(hung, UnavailableError)
-        assert "the worker process died (no progress for 2 s) and is being restarted" in str(hung)
+        hung_outcome = outcomes[0]
+        assert isinstance(hung_outcome, UnavailableError)
+        assert "the worker process died (no progress for 2 s) and is being restarted" in str(hung_outcome)
         await until(lambda: client.state == "ready")
         assert (client.info.pid != first, client.num_restarts) == (True, 1)
         assert await read(client.submit(request("a")))

@@ -111,8 +111,9 @@ def test_grammars_of_formats_are_small() -> None:
     sizes = {name: len(schema_ebnf({"type": "string", "format": name})) for name in SUPPORTED}
     assert max(sizes.values()) < 12_000, sizes
     long = ("uri", "iri-reference", "email", "hostname")
-    bounded = [{"format": name, "maxLength": 2083} for name in long]  # the grammar grows with maxLength
-    assert max(len(schema_ebnf({"type": "string", **keywords})) for keywords in bounded) < 65_000
+    # The grammar grows with maxLength.
+    limited_schemas = [{"format": name, "maxLength": 2083} for name in long]
+    assert max(len(schema_ebnf({"type": "string", **keywords})) for keywords in limited_schemas) < 65_000
 
 
 # -- Formats with other keywords --------------------------------------------------------------------------

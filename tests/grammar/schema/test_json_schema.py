@@ -187,7 +187,7 @@ def test_a_compact_grammar_has_no_white_space() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "keyword", "where"),
+    ("schema", "keyword", "location"),
     [
         ({"not": {}}, "not", "#"),
         ({"properties": {"a/b": {"if": {}, "then": {}}}}, "if", "#/properties/a~1b"),
@@ -238,10 +238,12 @@ def test_a_compact_grammar_has_no_white_space() -> None:
         ),
     ],
 )
-def test_unsupported_keywords_are_refused_by_name_and_location(schema: Any, keyword: str, where: str) -> None:
+def test_unsupported_keywords_are_refused_by_name_and_location(
+    schema: Any, keyword: str, location: str
+) -> None:
     with pytest.raises(UnsupportedSchemaError) as caught:
         schema_ebnf(schema)
-    assert (caught.value.keyword, caught.value.where) == (keyword, where)
+    assert (caught.value.keyword, caught.value.where) == (keyword, location)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ def test_no_words_give_no_sequences() -> None:
 def test_all_encodings_of_a_word_are_banned(word: str) -> None:
     sequences = banned_sequences([word], DEMO) or []
     assert {decode(ids) for ids in sequences} == {word, " " + word.lstrip()}
-    own = [DEMO.encode_text(text, False).tolist() for text in (word, " " + word.lstrip())]
-    assert all(ids in sequences for ids in own)
+    encodings = [DEMO.encode_text(text, False).tolist() for text in (word, " " + word.lstrip())]
+    assert all(ids in sequences for ids in encodings)
     letters = [DEMO.encode_text(letter, False).tolist() for letter in word]
     if all(len(ids) == 1 for ids in letters):
         assert [ids[0] for ids in letters] in sequences

@@ -256,8 +256,8 @@ async def test_a_tool_call_has_the_openai_format() -> None:
         assert call.keys() == {"id", "type", "function"}
         assert call["function"]["name"] == "get_weather"
         assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
-        cut = await server.chat(tools=[WEATHER], max_tokens=70)
-        assert cut["choices"][0]["finish_reason"] == "length"
+        truncated = await server.chat(tools=[WEATHER], max_tokens=70)
+        assert truncated["choices"][0]["finish_reason"] == "length"
         for body in ({"tool_choice": "none", "tools": [WEATHER]}, {}):
             answer = await server.chat(**body)
             assert "tool_calls" not in answer["choices"][0]["message"]
@@ -269,10 +269,14 @@ async def test_without_parallel_tool_calls_the_first_call_ends_the_output() -> N
     async with chatting(FakePipeline.saying(CALL + CALL)) as server:
         parallel = await server.chat(tools=[WEATHER])
         assert len(parallel["choices"][0]["message"]["tool_calls"]) == 2
-        single = await server.chat(tools=[WEATHER], parallel_tool_calls=False, return_token_ids=True)
-        assert len(single["choices"][0]["message"]["tool_calls"]) == 1
-        assert single["choices"][0]["finish_reason"] == "tool_calls"
-        assert single["usage"]["completion_tokens"] == len(single["choices"][0]["token_ids"]) <= len(CALL)
+        single_call = await server.chat(tools=[WEATHER], parallel_tool_calls=False, return_token_ids=True)
+        assert len(single_call["choices"][0]["message"]["tool_calls"]) == 1
+        assert single_call["choices"][0]["finish_reason"] == "tool_calls"
+        assert (
+            single_call["usage"]["completion_tokens"]
+            == len(single_call["choices"][0]["token_ids"])
+            <= len(CALL)
+        )
         assert server.services.worker.num_outstanding == 0 or await wait_until_idle(server)
 
 

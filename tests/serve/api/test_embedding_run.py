@@ -50,9 +50,9 @@ class EmbeddingsEngine(FakeEngine):
         return generation
 
     def _count(self) -> None:
-        has_fewer = len(self.running) < self.num_outstanding
+        has_decreased = len(self.running) < self.num_outstanding
         self.num_outstanding = len(self.running)
-        if has_fewer:
+        if has_decreased:
             self._report_end()
 
     def _cancel(self, request_id: str) -> None:
@@ -61,9 +61,9 @@ class EmbeddingsEngine(FakeEngine):
         self._count()
 
     def answer(self, count: int = 1, *, last: bool = False) -> None:
-        """Answer the oldest inputs, or the youngest.
+        """Answer the oldest ``count`` inputs, or the youngest if ``last``.
 
-        The vector has the number of tokens and the first token.
+        A vector consists of the number of tokens and the id of the first token.
         """
         for request_id in (list(self.running)[::-1] if last else list(self.running))[:count]:
             context, generation = self.running.pop(request_id)

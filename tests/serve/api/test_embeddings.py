@@ -102,8 +102,8 @@ async def test_truncated_vectors_are_normalised(tmp_path: Path) -> None:
     async with embedding_server(folder) as server:
         full = vectors_of(await request_embeddings(server, input="a cat"))[0]
         assert abs(np.linalg.norm(full) - 1) > 0.01
-        cut = vectors_of(await request_embeddings(server, input="a cat", dimensions=5))[0]
-        np.testing.assert_allclose(cut, full[:5] / np.linalg.norm(full[:5]), atol=1e-6)
+        shortened = vectors_of(await request_embeddings(server, input="a cat", dimensions=5))[0]
+        np.testing.assert_allclose(shortened, full[:5] / np.linalg.norm(full[:5]), atol=1e-6)
         raw = vectors_of(await request_embeddings(server, input="a cat", dimensions=5, normalize=False))[0]
         np.testing.assert_allclose(raw, full[:5], atol=1e-6)
         [pooled] = (await server.http.post("/pooling", json={"input": "a cat", "dimensions": 5})).json()[
@@ -173,8 +173,8 @@ async def test_long_inputs_are_refused_without_truncation(embedder: Path) -> Non
             assert vectors_of(cut).tobytes() == vectors_of(full).tobytes()
         short = await request_embeddings(server, input=[long, "a"], truncate_prompt_tokens=12)
         assert short["usage"]["prompt_tokens"] == 12 + 3
-        same = vectors_of(await request_embeddings(server, input="cat " * 10))
-        np.testing.assert_allclose(vectors_of(short)[:1], same, atol=1e-6)
+        expected = vectors_of(await request_embeddings(server, input="cat " * 10))
+        np.testing.assert_allclose(vectors_of(short)[:1], expected, atol=1e-6)
         await server.refusal("/v1/embeddings", model="tiny", input=long, truncate="NONE")
 
 
@@ -187,11 +187,11 @@ async def test_pooling_returns_all_requested_outputs(embedder: Path) -> None:
             return response.json()
 
         answer = await request_pooling(input=TEXTS, outputs=["dense", "multi_vector"])
-        dense = vectors_of(await request_embeddings(server, input=TEXTS))
+        dense_vectors = vectors_of(await request_embeddings(server, input=TEXTS))
         ids = [server.services.tokenizer.encode_text(text).tolist() for text in TEXTS]
         for i, item in enumerate(answer["data"]):
             assert (item["object"], item["index"], len(item)) == ("pooling", i, 4)
-            np.testing.assert_allclose(item["dense"], dense[i], atol=1e-6)
+            np.testing.assert_allclose(item["dense"], dense_vectors[i], atol=1e-6)
             assert np.shape(item["multi_vector"]) == (len(ids[i]), 32)
             np.testing.assert_allclose(np.linalg.norm(item["multi_vector"], axis=1), 1, atol=1e-5)
         base64_items = await request_pooling(

@@ -196,8 +196,8 @@ async def test_requests_beyond_the_queue_size_are_refused() -> None:
             assert response.status_code == 429
             assert int(response.headers["retry-after"]) >= 1
             assert response.json()["error"]["type"] == "rate_limit_error"
-        partly = await server.post("/v1/completions", prompt="Hi", n=2)
-        assert partly.status_code == 429
+        refused = await server.post("/v1/completions", prompt="Hi", n=2)
+        assert refused.status_code == 429
         assert server.services.worker.num_outstanding == 2
         for exchange in exchanges:
             exchange.leave()

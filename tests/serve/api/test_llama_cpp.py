@@ -35,8 +35,8 @@ async def test_the_completion_route_answers_in_the_format_of_llama_cpp() -> None
             "word",
             "l",
         )
-        cut = await server.post("/completion", prompt=list(b"Hello"), n_predict=2, cache_prompt=False)
-        assert (cut.json()["content"], cut.json()["stop_type"]) == ("He", "limit")
+        truncated = await server.post("/completion", prompt=list(b"Hello"), n_predict=2, cache_prompt=False)
+        assert (truncated.json()["content"], truncated.json()["stop_type"]) == ("He", "limit")
         *first, last = events_of((await server.post("/completion", prompt="Hello", stream=True)).text)
         assert "".join(item["content"] for item in first) == "Hello"
         assert not any(item["stop"] for item in first)

@@ -162,8 +162,8 @@ def test_thinking_is_returned_in_its_own_block(client: Any, url: str) -> None:
 
 def test_each_end_has_its_stop_reason(client: Any) -> None:
     fields: Any = {"model": "demo", "messages": make_user_message("Say hello")}
-    cut = client.messages.create(**fields, max_tokens=2)
-    assert (cut.content[0].text, cut.stop_reason) == ("He", "max_tokens")
+    truncated = client.messages.create(**fields, max_tokens=2)
+    assert (truncated.content[0].text, truncated.stop_reason) == ("He", "max_tokens")
     stopped_message = client.messages.create(**fields, max_tokens=50, stop_sequences=["x", "lo"])
     assert (stopped_message.content[0].text, stopped_message.stop_reason, stopped_message.stop_sequence) == (
         "Hel",

@@ -68,7 +68,7 @@ async def test_chat_streams_json_lines_unless_stream_is_false(server: Chatting) 
     ).json()
     assert response["message"] == {"role": "assistant", "content": "user: Hi"}
     assert (response["done"], response["eval_count"], response["model"]) == (True, 9, "demo")
-    cut = await server.http.post(
+    truncated = await server.http.post(
         "/api/chat",
         json={
             "model": "demo:latest",
@@ -77,7 +77,7 @@ async def test_chat_streams_json_lines_unless_stream_is_false(server: Chatting) 
             "options": {"num_predict": 2},
         },
     )
-    assert (cut.json()["message"]["content"], cut.json()["done_reason"]) == ("us", "length")
+    assert (truncated.json()["message"]["content"], truncated.json()["done_reason"]) == ("us", "length")
     loaded = (await server.post("/api/chat", messages=[])).json()
     assert loaded["done_reason"] == "load"
 

@@ -242,8 +242,8 @@ async def check_extra_fields_of_other_servers(client: AsyncOpenAI) -> None:
         )
         assert "Berlin" not in await complete_chat(stream, bad_words=["Berlin"])
         assert await complete_chat(stream, repeat_penalty=1.0) == default_answer
-        cut = await complete_chat(stream, truncate_prompt_tokens=1000)
-        assert cut == default_answer
+        truncated = await complete_chat(stream, truncate_prompt_tokens=1000)
+        assert truncated == default_answer
     scored = await client.chat.completions.create(
         model="demo",
         messages=question,

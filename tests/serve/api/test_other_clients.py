@@ -155,8 +155,8 @@ async def test_truncation_keeps_the_bos_token(shared_data: Path) -> None:
         (4, [full_prompt[0], *full_prompt[-3:]]),
         (len(full_prompt), full_prompt),
     ):
-        cut = build_context(tokenizer, request, limit)
-        assert cut.prompt_tokens.tolist() == expected
+        truncated = build_context(tokenizer, request, limit)
+        assert truncated.prompt_tokens.tolist() == expected
     assert build_context(tokenizer, request, 100).prompt == request.prompt
 
 

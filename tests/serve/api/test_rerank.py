@@ -78,12 +78,12 @@ async def test_long_documents_are_truncated_or_refused(cross_encoder: Path) -> N
         error = await server.refusal("/v1/rerank", model="tiny", query="a cat", documents=documents)
         assert (error["param"], error["code"]) == ("documents[1]", "context_length_exceeded")
         assert error["message"].startswith("documents[1] has 85 tokens, but the maximum length is 64")
-        cut = await post_ok(server, "/v1/rerank", query="a cat", documents=documents, truncate=True)
-        assert cut["usage"]["prompt_tokens"] == 7 + 64
+        truncated = await post_ok(server, "/v1/rerank", query="a cat", documents=documents, truncate=True)
+        assert truncated["usage"]["prompt_tokens"] == 7 + 64
         short = await post_ok(server, "/v1/rerank", query="a cat", documents=documents, max_tokens_per_doc=6)
         assert short["usage"]["prompt_tokens"] == 7 + 5 + 6
-        same = await post_ok(server, "/v1/rerank", query="a cat", documents=["hello world", "cat " * 6])
-        assert short["results"] == same["results"]
+        expected = await post_ok(server, "/v1/rerank", query="a cat", documents=["hello world", "cat " * 6])
+        assert short["results"] == expected["results"]
 
 
 @pytest.mark.parametrize(

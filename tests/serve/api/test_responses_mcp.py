@@ -192,9 +192,9 @@ async def test_a_function_call_of_the_client_ends_the_response(tools: ServedTool
 
 
 async def test_tools_with_the_name_of_a_function_are_renamed(tools: ServedTools) -> None:
-    own = {**WEATHER, "name": "add"}
+    own_tool = {**WEATHER, "name": "add"}
     async with run_server(tools, call("calc_add", a=1, b=2) + call("get_picture"), "x", "Good.") as server:
-        response = await create(server, tools=[own, CALC])
+        response = await create(server, tools=[own_tool, CALC])
         assert [(item.type, item.name) for item in response.output[1:3]] == [
             ("mcp_call", "add"),
             ("mcp_call", "get/picture"),
@@ -450,8 +450,8 @@ async def test_the_url_of_a_configured_server_is_accepted(tools: ServedTools) ->
     async with run_server(tools, "Hi") as server:
         response = await create(server, tools=[{**CALC, "server_label": "mine", "server_url": tools.url}])
         assert response.output[0].server_label == "mine"
-        twice = await server.refusal("/v1/responses", input="Hi", tools=[CALC, CALC])
-        assert twice["param"] == "tools[1].server_label"
+        duplicate_error = await server.refusal("/v1/responses", input="Hi", tools=[CALC, CALC])
+        assert duplicate_error["param"] == "tools[1].server_label"
 
 
 async def test_a_template_without_tools_disables_tool_servers(

@@ -295,8 +295,8 @@ async def test_grammar_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         error = await server.refusal(CHAT, messages=PARIS, **long)
         assert "the maximum is 1500" in error["message"]
         assert error["param"] == "structured_outputs.choice"
-        wide = {"type": "object", "properties": {"x": {"enum": ["the " * 400]}}}
-        function = {"name": "f", "parameters": wide, "strict": True}
+        wide_schema = {"type": "object", "properties": {"x": {"enum": ["the " * 400]}}}
+        function = {"name": "f", "parameters": wide_schema, "strict": True}
         error = await server.refusal(CHAT, messages=PARIS, tools=[{"type": "function", "function": function}])
         assert error["param"] == "tools[0].function.parameters", "checked before parsing"
         assert "the maximum is 1500" in error["message"]

@@ -43,10 +43,10 @@ async def run(
     """Return the results by custom_id, and the reports of each result."""
     results, reports = {}, []
 
-    def store_result(result: bytes, is_good: bool, num_tokens: int) -> None:
+    def store_result(result: bytes, has_succeeded: bool, num_tokens: int) -> None:
         decoded = json.loads(result)
         results[decoded["custom_id"]] = decoded
-        reports.append((is_good, num_tokens))
+        reports.append((has_succeeded, num_tokens))
 
     app = server.http._transport.app  # type: ignore[attr-defined]
     runner = BatchDispatcher(app, concurrency, is_stopping=lambda: False, on_result=store_result)
@@ -58,15 +58,15 @@ async def test_a_result_is_one_line_for_readers_that_split_at_unicode_line_ends(
     rows: list[bytes] = []
     async with chatting(FakePipeline.saying("a\u2028b\x85")) as server:
         app = server.http._transport.app  # type: ignore[attr-defined]
-        store_result = BatchDispatcher(
+        dispatcher = BatchDispatcher(
             app, 1, is_stopping=lambda: False, on_result=lambda result, *_: rows.append(result)
         )
-        await store_result.run(
+        await dispatcher.run(
             parse_requests(make_request_line("good\u2029"), make_request_line("bad\u2029", url="/x"))
         )
-    good, bad = (json.loads(row) for row in b"\n".join(rows).decode().splitlines())
-    assert good["response"]["body"]["choices"][0]["message"]["content"] == "a\u2028b\x85"
-    assert (good["custom_id"], bad["custom_id"]) == ("good\u2029", "bad\u2029")
+    success, failure = (json.loads(row) for row in b"\n".join(rows).decode().splitlines())
+    assert success["response"]["body"]["choices"][0]["message"]["content"] == "a\u2028b\x85"
+    assert (success["custom_id"], failure["custom_id"]) == ("good\u2029", "bad\u2029")
 
 
 async def test_valid_and_invalid_lines_have_results() -> None:
@@ -112,8 +112,8 @@ async def test_batches_need_no_key_and_have_the_lowest_priority() -> None:
     async with chatting(api_key=("one", "two")) as server:
         app = server.http._transport.app  # type: ignore[attr-defined]
         assert (await post(app, "/v1/chat/completions", request.body)).status == 200
-        outside = await server.http.post("/v1/chat/completions", json=CHAT)
-        assert outside.status_code == 401
+        other_response = await server.http.post("/v1/chat/completions", json=CHAT)
+        assert other_response.status_code == 401
 
 
 async def test_the_runner_waits_for_a_full_queue() -> None:

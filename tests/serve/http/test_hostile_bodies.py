@@ -15,7 +15,7 @@ from support.random_draws import examples
 from penstock.serve.api.parameters import UNSUPPORTED
 from penstock.serve.api.schemas import ChatBody, CompletionBody, TokenizeBody
 
-anything = st.recursive(
+json_values = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(2**70), 2**70)
@@ -36,28 +36,32 @@ anything = st.recursive(
 )
 parts = st.lists(
     st.fixed_dictionaries(
-        {"type": st.sampled_from(["text", "refusal", "image_url"]) | anything},
-        optional={"text": anything, "refusal": anything},
+        {"type": st.sampled_from(["text", "refusal", "image_url"]) | json_values},
+        optional={"text": json_values, "refusal": json_values},
     ),
     max_size=3,
 )
 calls = st.lists(
     st.fixed_dictionaries(
-        {"function": st.fixed_dictionaries({"name": st.text(max_size=4)}, optional={"arguments": anything})},
-        optional={"id": anything, "type": anything, "index": anything},
+        {
+            "function": st.fixed_dictionaries(
+                {"name": st.text(max_size=4)}, optional={"arguments": json_values}
+            )
+        },
+        optional={"id": json_values, "type": json_values, "index": json_values},
     ),
     max_size=2,
 )
 messages = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "system", "developer", "assistant", "tool"]) | anything},
+        {"role": st.sampled_from(["user", "system", "developer", "assistant", "tool"]) | json_values},
         optional={
-            "content": st.text(max_size=5) | parts | anything,
-            "tool_calls": calls | anything,
-            "tool_call_id": st.text(max_size=3) | anything,
-            "refusal": anything,
-            "reasoning": anything,
-            "name": anything,
+            "content": st.text(max_size=5) | parts | json_values,
+            "tool_calls": calls | json_values,
+            "tool_call_id": st.text(max_size=3) | json_values,
+            "refusal": json_values,
+            "reasoning": json_values,
+            "name": json_values,
         },
     ),
     min_size=1,
@@ -68,16 +72,16 @@ tools = st.lists(
         {
             "type": st.just("function"),
             "function": st.fixed_dictionaries(
-                {"name": st.sampled_from(["f", "g", "f.g"]) | anything},
-                optional={"parameters": anything, "description": anything, "strict": anything},
+                {"name": st.sampled_from(["f", "g", "f.g"]) | json_values},
+                optional={"parameters": json_values, "description": json_values, "strict": json_values},
             ),
         }
     ),
     max_size=2,
 )
 formats = st.fixed_dictionaries(
-    {"type": st.sampled_from(["text", "json_object", "json_schema", "structural_tag"]) | anything},
-    optional={"json_schema": anything, "format": anything},
+    {"type": st.sampled_from(["text", "json_object", "json_schema", "structural_tag"]) | json_values},
+    optional={"json_schema": json_values, "format": json_values},
 )
 FIELD_STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "messages": messages,
@@ -90,20 +94,20 @@ FIELD_STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3),
     "logit_bias": st.dictionaries(st.sampled_from(["97", "1", "300", "x"]), st.floats(-100, 100), max_size=2),
     "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans() | anything}),
-    "chat_template_kwargs": st.dictionaries(st.text(max_size=5), anything, max_size=2),
+    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans() | json_values}),
+    "chat_template_kwargs": st.dictionaries(st.text(max_size=5), json_values, max_size=2),
     "structured_outputs": st.dictionaries(
-        st.sampled_from(["json", "regex", "choice", "grammar", "structural_tag"]), anything, max_size=2
+        st.sampled_from(["json", "regex", "choice", "grammar", "structural_tag"]), json_values, max_size=2
     ),
 }
 
 
 def body_strategy(kind: Any, required: str) -> st.SearchStrategy[dict[str, Any]]:
     names = [*kind.model_fields, *UNSUPPORTED.get(kind, {}), "unheard_of"]
-    fields = {name: FIELD_STRATEGIES.get(name, anything) | anything for name in names}
+    fields = {name: FIELD_STRATEGIES.get(name, json_values) | json_values for name in names}
     required_fields = {
         required: FIELD_STRATEGIES[required],
-        "model": st.just("demo") | st.just("demo") | anything,
+        "model": st.just("demo") | st.just("demo") | json_values,
     }
     rest = {name: strategy for name, strategy in fields.items() if name not in required_fields}
     chosen = st.lists(st.sampled_from(sorted(rest)), max_size=4, unique=True)

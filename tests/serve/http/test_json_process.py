@@ -45,11 +45,11 @@ async def decoder() -> AsyncIterator[JsonDecoder]:
 def count_values(value: Any) -> tuple[int, int]:
     """Return (number of objects, arrays and keys; number of commas)."""
     if isinstance(value, dict | list):
-        inside = [count_values(element) for element in (value.values() if isinstance(value, dict) else value)]
+        counts = [count_values(element) for element in (value.values() if isinstance(value, dict) else value)]
         keys = len(value) if isinstance(value, dict) else 0
         return (
-            1 + keys + sum(element for element, _ in inside),
-            max(0, len(value) - 1) + sum(element for _, element in inside),
+            1 + keys + sum(element for element, _ in counts),
+            max(0, len(value) - 1) + sum(element for _, element in counts),
         )
     return 0, 0
 

@@ -41,11 +41,11 @@ FORMS: list[dict[str, Any]] = [
 
 def slow_pipeline() -> FakePipeline:
     """Return a pipeline that generates slowly, so that each token is a separate chunk."""
-    quick = FakePipeline()
+    fast_pipeline = FakePipeline()
 
     def choose(context: TextContext) -> int:
         time.sleep(0.001)
-        return quick._choose(context)
+        return fast_pipeline._choose(context)
 
     return FakePipeline(choose)
 

@@ -286,15 +286,15 @@ async def post_all(
 
 
 def check_error(answer: Any, path: str, data: bytes) -> None:
-    where = (path, data[:300], answer)
-    assert answer.keys() == {"error"}, where
+    details = (path, data[:300], answer)
+    assert answer.keys() == {"error"}, details
     error = answer["error"]
-    assert error.keys() == {"message", "type", "param", "code"}, where
-    assert error["type"] == "invalid_request_error", where
-    assert isinstance(error["message"], str), where
-    assert error["message"], where
-    assert error["param"] is None or isinstance(error["param"], str), where
-    assert error["code"] is None or isinstance(error["code"], str), where
+    assert error.keys() == {"message", "type", "param", "code"}, details
+    assert error["type"] == "invalid_request_error", details
+    assert isinstance(error["message"], str), details
+    assert error["message"], details
+    assert error["param"] is None or isinstance(error["param"], str), details
+    assert error["code"] is None or isinstance(error["code"], str), details
 
 
 VALID_BODY = json.dumps({"model": "demo", "prompt": "Hi", "max_tokens": 2}).encode()

@@ -142,9 +142,9 @@ def test_streams_have_the_fields_that_load_generators_need(client: httpx.Client,
     if body.get("ignore_eos"):
         assert (usage["completion_tokens"], reasons) == (24, ["length"])
     assert json.loads(events[-1])["choices"] == []
-    same = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    common_fields = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
     if body.get("temperature") == 0.0:
-        response = client.post(PATHS[kind], json={"model": "demo", **same}).json()
+        response = client.post(PATHS[kind], json={"model": "demo", **common_fields}).json()
         first = response["choices"][0]
         assert (first["message"]["content"] if kind == "chat" else first["text"]) == text
         assert response["usage"]["completion_tokens"] == usage["completion_tokens"]

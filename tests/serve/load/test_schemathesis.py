@@ -64,16 +64,16 @@ def call_operation(operation: Any, mode: Any, hypothesis_settings: settings) -> 
     def check(case: Any) -> None:
         response = case.call()
         status = response.status_code
-        where = (operation.label, case.body, response.text[:500])
-        assert status < 500 or (status == 503 and "retry-after" in response.headers), where
-        assert str(status) in operation.definition.raw["responses"] or status in (404, 405), where
+        details = (operation.label, case.body, response.text[:500])
+        assert status < 500 or (status == 503 and "retry-after" in response.headers), details
+        assert str(status) in operation.definition.raw["responses"] or status in (404, 405), details
         if status >= 400:
             error = json.loads(response.text)["error"]
-            assert error.keys() == {"message", "type", "param", "code"}, where
+            assert error.keys() == {"message", "type", "param", "code"}, details
         elif response.headers["content-type"][0].startswith("application/json"):
             case.validate_response(response, checks=[check_conformance])
         if mode is schemathesis.GenerationMode.NEGATIVE and operation.path not in ADAPTERS:
-            assert status >= 400, where
+            assert status >= 400, details
 
     check()
 

@@ -207,13 +207,13 @@ def test_gauges_for_external_routers_have_the_configured_names() -> None:
 def test_each_metric_has_a_description() -> None:
     metrics = Metrics()
     metrics.watch(FakeEngine())
-    explained = sys.modules[Metrics.__module__].__doc__ or ""
+    documentation = sys.modules[Metrics.__module__].__doc__ or ""
     of_worker = {metric.name for metric in ENGINE_METRICS}
     for family in text_string_to_metric_families(metrics.render().decode()):
         if family.name.endswith("_created"):  # creation times of counters
             continue
         assert family.documentation
-        is_described = family.name in explained or {family.name, f"{family.name}_total"} & of_worker
+        is_described = family.name in documentation or {family.name, f"{family.name}_total"} & of_worker
         assert is_described or family.name.startswith("process_"), family.name
 
 

@@ -112,20 +112,20 @@ def draw_outputs(draw: st.DrawFn, name: str) -> Output:
         if kind == last:
             continue
         last = kind
-        gap = draw(st.sampled_from(["", "\n", "\n\n"])) if output.text else ""
+        newlines = draw(st.sampled_from(["", "\n", "\n\n"])) if output.text else ""
         if kind == "content":
             text = draw(draw_plain_text())
             if name in BARE and text.endswith("["):  # "[" before a call would begin a list of calls
                 text = f"{text}x"
-            output.text += gap + text
-            output.content += (gap if output.content else "") + text
+            output.text += newlines + text
+            output.content += (newlines if output.content else "") + text
         elif kind == "calls":
             drawn_calls = draw(st.lists(draw_calls(name), min_size=1, max_size=3))
-            output.text += gap + RENDERERS[name](drawn_calls)
+            output.text += newlines + RENDERERS[name](drawn_calls)
             output.calls += tuple(drawn_calls)
         else:
             text = draw(draw_plain_text())
-            output.text += f"{gap}<think>{begin}{text}\n</think>"
+            output.text += f"{newlines}<think>{begin}{text}\n</think>"
             output.reasoning += text
     return output
 

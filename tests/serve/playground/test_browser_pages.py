@@ -61,14 +61,14 @@ async def test_two_settings_are_compared() -> None:
         await send_comparison(page, "Hi")
         assert await first.locator("article .markdown").inner_text() == "Hello!"
         assert await second.locator("article .markdown").inner_text() == "Ahoy!"
-        plain, pirate = sorted(bodies, key=lambda body: len(body["messages"]))
-        assert (plain["model"], plain["temperature"], plain["messages"]) == (
+        plain_body, pirate_body = sorted(bodies, key=lambda body: len(body["messages"]))
+        assert (plain_body["model"], plain_body["temperature"], plain_body["messages"]) == (
             "demo",
             0.5,
             [{"role": "user", "content": "Hi"}],
         )
-        assert (pirate["model"], pirate["temperature"]) == ("tone", 0)
-        assert pirate["messages"][0] == {"role": "system", "content": "You are a pirate."}
+        assert (pirate_body["model"], pirate_body["temperature"]) == ("tone", 0)
+        assert pirate_body["messages"][0] == {"role": "system", "content": "You are a pirate."}
         assert await page.inner_text("#compare-note") == "The answers differ from character 1 on."
         assert await page.inner_text("#compare-prompt article .text:visible") == "Hi"
         await second.get_by_label("System prompt").fill("")
