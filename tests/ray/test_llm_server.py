@@ -126,9 +126,9 @@ def test_engine_kwargs_become_settings_and_deployment_options() -> None:
     assert options["placement_group_bundles"] == [{"CPU": 2}]
     assert options["user_config"] == {}
     assert "name" not in options
-    config = make_llm_config(ray_max_replicas=5)
-    config.deployment_config = {"num_replicas": 2}
-    assert "autoscaling_config" not in PenstockServer.get_deployment_options(config)
+    llm_config = make_llm_config(ray_max_replicas=5)
+    llm_config.deployment_config = {"num_replicas": 2}
+    assert "autoscaling_config" not in PenstockServer.get_deployment_options(llm_config)
     with pytest.raises(ConfigError, match="max_lenght"):
         configs_of(make_llm_config(max_lenght=5))
 

@@ -105,8 +105,8 @@ def test_replicas_are_removed_and_added() -> None:
     choice = ReplicaChoice()
     assert choose_replica(choice) == ""
     report(choice, a=[], b=[make_stored_event(LONG_PROMPT)])
-    assert choose_replica(choice, LONG_PROMPT, lost=("b",)) == "a"
-    assert choose_replica(choice, LONG_PROMPT, lost=("a", "b")) == ""
+    assert choose_replica(choice, LONG_PROMPT, lost_replicas=("b",)) == "a"
+    assert choose_replica(choice, LONG_PROMPT, lost_replicas=("a", "b")) == ""
     running = choice.assign(request("", LONG_PROMPT))
     assert running is not None
     assert running.name == "b"

@@ -237,8 +237,8 @@ def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path)
         expected = decoded[len(decoded_prompt) :]
         assert text_after_prompt(tokenizer, prompt, answer) == expected
         detokenizer = Detokenizer(tokenizer, prompt=np.array(prompt, dtype=np.int64))
-        cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6))), len(answer)]
-        texts = [detokenizer.append(answer[start:end]) for start, end in pairwise(cuts)]
+        boundaries = [0, *sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6))), len(answer)]
+        texts = [detokenizer.append(answer[start:end]) for start, end in pairwise(boundaries)]
         assert "".join(texts) + detokenizer.finish() == detokenizer.text == expected
 
     check()

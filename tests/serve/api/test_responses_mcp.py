@@ -104,13 +104,13 @@ async def test_stream_events_have_the_documented_order(tools: ServedTools) -> No
         http_response = await server.post("/v1/responses", input="Add", stream=True, tools=[CALC])
         events = events_of(http_response.text)
         names = [event["type"].removeprefix("response.") for event in events]
-        deltas = names.count("mcp_call_arguments.delta")
-        assert deltas >= 1
+        num_deltas = names.count("mcp_call_arguments.delta")
+        assert num_deltas >= 1
         assert names == [
             *["created", "in_progress"],
             *["output_item.added", "mcp_list_tools.in_progress", "mcp_list_tools.completed"],
             *["output_item.done", "output_item.added", "mcp_call.in_progress"],
-            *["mcp_call_arguments.delta"] * deltas,
+            *["mcp_call_arguments.delta"] * num_deltas,
             *["mcp_call_arguments.done", "mcp_call.completed", "output_item.done"],
             *["output_item.added", "content_part.added", "output_text.delta", "output_text.done"],
             *["content_part.done", "output_item.done", "completed"],

@@ -197,11 +197,11 @@ def test_gauges_for_external_routers_have_the_configured_names() -> None:
         "adapters=vllm:lora_requests_info",
     ]
     metrics.watch(FakeEngine(stats=stats, adapters={"b": "/b", "a": "/a"}), parse_gauges(names), "m")
-    values = read_samples(metrics)
-    values = [values[f"{name} model_name=m"] for name in ("vllm:num_requests_waiting", "r", "kv")]
+    samples = read_samples(metrics)
+    values = [samples[f"{name} model_name=m"] for name in ("vllm:num_requests_waiting", "r", "kv")]
     assert values == [2, 1, 0.25]
     labels = "max_lora=2 model_name=m running_lora_adapters=a,b waiting_lora_adapters="
-    assert values[f"vllm:lora_requests_info {labels}"] == 1
+    assert samples[f"vllm:lora_requests_info {labels}"] == 1
 
 
 def test_each_metric_has_a_description() -> None:
