@@ -1,4 +1,4 @@
-"""Log probabilities equal those of numpy, and batched requests have those of single requests."""
+"""Log probabilities equal those computed with numpy and do not depend on other requests of the batch."""
 
 from __future__ import annotations
 

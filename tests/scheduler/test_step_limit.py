@@ -45,10 +45,10 @@ class Run:
         )
         self.tokens: dict[str, list[int]] = {}
 
-    def submit(self, name: str, new: int) -> None:
+    def submit(self, name: str, num_new_tokens: int) -> None:
         self.tokens[name] = []
         context = text_context(
-            [sum(map(ord, name))] * 3, max_length=3 + new, request_id=name, client_id=name[0]
+            [sum(map(ord, name))] * 3, max_length=3 + num_new_tokens, request_id=name, client_id=name[0]
         )
         self.scheduler.submit(context)
 
@@ -59,10 +59,10 @@ class Run:
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
         return self.pipeline.seconds - before
 
-    def start_competing_clients(self, num_rows: int, new: int = 40) -> None:
+    def start_competing_clients(self, num_rows: int, num_new_tokens: int = 40) -> None:
         """Start many sequences of one client, then two short requests of another."""
         for number in range(num_rows):
-            self.submit(f"a{number}", new)
+            self.submit(f"a{number}", num_new_tokens)
         for request in ("b0", "b1"):
             self.step()
             self.submit(request, 2)
@@ -111,7 +111,7 @@ def test_all_sequences_decode_equally_often() -> None:
 
 def test_a_client_without_competitors_decodes_all_rows_after_two_seconds() -> None:
     run = Run(fixed=0.001, per_row=0.0002)
-    run.start_competing_clients(128, new=900)
+    run.start_competing_clients(128, num_new_tokens=900)
     while run.pipeline.seconds < 60 and len(run.pipeline.trace[-1]) < 128:
         run.step()
     assert len(run.pipeline.trace[-1]) == 128
@@ -146,7 +146,7 @@ def test_a_call_of_several_steps_is_as_short_as_a_step() -> None:
 
 def test_clients_with_few_sequences_decode_in_every_step() -> None:
     run = Run(fixed=0.001, per_row=0.0002)
-    run.start_competing_clients(100, new=900)
+    run.start_competing_clients(100, num_new_tokens=900)
     for number in range(6):
         run.submit(f"c{number}", 400)
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""Handling of requests outside the routes: ids, log access_log_fields, the gate, and unexpected errors."""
+"""Handling of requests outside the routes: request ids, access log, gate, and unexpected errors."""
 
 from __future__ import annotations
 

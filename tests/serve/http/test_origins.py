@@ -52,9 +52,9 @@ INVALID_HOSTS = [
 
 
 @pytest.mark.parametrize("host", LOCAL)
-@pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "::1"])
-async def test_a_local_server_accepts_its_own_names(host: str, bound: str) -> None:
-    assert (await send_request("/v1/models", {"host": host}, host=bound)).status_code == 200
+@pytest.mark.parametrize("listening_host", ["127.0.0.1", "localhost", "::1"])
+async def test_a_local_server_accepts_its_own_names(host: str, listening_host: str) -> None:
+    assert (await send_request("/v1/models", {"host": host}, host=listening_host)).status_code == 200
 
 
 @pytest.mark.parametrize("host", [*FOREIGN, *INVALID_HOSTS])

@@ -34,12 +34,12 @@ async def test_tools_are_listed_and_called(calculator: ServedTools) -> None:
         assert [tool.name for tool in tools.values() if tool.is_read_only] == ["add"]
         outputs = await asyncio.gather(*(session.call("add", {"a": n, "b": 2}) for n in range(4)))
         assert [output.output for output in outputs] == ["2", "3", "4", "5"]
-        picture = await session.call("get/picture", {})
-        assert picture.output == "A dot:\n[image image/png, not text]"
-        long = (await session.call("long", {})).output
-        assert long is not None
-        assert long.startswith("x" * MAX_OUTPUT_CHARACTERS + "\n[")
-        assert long.endswith(f"[{300_000 - MAX_OUTPUT_CHARACTERS} more characters]")
+        image_result = await session.call("get/picture", {})
+        assert image_result.output == "A dot:\n[image image/png, not text]"
+        long_output = (await session.call("long", {})).output
+        assert long_output is not None
+        assert long_output.startswith("x" * MAX_OUTPUT_CHARACTERS + "\n[")
+        assert long_output.endswith(f"[{300_000 - MAX_OUTPUT_CHARACTERS} more characters]")
 
 
 @needs_mcp
@@ -53,13 +53,15 @@ async def test_errors_of_a_tool_are_in_the_output(calculator: ServedTools) -> No
         assert invalid.error is not None
         assert "valid integer" in invalid.text
     async with ToolSession(ToolServer("t", calculator.url), 0.5) as session:
-        late, fine = await asyncio.gather(session.call("slow", {}), session.call("add", {"a": 1, "b": 1}))
-        assert late.error == {
+        timed_out, success = await asyncio.gather(
+            session.call("slow", {}), session.call("add", {"a": 1, "b": 1})
+        )
+        assert timed_out.error == {
             "type": "http_error",
             "code": 504,
             "message": "the tool server t has not answered within 0.5 seconds",
         }
-        assert fine.output == "2"
+        assert success.output == "2"
 
 
 @needs_mcp
@@ -76,12 +78,12 @@ async def test_an_unreachable_server_is_reported() -> None:
 
 @needs_mcp
 async def test_a_token_is_sent() -> None:
-    with tool_server("secret") as guarded:
-        servers = ToolServers([f"g={guarded.url}"], ["g=secret"], 20)
+    with tool_server("secret") as authenticated_server:
+        servers = ToolServers([f"g={authenticated_server.url}"], ["g=secret"], 20)
         (server,) = servers
         assert "secret" not in repr(server)
         assert len((await servers.tools_of(server)).tools) == 5
-        (server,) = refused = ToolServers([f"g={guarded.url}"], [], 20)
+        (server,) = refused = ToolServers([f"g={authenticated_server.url}"], [], 20)
         assert (await refused.tools_of(server)).error is not None
 
 
