@@ -32,7 +32,7 @@ def result_of(context: TextContext, output: PipelineOutput) -> RequestResult | N
                 return None
             return AudioResult(request_id, output.final_status, output.audio, len(context.generated_tokens))
     raise TypeError(
-        f"a pipeline returned a {type(output).__name__}, which is not an output type: return a "
+        f"a pipeline returned {type(output).__name__}, which is not an output type: return a "
         "TextGenerationResponse, EmbeddingsResponse or AudioGenerationResponse"
     )
 

@@ -43,7 +43,7 @@ def test_an_object_that_is_not_an_output_is_refused() -> None:
     class Unknown:
         is_done = True
 
-    with pytest.raises(TypeError, match="returned a Unknown, which is not an output type"):
+    with pytest.raises(TypeError, match="returned Unknown, which is not an output type"):
         result_of(request("a"), Unknown())
 
 
