@@ -34,7 +34,7 @@ from penstock.pipelines.core.cache_events import BlocksStored
 from penstock.worker.messages import TextResult, WorkerInfo, WorkerStats
 from penstock.worker.results import Generation
 from penstock.worker.router import WorkerRouter
-from penstock.worker.routing import LeastLoaded, RoutingPolicy, digests_of
+from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads, digests_of
 
 INFO = WorkerInfo(
     max_length=32768,
@@ -72,10 +72,11 @@ class RandomWorker:
         self._draws = random.Random(seed)
 
     def choose(
-        self, context: RequestContext, digests: Sequence[bytes], loads: Sequence[int], workers: int
+        self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
     ) -> int:
         """Return a ready worker."""
-        return self._draws.choice([number for number in range(len(loads)) if workers >> number & 1])
+        ready = [number for number in range(len(loads.costs)) if workers >> number & 1]
+        return self._draws.choice(ready)
 
 
 def context_of(name: str, tokens: Sequence[int], new_tokens: int = 16) -> TextContext:
@@ -147,24 +148,34 @@ class Run:
     seconds: float = 0.0
     num_tokens: int = 0
     first_token: list[float] = field(default_factory=list)
+    round_medians: list[float] = field(default_factory=list)
+    """Median first token of each round."""
     hit_rate: float = 0.0
+    _num_in_rounds: int = 0  # requests of the rounds that have ended
+
+    def end_round(self) -> None:
+        """Record the median of the requests since the last round."""
+        self.round_medians.append(statistics.median(self.first_token[self._num_in_rounds :]))
+        self._num_in_rounds = len(self.first_token)
 
     def __str__(self) -> str:
         ordered = sorted(self.first_token)
         p95 = ordered[int(0.95 * (len(ordered) - 1))]
+        rounds = ", ".join(f"{median:.3f}" for median in self.round_medians)
         return (
             f"{self.num_tokens / self.seconds:7.1f} tokens/s, first token {statistics.median(ordered):.3f} s "
-            f"(median) {p95:.3f} s (p95), hit rate {self.hit_rate:.2f}"
+            f"(median; of each round {rounds}) {statistics.fmean(ordered):.3f} s (mean) {p95:.3f} s (p95), "
+            f"hit rate {self.hit_rate:.2f}"
         )
 
 
 async def run_requests(
     config: PipelineConfig,
     policy: Callable[[], RoutingPolicy] | None,
-    contexts: Sequence[TextContext],
+    rounds: Sequence[Sequence[TextContext]],
     concurrency: int,
 ) -> Run:
-    """Run requests through an engine, at most ``concurrency`` at once."""
+    """Run rounds of requests through an engine, at most ``concurrency`` at once."""
     engine = make_engine(config)
     if policy is not None:
         engine = WorkerRouter(engine.workers, policy())
@@ -183,9 +194,11 @@ async def run_requests(
                         is_first = False
                     run.num_tokens += len(delta.token_ids)
 
-        begin = time.perf_counter()
-        await asyncio.gather(*(ask(context) for context in contexts))
-        run.seconds = time.perf_counter() - begin
+        for contexts in rounds:
+            begin = time.perf_counter()
+            await asyncio.gather(*(ask(context) for context in contexts))
+            run.seconds += time.perf_counter() - begin
+            run.end_round()
         stats = engine.stats
         run.hit_rate = stats.num_prefix_hit_tokens / max(stats.num_prefix_query_tokens, 1)
         return run
@@ -206,13 +219,13 @@ def mixed_contexts(count: int, vocabulary: int) -> list[TextContext]:
     ]
 
 
-def shared_contexts(count: int, vocabulary: int) -> list[TextContext]:
-    """Return requests with one of several long prefixes."""
-    draws = random.Random(2)
+def shared_contexts(count: int, vocabulary: int, seed: int = 2) -> list[TextContext]:
+    """Return requests with one of several long prefixes; another seed has other prefixes."""
+    draws = random.Random(seed)
     prefixes = [[draws.randrange(3, vocabulary) for _ in range(768)] for _ in range(8)]
     return [
         context_of(
-            str(number),
+            f"{seed}-{number}",
             draws.choice(prefixes) + [draws.randrange(3, vocabulary) for _ in range(32)],
             8,
         )
@@ -233,24 +246,30 @@ def report_workers(model: str, count: int) -> None:
         "2 workers of 1 thread": {"data_parallel_size": 2, "num_threads": 1},
     }.items():
         for concurrency in (1, 8):
-            run = asyncio.run(run_requests(config_of(model, **flat), None, contexts, concurrency))
+            run = asyncio.run(run_requests(config_of(model, **flat), None, [contexts], concurrency))
             print(f"{name}, {concurrency} at once: {run}", flush=True)
 
 
-def report_prefixes(model: str, count: int, memory: str) -> None:
+def shared_rounds(model: str, count: int, num_rounds: int) -> list[list[TextContext]]:
+    """Return rounds of requests; the prefixes of each round are new."""
+    vocabulary = config_of(model).model.huggingface_config.vocabulary_size
+    return [shared_contexts(count, vocabulary, 2 + number) for number in range(num_rounds)]
+
+
+def report_prefixes(model: str, count: int, num_rounds: int, memory: str) -> None:
     """Print prefix-aware, least loaded and random routing over two workers."""
     config = config_of(model, data_parallel_size=2, num_threads=1, kv_cache_memory=memory)
-    contexts = shared_contexts(count, config.model.huggingface_config.vocabulary_size)
     for name, policy in {
         "prefix-aware": None,
         "least loaded": LeastLoaded,
         "random": lambda: RandomWorker(0),
     }.items():
-        print(f"{name}: {asyncio.run(run_requests(config, policy, contexts, 4))}", flush=True)
+        rounds = shared_rounds(model, count, num_rounds)
+        print(f"{name}: {asyncio.run(run_requests(config, policy, rounds, 4))}", flush=True)
 
 
-async def run_streams(url: str, contexts: Sequence[TextContext], concurrency: int) -> Run:
-    """Run requests through a server, at most ``concurrency`` at once."""
+async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurrency: int) -> Run:
+    """Run rounds of requests through a server, at most ``concurrency`` at once."""
     import httpx
 
     slots, run = asyncio.Semaphore(concurrency), Run()
@@ -286,16 +305,19 @@ async def run_streams(url: str, contexts: Sequence[TextContext], concurrency: in
             await asyncio.sleep(0.1)
         await ask(context_of("warm-up", [1] * 40))
         await asyncio.sleep(2 * _REPORT_SECONDS)
-        before, begin = await counters(), time.perf_counter()
-        await asyncio.gather(*(ask(context) for context in contexts))
-        run.seconds = time.perf_counter() - begin
+        before = await counters()
+        for contexts in rounds:
+            begin = time.perf_counter()
+            await asyncio.gather(*(ask(context) for context in contexts))
+            run.seconds += time.perf_counter() - begin
+            run.end_round()
         await asyncio.sleep(2 * _REPORT_SECONDS)
         hits, queries = (now - then for now, then in zip(await counters(), before, strict=True))
         run.hit_rate = hits / max(queries, 1)
     return run
 
 
-def report_ray(model: str, count: int, memory: str) -> None:
+def report_ray(model: str, count: int, num_rounds: int, memory: str, is_reversed: bool) -> None:
     """Print the router of `penstock serve --ray` and Ray Serve's default one, over two replicas."""
     import ray
     from ray import serve
@@ -304,19 +326,21 @@ def report_ray(model: str, count: int, memory: str) -> None:
     from penstock.ray import build_app
     from penstock.ray.deployment import ROUTER
 
-    contexts = shared_contexts(count, config_of(model).model.huggingface_config.vocabulary_size)
+    rounds = shared_rounds(model, count, num_rounds)
     settings = {"model_path": model, "ray_min_replicas": 2, "ray_cpus": 1, "kv_cache_memory": memory}
     ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    for name, router in {
+    routers = {
         "prefix-aware": ROUTER,
         "Ray Serve's default": RequestRouterConfig().request_router_class,
-    }.items():
+    }
+    for name in sorted(routers, reverse=not is_reversed):
+        router = routers[name]
         with patch("penstock.ray.online.ROUTER", router):
             serve.run(build_app(settings), name="penstock", route_prefix="/")
-        print(f"{name}: {asyncio.run(run_streams(f'http://127.0.0.1:{port}', contexts, 4))}", flush=True)
+        print(f"{name}: {asyncio.run(run_streams(f'http://127.0.0.1:{port}', rounds, 4))}", flush=True)
         serve.delete("penstock")
     ray.shutdown()
 
@@ -326,7 +350,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=("decisions", "workers", "prefixes", "ray"))
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=64, help="of each round")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--reverse", action="store_true", help="for ray: measure Ray Serve's router first")
     parser.add_argument("--kv-cache-memory", default="256MiB")
     given = parser.parse_args()
     if given.what == "decisions":
@@ -334,9 +360,9 @@ def main() -> None:
     elif given.what == "workers":
         report_workers(given.model, given.requests)
     elif given.what == "ray":
-        report_ray(given.model, given.requests, given.kv_cache_memory)
+        report_ray(given.model, given.requests, given.rounds, given.kv_cache_memory, given.reverse)
     else:
-        report_prefixes(given.model, given.requests, given.kv_cache_memory)
+        report_prefixes(given.model, given.requests, given.rounds, given.kv_cache_memory)
 
 
 if __name__ == "__main__":

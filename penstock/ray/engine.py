@@ -216,6 +216,8 @@ class RayEngine:
                         return
                     if not has_output:
                         generation.admit(message.num_cached_tokens)
+                    if assignment is not None:
+                        self._choice.start(assignment)
                     has_output = True
                     for result in message.results:
                         if isinstance(result, TextResult):

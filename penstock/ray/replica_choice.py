@@ -10,7 +10,7 @@ from penstock.pipelines.core.cache_events import BlocksCleared
 from penstock.ray.messages import ReplicaReport
 from penstock.worker.messages import WorkerInfo
 from penstock.worker.prefix_map import PrefixMap
-from penstock.worker.routing import PrefixAware, digests_of
+from penstock.worker.routing import PrefixAware, RequestLoad, WorkerLoads, digests_of, num_uncached_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class Assignment:
     """The replica of a request, and the blocks that it is expected to store."""
 
     name: str
-    number: int
+    load: RequestLoad
     expected: Sequence[bytes]
     replica: _Replica
     """The replica as it was known when the request began."""
@@ -49,12 +49,11 @@ class ReplicaChoice:
     """
 
     def __init__(self, num_ingresses: int = 1) -> None:
-        self._num_ingresses = num_ingresses
+        self._loads = WorkerLoads(weight=num_ingresses)
         self._prefixes = PrefixMap()
         self._policy: PrefixAware | None = None
         self._info: WorkerInfo | None = None
         self._replicas: list[_Replica | None] = []  # by number; None for a free number
-        self._loads: list[int] = []
         self._usable = 0  # the numbers of the replicas, as a bit set
 
     @property
@@ -101,18 +100,22 @@ class ReplicaChoice:
         number = self._policy.choose(context, digests, self._loads, usable)
         replica = self._replicas[number]
         assert replica is not None
-        self._loads[number] += self._num_ingresses
-        return Assignment(replica.name, number, self._prefixes.expect(number, digests), replica)
+        depth = self._prefixes.depth(number, digests)
+        load = self._loads.add(number, num_uncached_tokens(context, self._info, depth))
+        return Assignment(replica.name, load, self._prefixes.expect(number, digests), replica)
+
+    def start(self, assignment: Assignment) -> None:
+        """Record that the first result of a request has arrived."""
+        if self._replicas[assignment.load.worker] is assignment.replica:
+            self._loads.start(assignment.load)
 
     def end(self, assignment: Assignment) -> None:
         """Record that a request has ended, or has left its replica."""
         replica = assignment.replica
-        if (
-            self._replicas[assignment.number] is not replica
-        ):  # it was removed, and perhaps came back without load
+        if self._replicas[assignment.load.worker] is not replica:  # it was removed, and perhaps came back
             self._prefixes.clear_expected(assignment.expected)
             return
-        self._loads[assignment.number] -= self._num_ingresses
+        self._loads.end(assignment.load)
         replica.ended.append(assignment.expected)
 
     def _add(self, name: str, report: ReplicaReport) -> int:
@@ -125,7 +128,7 @@ class ReplicaChoice:
         else:
             number = len(self._replicas)
             self._replicas.append(None)
-            self._loads.append(0)
+            self._loads.add_worker()
         self._replicas[number] = _Replica(name)
         self._usable |= 1 << number
         return number
@@ -138,5 +141,5 @@ class ReplicaChoice:
             self._prefixes.clear_expected(expected)
         self._prefixes.update(number, [BlocksCleared()])
         self._replicas[number] = None
-        self._loads[number] = 0
+        self._loads.clear(number)
         self._usable &= ~(1 << number)

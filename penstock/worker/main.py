@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from penstock.errors import RankFailedError
 from penstock.host import heartbeat, private_memory
 from penstock.host.garbage_collection import gc_disabled
 from penstock.worker.process import Endpoint, WorkerRuntime, run_worker
@@ -65,6 +66,9 @@ def main() -> None:
             reason = f"{type(error).__name__}: {error}"
             _LOG.critical("the worker has reached its limit of private memory and ends (%s)", reason)
             status = OUT_OF_MEMORY
+        elif isinstance(error, RankFailedError):  # says which rank ended, and why
+            _LOG.critical("the worker ends: %s", error)
+            status = 1
         else:
             _LOG.critical("the worker failed", exc_info=True)
             status = 1

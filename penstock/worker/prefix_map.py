@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from penstock.pipelines.core.cache_events import BlocksRemoved, BlocksStored, CacheEvent
 
-MAX_EXPECTED = 64
-"""Maximum number of blocks of a running request that count as cached before they are stored."""
 _COUNT_BITS = 24
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
@@ -44,15 +42,24 @@ class PrefixMap:
                     for digest in [digest for digest, workers in cached.items() if workers & bit]:
                         self._remove(digest, bit)
 
+    def depth(self, worker: int, digests: Sequence[bytes]) -> int:
+        """Return how many leading blocks a worker has, as `depths` counts them."""
+        bit, cached, expected = 1 << worker, self._cached.get, self._expected.get
+        return bisect_left(
+            digests,
+            True,
+            key=lambda digest: not (cached(digest, 0) | expected(digest, 0) >> _COUNT_BITS) & bit,
+        )
+
     def expect(self, worker: int, digests: Sequence[bytes]) -> Sequence[bytes]:
         """Record that a request on a worker will store the blocks of its prompt.
 
         Returns:
-            The blocks that are recorded, for `clear_expected`: the first ones that the worker does not have.
+            The blocks that are recorded, for `clear_expected`: those that the worker does not have.
         """
         bit, cached, expected = 1 << worker, self._cached.get, self._expected
         start = bisect_left(digests, True, key=lambda digest: not cached(digest, 0) & bit)
-        recorded = digests[start : start + MAX_EXPECTED]
+        recorded = digests[start:]
         mark = bit << _COUNT_BITS
         for digest in recorded:
             expected[digest] = (expected.get(digest, 0) | mark) + 1

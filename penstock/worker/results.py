@@ -72,6 +72,8 @@ class Generation:
         self._is_read = False  # the last delta was returned
         self._is_read_at_end = False
         self._waiters: list[asyncio.Future[None]] = []
+        self.on_start: Callable[[], None] | None = None
+        """Called once, when the first result arrives."""
         self.on_end: Callable[[], None] | None = None
         """Called once, when the request ends."""
 
@@ -155,6 +157,9 @@ class Generation:
         """Add the result of a step."""
         self._results.append(result)
         self._status = result.status
+        on_start, self.on_start = self.on_start, None
+        if on_start is not None:
+            on_start()
         if self.is_done:
             self._report_end()
         if self.is_done or not self._is_read_at_end:

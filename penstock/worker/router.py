@@ -18,7 +18,14 @@ from penstock.worker.engine_client import CacheListener, EngineClient, EngineSta
 from penstock.worker.messages import WorkerInfo, WorkerStats
 from penstock.worker.prefix_map import PrefixMap
 from penstock.worker.results import Generation
-from penstock.worker.routing import PrefixAware, RoutingPolicy, digests_of
+from penstock.worker.routing import (
+    PrefixAware,
+    RequestLoad,
+    RoutingPolicy,
+    WorkerLoads,
+    digests_of,
+    num_uncached_tokens,
+)
 
 _LOG = logging.getLogger("penstock.worker")
 
@@ -33,7 +40,7 @@ MAX_WORKERS = 1024
 class _Running:
     """Where a request runs, and the blocks that it is expected to store."""
 
-    worker: int
+    load: RequestLoad
     expected: Sequence[bytes]
 
 
@@ -58,7 +65,7 @@ class WorkerRouter:
         self._workers = list(workers)
         self._policy = policy
         self._make_worker = make_worker
-        self._loads = [0] * len(workers)
+        self._loads = WorkerLoads(len(workers))
         self._running: dict[str, _Running] = {}
         self._draining = 0  # workers that get no new requests, as a bit set
         self._is_reloading = False
@@ -151,7 +158,7 @@ class WorkerRouter:
             except UnavailableError as missing:
                 error = error or missing
             else:
-                self._track(generation, number, digests)
+                self._track(generation, context, number, digests)
                 return generation
             workers &= ~(1 << number)
         assert error is not None
@@ -163,15 +170,19 @@ class WorkerRouter:
             self._policy = PrefixAware(self.prefixes, info.block_size, info.max_batch_size)
         return self._policy
 
-    def _track(self, generation: Generation, number: int, digests: Sequence[bytes]) -> None:
-        self._loads[number] += 1
+    def _track(
+        self, generation: Generation, context: RequestContext, number: int, digests: Sequence[bytes]
+    ) -> None:
+        depth = self.prefixes.depth(number, digests)
+        load = self._loads.add(number, num_uncached_tokens(context, self._workers[0].info, depth))
         expected = self.prefixes.expect(number, digests)
-        self._running[generation.request_id] = _Running(number, expected)
+        self._running[generation.request_id] = _Running(load, expected)
+        generation.on_start = partial(self._loads.start, load)
         generation.on_end = partial(self._on_end, generation.request_id)
 
     def _on_end(self, request_id: str) -> None:
         request = self._running.pop(request_id)
-        self._loads[request.worker] -= 1
+        self._loads.end(request.load)
         self.prefixes.clear_expected(request.expected)
 
     def request_ended(self) -> asyncio.Future[None]:

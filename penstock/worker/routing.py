@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.kv_cache.hashing import chain_digests, context_root
@@ -15,24 +16,78 @@ from penstock.worker.prefix_map import PrefixMap
 MAX_DIGESTS = 512
 """Maximum number of blocks of a prompt to hash. Hashing runs in the event loop, and a longer common prefix
 rarely changes the choice."""
-REQUEST_COST = 256
-"""Cost of one running request, as the number of prompt tokens that take as long to compute."""
+REQUEST_COST = 96
+"""Cost of a request beside its prompt, as the number of prompt tokens that take as long to compute."""
 MAX_SESSIONS = 100_000
 """Maximum number of sessions with an assigned worker; the least recently used are dropped."""
+
+
+@dataclass(slots=True)
+class RequestLoad:
+    """The load that a request is for its worker."""
+
+    worker: int
+    num_tokens: int
+    """Prompt tokens that the worker computes; 0 from the first result on."""
+
+
+class WorkerLoads:
+    """The number and the cost of the requests of each worker.
+
+    A request costs `REQUEST_COST`. Until its first result it also costs half of the prompt tokens that its
+    worker computes: on average, the other half has been computed when a further request arrives.
+
+    Args:
+        num_workers: the number of workers.
+        weight: each request counts as this many.
+    """
+
+    def __init__(self, num_workers: int = 0, weight: int = 1) -> None:
+        self.num_requests = [0] * num_workers
+        """The number of running and waiting requests of each worker."""
+        self.costs = [0] * num_workers
+        """The cost of these requests, in prompt tokens."""
+        self._weight = weight
+
+    def add_worker(self) -> None:
+        """Append a worker without requests."""
+        self.num_requests.append(0)
+        self.costs.append(0)
+
+    def clear(self, worker: int) -> None:
+        """Forget the requests of a worker; `start` and `end` must not be called for them."""
+        self.num_requests[worker] = self.costs[worker] = 0
+
+    def add(self, worker: int, num_tokens: int) -> RequestLoad:
+        """Add a request whose worker computes this many tokens of its prompt."""
+        self.num_requests[worker] += self._weight
+        self.costs[worker] += self._weight * (REQUEST_COST + num_tokens // 2)
+        return RequestLoad(worker, num_tokens)
+
+    def start(self, load: RequestLoad) -> None:
+        """Record that the first result of a request has arrived: its prompt is computed."""
+        self.costs[load.worker] -= self._weight * (load.num_tokens // 2)
+        load.num_tokens = 0
+
+    def end(self, load: RequestLoad) -> None:
+        """Remove a request."""
+        self.start(load)
+        self.num_requests[load.worker] -= self._weight
+        self.costs[load.worker] -= self._weight * REQUEST_COST
 
 
 class RoutingPolicy(Protocol):
     """Chooses workers. It is called in the event loop."""
 
     def choose(
-        self, context: RequestContext, digests: Sequence[bytes], loads: Sequence[int], workers: int
+        self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
     ) -> int:
         """Return the number of the worker that gets a request.
 
         Args:
             context: the request.
             digests: the digests of its prompt's full blocks, as `digests_of`.
-            loads: the number of running and waiting requests of each worker.
+            loads: the running and waiting requests of each worker.
             workers: the workers to choose from, bit ``i`` for worker ``i``; at least one.
         """
         ...
@@ -42,16 +97,16 @@ class LeastLoaded:
     """Chooses the worker with the fewest requests, the first one in a tie."""
 
     def choose(
-        self, context: RequestContext, digests: Sequence[bytes], loads: Sequence[int], workers: int
+        self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
     ) -> int:
-        return least_loaded(loads, workers)
+        return lowest(loads.num_requests, workers)
 
 
 class PrefixAware:
     """Weighs the longest cached prefix of a prompt against the load of the workers.
 
-    The cost of a worker is the number of prompt tokens that it must compute, plus `REQUEST_COST` for each of
-    its requests. Requests of a session stay with their worker while it has at most ``max_imbalance`` more
+    The cost of a worker is the number of prompt tokens that it must compute, plus the cost of its requests
+    (`WorkerLoads`). Requests of a session stay with their worker while it has at most ``max_imbalance`` more
     requests than the least loaded one.
 
     Args:
@@ -67,37 +122,51 @@ class PrefixAware:
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
     def choose(
-        self, context: RequestContext, digests: Sequence[bytes], loads: Sequence[int], workers: int
+        self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
     ) -> int:
-        least = least_loaded(loads, workers)
         session = context.session_id
         if not session:
-            return self._cheapest(digests, loads, workers, least)
+            return self._cheapest(digests, loads.costs, workers)
         worker = self._sessions.get(session)
-        if worker is None or not workers >> worker & 1 or loads[worker] - loads[least] > self._max_imbalance:
-            worker = self._cheapest(digests, loads, workers, least)
+        if worker is None or not workers >> worker & 1 or self._is_overloaded(worker, loads, workers):
+            worker = self._cheapest(digests, loads.costs, workers)
         self._sessions[session] = worker
         self._sessions.move_to_end(session)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return worker
 
-    def _cheapest(self, digests: Sequence[bytes], loads: Sequence[int], workers: int, least: int) -> int:
+    def _is_overloaded(self, worker: int, loads: WorkerLoads, workers: int) -> bool:
+        """Return whether a worker has too many requests for a further one of its sessions."""
+        num_requests = loads.num_requests
+        least = lowest(num_requests, workers)
+        return num_requests[worker] - num_requests[least] > self._max_imbalance
+
+    def _cheapest(self, digests: Sequence[bytes], costs: Sequence[int], workers: int) -> int:
         depths = self._prefixes.depths(digests, workers) if digests else {}
-        best, size = least, self._block_size
-        lowest = REQUEST_COST * loads[least]
+        best, size = lowest(costs, workers), self._block_size
+        least = costs[best]
         for worker, depth in depths.items():
-            cost = REQUEST_COST * loads[worker] - size * depth
-            if cost < lowest or (cost == lowest and loads[worker] < loads[best]):
-                best, lowest = worker, cost
+            cost = costs[worker] - size * depth
+            if cost < least or (cost == least and costs[worker] < costs[best]):
+                best, least = worker, cost
         return best
 
 
-def least_loaded(loads: Sequence[int], workers: int) -> int:
-    """Return the worker of a set with the fewest requests, the first one in a tie."""
-    if workers + 1 == 1 << len(loads):
-        return loads.index(min(loads))
-    return min((worker for worker in range(len(loads)) if workers >> worker & 1), key=loads.__getitem__)
+def lowest(values: Sequence[int], workers: int) -> int:
+    """Return the worker of a set with the lowest value, the first one in a tie."""
+    if workers + 1 == 1 << len(values):
+        return values.index(min(values))
+    return min((worker for worker in range(len(values)) if workers >> worker & 1), key=values.__getitem__)
+
+
+def num_uncached_tokens(context: RequestContext, info: WorkerInfo, num_cached_blocks: int) -> int:
+    """Return how many tokens of a prompt a worker computes that has some of its leading blocks.
+
+    Tokens after the first `MAX_DIGESTS` blocks are not counted, because it is not known whether a worker has
+    them.
+    """
+    return min(context.current_length, MAX_DIGESTS * info.block_size) - num_cached_blocks * info.block_size
 
 
 def digests_of(context: RequestContext, info: WorkerInfo) -> list[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import cycle
 from unittest.mock import patch
 
@@ -119,6 +120,25 @@ async def test_a_request_gets_the_output_of_its_replica() -> None:
         assert engine.info.max_batch_size == 4
 
 
+async def test_the_first_result_ends_the_load_of_a_prompt() -> None:
+    """Two replicas: the first one computes a long prompt, then only generates."""
+    gates = Gate(), Gate()
+    pipelines = [partial(GatedPipeline, gate, choose=letters(12)) for gate in gates]
+    async with open_engine(*pipelines, honours_preference=True) as (engine, replicas):
+        long = engine.submit(request("a", "x" * 600, max_length=700))
+        generations = [long, *(engine.submit(request(name)) for name in "bc")]
+        await asyncio.sleep(0)
+        gates[0].let(10)  # 64 tokens of the prompt in each step
+        await asyncio.wait_for(anext(long), 30)
+        generations.append(engine.submit(request("d")))
+        await asyncio.sleep(0)
+        assert replicas.num_sent == [0, 1, 1, 0]
+        for gate in gates:
+            gate.open()
+        for generation in generations:
+            await read(generation)
+
+
 @pytest.mark.parametrize("num_messages", [0, 1, 3])
 async def test_another_replica_continues_a_request_after_a_loss(num_messages: int) -> None:
     """Each token is delivered once. The prompt of the second replica includes the tokens of the first one."""
@@ -198,7 +218,7 @@ async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
         await engine._poll()
         await read(engine.submit(request("g", "x" * 400 + "g", max_length=500)))
         assert replicas.preferred[-1] == "replica 0"
-        assert engine._choice._loads == [0, 0]
+        assert engine._choice._loads.costs == [0, 0]
 
 
 async def test_an_error_of_a_replica_is_raised_by_its_request() -> None:

@@ -1,16 +1,18 @@
-"""`penstock serve --ray` routes prompts with a common prefix to one of two replicas."""
+"""`penstock serve --ray` keeps prompts with a common prefix, and sessions, on one of two replicas."""
 
 from __future__ import annotations
 
 import re
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from pathlib import Path
 
+import httpx
 import pytest
 from support.ray_programs import completion, free_port, is_ready, post, ray_program, until
+from support.sessions import stays_with_its_worker
 
 pytestmark = [
     pytest.mark.peers,
@@ -22,40 +24,53 @@ GROUPS, ROUNDS = 8, 4
 STORY = "Once upon a time, far away, there was a small house beside a river. "
 
 
-def make_prompt(group: int, turn: int) -> str:
+def prompt(group: int, turn: int) -> str:
     return f"Story {group} of the old woman. " + STORY * 8 + f"Part {turn}."
 
 
-def read_hits_and_queries(port: int) -> tuple[int, int]:
-    """Return (prompt tokens found in the prefix cache, prompt tokens), summed over replicas."""
+def hits_and_queries(port: int) -> tuple[int, int]:
+    """Return the prompt tokens that were found in a prefix cache, and all of them, summed over replicas."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         text = response.read().decode()
-    matches = [
+    found = [
         re.search(rf"^penstock_prefix_cache_{name}_total\S* ([\d.e+]+)$", text, re.M)
         for name in ("hits", "queries")
     ]
-    hits, queries = (int(float(match[1])) for match in matches if match is not None)
+    hits, queries = (int(float(one[1])) for one in found if one is not None)
     return hits, queries
 
 
-def test_a_prefix_is_computed_by_only_one_replica(tmp_path: Path) -> None:
-    port = free_port()
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a server with two replicas that have reported, with the requests of their warm-up."""
+    port, folder = free_port(), tmp_path_factory.mktemp("server")
     flags = ["--ray", "--ray-address", "local", "--ray-min-replicas", "2", "--ray-cpus", "1"]
     flags += ["--port", str(port), "--kv-cache-memory", "64MiB"]
-    with ray_program(["-m", "penstock", "serve", "demo", *flags], tmp_path) as program:
+    with ray_program(["-m", "penstock", "serve", "demo", *flags], folder) as program:
         until(lambda: is_ready(port) or program.process.poll() is not None, 120)
         until(lambda: "penstock: serving" in program.output, 60)
-        time.sleep(5)  # until both replicas have reported the requests of their warm-up
-        before = read_hits_and_queries(port)
-        with ThreadPoolExecutor(4) as pool:
-            for turn in range(ROUNDS):  # four requests at a time, so that both replicas have requests
-                futures = [
-                    pool.submit(post, port, completion(make_prompt(group, turn), max_tokens=20))
-                    for group in range(GROUPS)
-                ]
-                answers = [future.result(100) for future in futures]
-        length = answers[0]["usage"]["prompt_tokens"]
-        until(lambda: read_hits_and_queries(port)[1] - before[1] >= 0.98 * GROUPS * ROUNDS * length, 20)
-        hits = read_hits_and_queries(port)[0] - before[0]
-        # Each round after the first finds the prompt in the cache, except for its last blocks of 32 tokens.
-        assert hits >= (ROUNDS - 1) * GROUPS * (length - 2 * 32)
+        time.sleep(5)
+        yield port
+
+
+def test_a_prefix_is_computed_by_one_replica(port: int) -> None:
+    before = hits_and_queries(port)
+    with ThreadPoolExecutor(4) as pool:
+        for turn in range(ROUNDS):  # four at once, so that both replicas have requests
+            asked = [
+                pool.submit(post, port, completion(prompt(group, turn), max_tokens=20))
+                for group in range(GROUPS)
+            ]
+            answers = [one.result(100) for one in asked]
+    length = answers[0]["usage"]["prompt_tokens"]
+    until(lambda: hits_and_queries(port)[1] - before[1] >= 0.98 * GROUPS * ROUNDS * length, 20)
+    hits = hits_and_queries(port)[0] - before[0]
+    # All rounds but the first find the prompt, up to its last block of 32 tokens.
+    assert hits >= (ROUNDS - 1) * GROUPS * (length - 2 * 32)
+
+
+async def test_a_session_stays_with_its_replica(port: int) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        assert not await stays_with_its_worker(client, "none")
+        assert await stays_with_its_worker(client, "header", {"X-Session-ID": "a"})
+        assert await stays_with_its_worker(client, "user", user="b")

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Sequence
-from typing import Any
-from unittest.mock import patch
 
-import msgspec
 import pytest
-from support.engines import INFO, FakeEngine
-from support.paged import advance, kv_manager, text_context
+from support.engines import FakeEngine
+from support.prefix_caches import make_caching_engine, make_stored_event
 from support.workers import client_of, ids, read, request, text
 
 from penstock.errors import (
@@ -22,14 +17,12 @@ from penstock.errors import (
     UnsupportedFeatureError,
 )
 from penstock.pipelines.core import TextContext
-from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, BlocksStored
+from penstock.pipelines.core.cache_events import BlocksCleared
 from penstock.testing import FakePipeline
 from penstock.worker.engine_client import EngineState
 from penstock.worker.messages import WorkerStats
-from penstock.worker.prefix_map import MAX_EXPECTED, PrefixMap
 from penstock.worker.results import Generation
 from penstock.worker.router import WorkerRouter
-from penstock.worker.routing import MAX_DIGESTS, REQUEST_COST, PrefixAware, digests_of
 
 
 def list_request_ids(engine: FakeEngine) -> list[str]:
@@ -189,149 +182,6 @@ async def test_two_real_workers_share_requests() -> None:
         assert router.stats.num_prompt_tokens == 6 * 2
 
 
-# -- Prefixes and sessions -------------------------------------------------------------------------------
-
-
-CACHING_INFO = msgspec.structs.replace(INFO, block_size=4, prefix_limits=[], max_batch_size=3)
-
-
-def make_caching_engine(**fields: Any) -> FakeEngine:
-    return FakeEngine(info=CACHING_INFO, is_paused=True, **fields)
-
-
-def make_stored_event(prompt: str) -> BlocksStored:
-    return BlocksStored(digests_of(request("", prompt), CACHING_INFO), None, [])
-
-
-async def test_a_request_goes_to_the_worker_that_has_its_prefix() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
-    second.report(make_stored_event("x" * 400))
-    router.submit(request("a", "x" * 400))
-    router.submit(request("b", "x" * 300 + "y" * 100))
-    router.submit(request("c", "y" * 400))  # second has no prefix of it and has two requests
-    assert (list_request_ids(first), list_request_ids(second)) == (["c"], ["a", "b"])
-
-
-async def test_the_worker_with_the_longest_prefix_gets_the_request() -> None:
-    first, second, third = make_caching_engine(), make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second, third])
-    first.report(make_stored_event("x" * 100))
-    second.report(make_stored_event("x" * 400))
-    third.report(make_stored_event("x" * 100))
-    router.submit(request("a", "x" * 400))
-    assert list_request_ids(second) == ["a"]
-
-
-async def test_load_outweighs_a_short_prefix() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
-    prompt = "x" * (2 * REQUEST_COST + 40)
-    second.report(make_stored_event(prompt))
-    for name in "abc":  # the prefix outweighs two requests, but not three
-        router.submit(request(name, prompt, cache_salt=None))
-    assert (list_request_ids(first), list_request_ids(second)) == ([], ["a", "b", "c"])
-    router.submit(request("d", prompt))
-    assert list_request_ids(first) == ["d"]
-
-
-@pytest.mark.parametrize("event", ["removed", "cleared", "restarted"])
-async def test_an_evicted_prefix_does_not_affect_routing(event: str) -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
-    prompt = "x" * 400
-    second.report(make_stored_event(prompt))
-    second.report(BlocksRemoved(make_stored_event(prompt).digests) if event == "removed" else BlocksCleared())
-    router.submit(request("a", prompt))
-    assert (list_request_ids(first), list_request_ids(second)) == (["a"], [])
-    assert router.prefixes.num_blocks == 0
-
-
-async def test_requests_with_one_prompt_that_arrive_together_share_a_worker() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
-    router.submit(request("other"))
-    generations = [router.submit(request(name, "x" * 2000)) for name in "ab"]
-    assert (list_request_ids(first), list_request_ids(second)) == (["other"], ["a", "b"])
-    for generation in generations:
-        generation.cancel()
-    router.submit(request("d", "x" * 2000))  # no block was stored
-    assert list_request_ids(second)[2:] == ["d"]
-    router.submit(request("e", "y" * 2000))
-    assert list_request_ids(first) == ["other", "e"]
-
-
-async def test_prompts_with_salt_echo_or_adapter_do_not_match_cached_prefixes() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
-    second.report(make_stored_event("x" * 400))
-    for name, fields in {
-        "a": {"cache_salt": "salt"},
-        "b": {"log_probabilities": 1, "log_probabilities_echo": True},
-        "c": {"adapter": "tone"},
-    }.items():
-        router.submit(request(name, "x" * 400, **fields)).cancel()
-    assert (list_request_ids(first), list_request_ids(second)) == (["a", "b", "c"], [])
-
-
-async def test_a_session_stays_with_its_worker() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
-    router.submit(request("busy"))
-    router.submit(request("a", session_id="s"))
-    router.submit(request("b", session_id="s"))
-    assert list_request_ids(second) == ["a", "b"]
-    for number in range(2):
-        router.submit(request(f"c{number}", session_id="s"))
-    assert list_request_ids(second)[2:] == ["c0", "c1"]
-    router.submit(request("d", session_id="s"))  # 4 requests against 1: the difference is the batch size of 3
-    assert list_request_ids(second)[4:] == ["d"]
-    router.submit(request("e", session_id="s"))
-    assert list_request_ids(first) == ["busy", "e"]
-    router.submit(request("f", session_id="s"))  # the session has moved
-    assert list_request_ids(first) == ["busy", "e", "f"]
-
-
-async def test_a_session_leaves_a_worker_that_is_down() -> None:
-    first, second = make_caching_engine(), make_caching_engine()
-    router = WorkerRouter([first, second])
-    router.submit(request("a", session_id="s"))
-    first.state = "restarting"
-    router.submit(request("b", session_id="s"))
-    assert list_request_ids(second) == ["b"]
-
-
-async def test_the_number_of_sessions_is_bounded() -> None:
-    policy = PrefixAware(PrefixMap(), 4, 1)
-    with patch("penstock.worker.routing.MAX_SESSIONS", 2):
-        for session in "abc":
-            policy.choose(request("", session_id=session), [], [0, 1], 0b11)
-    assert list(policy._sessions) == ["b", "c"]
-
-
-def test_digests_equal_those_of_the_kv_cache() -> None:
-    for limits, length in (((), 30), ((16,), 30), ((16,), 12)):
-        manager, context = kv_manager(20, key_limits=limits), text_context(range(length), cache_salt="mine")
-        manager.record_events()
-        advance(manager, context)
-        (event,) = manager.take_events()
-        assert isinstance(event, BlocksStored)
-        info = msgspec.structs.replace(CACHING_INFO, prefix_limits=list(manager.prefix_limits or ()))
-        digests = digests_of(text_context(range(length), cache_salt="mine"), info)
-        assert digests == event.digests[: (length - 1) // 4]
-
-
-def test_a_cache_without_prefixes_has_no_digests() -> None:
-    manager = kv_manager(20, enable_prefix_caching=False)
-    assert manager.prefix_limits is None
-    assert digests_of(request("", "x" * 40), msgspec.structs.replace(CACHING_INFO, prefix_limits=None)) == []
-
-
-def test_only_the_first_blocks_are_hashed() -> None:
-    context = text_context([1] * 4 * (MAX_DIGESTS + 5), max_length=10_000)
-    assert len(digests_of(context, CACHING_INFO)) == MAX_DIGESTS
-
-
 # -- Sleep, profiles and reload --------------------------------------------------------------------------
 
 
@@ -441,66 +291,3 @@ async def test_concurrent_reload_and_sleep_are_refused() -> None:
     await router.sleep(2, 0)
     with pytest.raises(UnavailableError, match="asleep"):
         await router.reload(1)
-
-
-# -- The map of prefixes ---------------------------------------------------------------------------------
-
-
-def search_depths(caches: list[set[bytes]], digests: list[bytes], workers: int) -> dict[int, int]:
-    depths = {}
-    for number, cache in enumerate(caches):
-        depth = next((index for index, digest in enumerate(digests) if digest not in cache), len(digests))
-        if workers >> number & 1 and depth:
-            depths[number] = depth
-    return depths
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_depths_equal_those_of_a_linear_search(seed: int) -> None:
-    rng, prefixes = random.Random(seed), PrefixMap()
-    count = rng.randrange(1, 9)
-    caches: list[set[bytes]] = [set() for _ in range(count)]
-    prompts = [[b"%d" % rng.randrange(3)] for _ in range(6)]
-    for prompt in prompts:  # chained digests: equal digests have equal predecessors
-        for _ in range(rng.randrange(12)):
-            prompt.append(prompt[-1] + b"%d" % rng.randrange(2))
-    running: list[tuple[int, Sequence[bytes]]] = []
-    for _ in range(60):
-        worker, prompt = rng.randrange(count), rng.choice(prompts)
-        stored = prompt[: rng.randrange(len(prompt) + 1)]
-        match rng.randrange(5):
-            case 0:
-                prefixes.update(worker, [BlocksStored(stored, None, [])])
-                caches[worker] |= set(stored)
-            case 1:
-                prefix = rng.choice(prompt)
-                removed = {digest for digest in caches[worker] if digest.startswith(prefix)}
-                prefixes.update(worker, [BlocksRemoved(sorted(removed))])
-                caches[worker] -= removed
-            case 2:
-                running.append((worker, prefixes.expect(worker, prompt)))
-            case 3 if running:
-                prefixes.clear_expected(running.pop(rng.randrange(len(running)))[1])
-            case _ if rng.random() < 0.1:
-                prefixes.update(worker, [BlocksCleared()])
-                caches[worker].clear()
-        if not running:
-            workers, digests = rng.randrange(1 << count), rng.choice(prompts)
-            assert prefixes.depths(digests, workers) == search_depths(caches, digests, workers)
-    for _, digests in running:
-        prefixes.clear_expected(digests)
-    assert prefixes._expected == {}
-    assert prefixes.depths([], 1) == {}
-
-
-def test_expected_blocks_exclude_stored_blocks() -> None:
-    prefixes, digests = PrefixMap(), [b"%d" % number for number in range(100)]
-    prefixes.update(1, [BlocksStored(digests[:10], None, [])])
-    first = prefixes.expect(1, digests)
-    assert first == digests[10 : 10 + MAX_EXPECTED]
-    assert prefixes.depths(digests, 0b11) == {1: 10 + MAX_EXPECTED}
-    second = prefixes.expect(1, digests)
-    prefixes.clear_expected(first)
-    assert prefixes.depths(digests, 0b11) == {1: 10 + MAX_EXPECTED}
-    prefixes.clear_expected(second)
-    assert prefixes.depths(digests, 0b11) == {1: 10}

@@ -1,10 +1,11 @@
-"""Two workers of one server: one is killed under load, and then all are replaced."""
+"""Two workers behind one server: each is killed under load, and then all are replaced."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +16,40 @@ from support.server_process import server_process
 
 from penstock.host.processors import divide_processors
 
-LONG = {"model": "demo", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+LONG = {"model": "demo", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
 
 
 class Client:
-    """A client of the server."""
+    """A client of one server."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx.AsyncClient(base_url=url, timeout=60)
 
-    async def complete(self, **fields: Any) -> httpx.Response:
+    async def ask(self, **fields: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={**LONG, **fields})
 
-    async def read_worker_metric(self, name: str) -> list[float]:
+    async def per_worker(self, name: str) -> list[float]:
         text = (await self.http.get("/metrics")).text
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
         values = {
-            sample.labels["worker"]: sample.value
-            for sample in samples
-            if sample.name == f"penstock_per_worker_{name}"
+            one.labels["worker"]: one.value for one in samples if one.name == f"penstock_per_worker_{name}"
         }
         return [values["0"], values["1"]]
 
+    async def four_at_each_worker(self, name: str) -> list[asyncio.Task[httpx.Response]]:
+        """Start eight requests and return when they run. Start others if some have ended before."""
+        for attempt in count():
+            running = [asyncio.create_task(self.ask(cache_salt=f"{name}-{attempt}-{n}")) for n in range(8)]
+            while not any(one.done() for one in running):
+                if await self.per_worker("requests_running") == [4, 4]:
+                    return running
+                await asyncio.sleep(0.02)
+            await asyncio.gather(*running)
+        raise AssertionError
+
     async def until(self, name: str, *expected: float) -> None:
         async with asyncio.timeout(60):
-            while await self.read_worker_metric(name) not in [[*expected], [*expected[::-1]]]:
+            while await self.per_worker(name) not in [[*expected], [*expected[::-1]]]:
                 await asyncio.sleep(0.05)
 
 
@@ -47,35 +57,32 @@ class Client:
 @pytest.mark.timeout(300)
 async def test_a_killed_worker_fails_only_its_requests(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with server_process(log, "--data-parallel-size", "2", "--max-length", "512") as server:
+    with server_process(log, "--data-parallel-size", "2", "--max-length", "1024") as server:
         shares = sorted(sorted(share.processors) for share in divide_processors(2))
         assert sorted(sorted(os.sched_getaffinity(worker)) for worker in server.workers) == shares
         client = Client(server.url)
-        expected = (await client.complete()).json()["choices"]
+        expected = (await client.ask()).json()["choices"]
         for victim in sorted(server.workers):
-            running = [asyncio.create_task(client.complete(cache_salt=f"{victim}-{n}")) for n in range(8)]
-            await client.until("requests_running", 4, 4)
+            running = await client.four_at_each_worker(str(victim))
             os.kill(victim, signal.SIGKILL)
             await client.until("up", 0, 1)
-            later = [asyncio.create_task(client.complete(max_tokens=5)) for _ in range(4)]
+            later = [asyncio.create_task(client.ask(max_tokens=5)) for _ in range(4)]
             answers = await asyncio.gather(*running)
-            assert [answer.json()["choices"] for answer in answers if answer.status_code == 200] == [
-                expected
-            ] * 4
-            assert [answer.status_code for answer in answers].count(503) == 4
-            assert [answer.status_code for answer in await asyncio.gather(*later)] == [200] * 4
+            assert [one.json()["choices"] for one in answers if one.status_code == 200] == [expected] * 4
+            assert [one.status_code for one in answers].count(503) == 4
+            assert [one.status_code for one in await asyncio.gather(*later)] == [200] * 4
             await client.until("up", 1, 1)
-        assert await client.read_worker_metric("restarts_total") == [1, 1]
+        assert await client.per_worker("restarts_total") == [1, 1]
 
-        # Every request is answered during a reload under load.
+        # A reload under load: every request is answered.
         before = set(server.workers)
         reload = asyncio.create_task(client.http.post("/reload"))
         statuses = set()
         while not reload.done():
-            answers = await asyncio.gather(*(client.complete(max_tokens=20) for _ in range(3)))
-            statuses |= {answer.status_code for answer in answers}
+            answers = await asyncio.gather(*(client.ask(max_tokens=20) for _ in range(3)))
+            statuses |= {one.status_code for one in answers}
         assert (reload.result().json(), statuses) == ({"status": "reloaded"}, {200})
         assert len(set(server.workers) - before) == 2
-        assert (await client.complete()).json()["choices"] == expected
+        assert (await client.ask()).json()["choices"] == expected
         await client.http.aclose()
     assert "Traceback" not in log.read_text()

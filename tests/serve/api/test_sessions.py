@@ -1,0 +1,41 @@
+"""The session of a request: a header, else the user, for every route that generates or embeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.engines import FakeEngine
+from support.serving import client_of, make_services
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {**CHAT, "max_tokens": 9}),
+    ],
+)
+async def test_the_session_is_that_of_the_header_else_the_user(path: str, body: dict[str, Any]) -> None:
+    worker = FakeEngine()
+    user = {"metadata": {"user_id": "me"}} if path == "/v1/messages" else {"user": "me"}
+    async with client_of(make_services(worker)) as client:
+        for fields in ({}, user):
+            for headers in ({}, {"x-session-id": "talk"}):
+                answer = await client.post(path, json={"model": "demo", **body, **fields}, headers=headers)
+                assert answer.status_code == 200, answer.text
+    assert [context.session_id for context in worker.contexts] == ["", "talk", "me", "talk"]
+
+
+async def test_the_name_of_the_header_is_a_setting() -> None:
+    worker = FakeEngine()
+    async with client_of(make_services(worker, session_header="X-Conversation")) as client:
+        for name in ("x-session-id", "x-conversation"):
+            body = {"model": "demo", "prompt": "Hi"}
+            answer = await client.post("/v1/completions", json=body, headers={name: "talk"})
+            assert answer.status_code == 200, answer.text
+    assert [context.session_id for context in worker.contexts] == ["", "talk"]

@@ -1,0 +1,69 @@
+"""A model in two processes behind a server: each process is killed under load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from support.long_requests import send_request
+from support.server_process import server_process
+
+
+def other_ranks(worker: int) -> list[int]:
+    """Return the processes of the ranks after the first, which is the worker."""
+    children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+    return [int(one) for one in children if b"distributed" in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def until_ended(*pids: int) -> None:
+    async with asyncio.timeout(60):
+        while any(map(is_running, pids)):
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_each_killed_rank_gives_clean_errors_and_a_new_group(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with server_process(log, "--tensor-parallel-size", "2", "--max-length", "512") as server:
+        expected = server.complete(temperature=0)["choices"]
+        for round_number, victim in enumerate((1, 0, 1), 1):
+            worker = server.worker
+            assert worker is not None
+            group = [worker, *other_ranks(worker)]
+            assert len(group) == 2
+            clients = [asyncio.ensure_future(send_request(server.port, index)) for index in range(30)]
+            async with asyncio.timeout(60):
+                while (await asyncio.to_thread(server.metrics))["penstock_requests_running"] < 8:
+                    await asyncio.sleep(0.02)
+            os.kill(group[victim], signal.SIGKILL)
+            outcomes = await asyncio.wait_for(asyncio.gather(*clients), 60)
+            assert outcomes.count("error event") >= 1
+            assert set(outcomes) <= {"error event", "503", "answered"}
+            await until_ended(*group)
+            await asyncio.to_thread(server.until_status, "/ready", 200)
+            assert server.complete(temperature=0)["choices"] == expected
+            metrics = await asyncio.to_thread(server.until_idle)
+            assert metrics["penstock_worker_restarts_total"] == round_number
+        worker = server.worker
+        assert worker is not None
+        group = [worker, *other_ranks(worker)]
+        running = asyncio.ensure_future(send_request(server.port, 1))
+        async with asyncio.timeout(60):
+            while not (await asyncio.to_thread(server.metrics))["penstock_requests_running"]:
+                await asyncio.sleep(0.02)
+        server.process.kill()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await asyncio.wait_for(running, 60)
+        await until_ended(*group)
+    assert "Traceback" not in log.read_text()

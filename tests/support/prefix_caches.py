@@ -1,0 +1,22 @@
+"""Workers and replicas with a prefix cache, for tests of the router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from support.engines import INFO, FakeEngine
+from support.workers import request
+
+from penstock.pipelines.core.cache_events import BlocksStored
+from penstock.worker.routing import digests_of
+
+CACHING_INFO = msgspec.structs.replace(INFO, block_size=4, prefix_limits=[], max_batch_size=3)
+
+
+def make_caching_engine(**fields: Any) -> FakeEngine:
+    return FakeEngine(info=CACHING_INFO, is_paused=True, **fields)
+
+
+def make_stored_event(prompt: str) -> BlocksStored:
+    return BlocksStored(digests_of(request("", prompt), CACHING_INFO), None, [])

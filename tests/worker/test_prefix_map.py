@@ -1,0 +1,82 @@
+"""The map of the blocks that workers have."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, BlocksStored
+from penstock.worker.prefix_map import PrefixMap
+
+
+def test_blocks_that_are_expected_count_for_the_depth_of_one_worker() -> None:
+    prefixes, digests = PrefixMap(), [b"%d" % number for number in range(6)]
+    prefixes.update(0, [BlocksStored(digests[:2], None, [])])
+    assert [prefixes.depth(worker, digests) for worker in (0, 1)] == [2, 0]
+    expected = prefixes.expect(0, digests[:4])
+    assert [prefixes.depth(worker, digests) for worker in (0, 1)] == [4, 0]
+    assert prefixes.depths(digests, 0b11) == {0: 4}
+    prefixes.clear_expected(expected)
+    assert prefixes.depth(0, digests) == 2
+
+
+def search_depths(caches: list[set[bytes]], digests: list[bytes], workers: int) -> dict[int, int]:
+    found = {}
+    for number, cache in enumerate(caches):
+        depth = next((at for at, digest in enumerate(digests) if digest not in cache), len(digests))
+        if workers >> number & 1 and depth:
+            found[number] = depth
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_depths_equal_those_of_a_linear_search(seed: int) -> None:
+    rng, prefixes = random.Random(seed), PrefixMap()
+    count = rng.randrange(1, 9)
+    caches: list[set[bytes]] = [set() for _ in range(count)]
+    prompts = [[b"%d" % rng.randrange(3)] for _ in range(6)]
+    for prompt in prompts:  # digests of chains: equal ones have equal predecessors
+        for _ in range(rng.randrange(12)):
+            prompt.append(prompt[-1] + b"%d" % rng.randrange(2))
+    running: list[tuple[int, Sequence[bytes]]] = []
+    for _ in range(60):
+        worker, prompt = rng.randrange(count), rng.choice(prompts)
+        stored = prompt[: rng.randrange(len(prompt) + 1)]
+        match rng.randrange(5):
+            case 0:
+                prefixes.update(worker, [BlocksStored(stored, None, [])])
+                caches[worker] |= set(stored)
+            case 1:
+                prefix = rng.choice(prompt)
+                gone = {digest for digest in caches[worker] if digest.startswith(prefix)}
+                prefixes.update(worker, [BlocksRemoved(sorted(gone))])
+                caches[worker] -= gone
+            case 2:
+                running.append((worker, prefixes.expect(worker, prompt)))
+            case 3 if running:
+                prefixes.clear_expected(running.pop(rng.randrange(len(running)))[1])
+            case _ if rng.random() < 0.1:
+                prefixes.update(worker, [BlocksCleared()])
+                caches[worker].clear()
+        if not running:
+            workers, digests = rng.randrange(1 << count), rng.choice(prompts)
+            assert prefixes.depths(digests, workers) == search_depths(caches, digests, workers)
+    for _, recorded in running:
+        prefixes.clear_expected(recorded)
+    assert prefixes._expected == {}
+    assert prefixes.depths([], 1) == {}
+
+
+def test_expected_blocks_exclude_stored_blocks() -> None:
+    prefixes, digests = PrefixMap(), [b"%d" % number for number in range(100)]
+    prefixes.update(1, [BlocksStored(digests[:10], None, [])])
+    recorded = prefixes.expect(1, digests)
+    assert recorded == digests[10:]
+    assert prefixes.depths(digests, 0b11) == {1: 100}
+    again = prefixes.expect(1, digests)
+    prefixes.clear_expected(recorded)
+    assert prefixes.depths(digests, 0b11) == {1: 100}
+    prefixes.clear_expected(again)
+    assert prefixes.depths(digests, 0b11) == {1: 10}
