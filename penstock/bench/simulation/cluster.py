@@ -19,7 +19,7 @@ from penstock.pipelines.core import RequestContext, SamplingParams, TextContext
 from penstock.worker.engine_client import EngineClient
 from penstock.worker.messages import StepResults, TextResult
 from penstock.worker.router import WorkerRouter
-from penstock.worker.routing import LeastLoaded, RoutingPolicy
+from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads
 
 _WARM_UP = 0.25
 """Share of the trace's time whose requests do not count: the caches fill."""
@@ -36,10 +36,11 @@ class RandomWorker:
         self._draws = random.Random(seed)
 
     def choose(
-        self, context: RequestContext, digests: Sequence[bytes], loads: Sequence[int], workers: int
+        self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
     ) -> int:
         """Return a ready worker."""
-        return self._draws.choice([number for number in range(len(loads)) if workers >> number & 1])
+        ready = [number for number in range(len(loads.costs)) if workers >> number & 1]
+        return self._draws.choice(ready)
 
 
 POLICIES: Mapping[str, Callable[[], RoutingPolicy | None]] = {
@@ -224,9 +225,10 @@ def capacity(costs: ClusterCosts, shape: TraceShape) -> float:
     answers = [turn.num_new_tokens for conversation in trace for turn in conversation.turns]
     prompt, answer = _mean_prompt(trace), sum(answers) / len(answers)
     whole = min(limits.max_batch_input_tokens, 512)
-    prefill = step.of(StepShape(whole, 1, whole * whole // 2)) / whole
+    prefill = step.of(StepShape(whole, 1, whole * whole // 2, whole)) / whole
     batch = max(1, min(limits.max_batch_size, int(limits.num_blocks * limits.block_size / (prompt + answer))))
-    decode = step.of(StepShape(batch, batch, int(batch * (prompt + answer / 2)))) / batch
+    keys = int(batch * (prompt + answer / 2))
+    decode = step.of(StepShape(batch, batch, keys, keys)) / batch
     return 1 / (prompt * prefill + answer * decode)
 
 

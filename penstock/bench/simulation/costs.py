@@ -23,17 +23,20 @@ class StepShape(NamedTuple):
     """B, contexts of the batch."""
     num_pairs: int
     """Pairs of a query and a key that it sees, summed over the contexts."""
+    num_keys: int
+    """Keys that the step reads, summed over the contexts."""
 
     @classmethod
     def of(cls, contexts: Iterable[InputContext]) -> StepShape:
         """Return the shape of the next forward of a batch."""
         shapes = [(context.active_length, context.start_idx) for context in contexts]
         pairs = sum(rows * start + rows * (rows + 1) // 2 for rows, start in shapes)
-        return cls(sum(rows for rows, _ in shapes), len(shapes), pairs)
+        keys = sum(rows + start for rows, start in shapes)
+        return cls(sum(rows for rows, _ in shapes), len(shapes), pairs, keys)
 
 
 class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time of a step: ``table(T) + per_sequence * B + per_pair * pairs``.
+    """The time of a step: ``table(T) + per_sequence * B + per_pair * pairs + per_key * keys``.
 
     The table is linear between two entries, and continues with the slope of its last two entries.
     """
@@ -45,7 +48,9 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_sequence: float
     """Seconds for each context: head, sampling, bookkeeping."""
     per_pair: float
-    """Seconds for each pair of a query and a key: attention."""
+    """Seconds for each pair of a query and a key: the arithmetic of attention."""
+    per_key: float = 0.0
+    """Seconds for each key of a context: attention reads it once, for all rows of the context."""
 
     def __post_init__(self) -> None:
         if len(self.num_tokens) < 2 or len(self.num_tokens) != len(self.seconds):
@@ -62,7 +67,8 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         low, high = self.num_tokens[after - 1], self.num_tokens[after]
         slope = (self.seconds[after] - self.seconds[after - 1]) / (high - low)
         table = self.seconds[after - 1] + slope * (shape.num_tokens - low)
-        return table + self.per_sequence * shape.num_sequences + self.per_pair * shape.num_pairs
+        attention = self.per_pair * shape.num_pairs + self.per_key * shape.num_keys
+        return table + self.per_sequence * shape.num_sequences + attention
 
     def scaled(self, speed: float) -> StepCostTable:
         """Return the costs of a worker that is ``speed`` times as fast."""
@@ -71,6 +77,7 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             [one / speed for one in self.seconds],
             self.per_sequence / speed,
             self.per_pair / speed,
+            self.per_key / speed,
         )
 
     @classmethod
@@ -84,14 +91,15 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             InputError: fewer than two numbers of tokens occur.
         """
         sizes = sorted({shape.num_tokens for shape, _ in steps})
-        rows = np.zeros((len(steps), len(sizes) + 2))  # [N, entries and 2]
+        rows = np.zeros((len(steps), len(sizes) + 3))  # [N, entries and 3]
         for row, (shape, seconds) in zip(rows, steps, strict=True):
             row[sizes.index(shape.num_tokens)] = 1 / seconds
-            row[-2] = shape.num_sequences / seconds
-            row[-1] = shape.num_pairs / seconds
+            row[-3] = shape.num_sequences / seconds
+            row[-2] = shape.num_pairs / seconds
+            row[-1] = shape.num_keys / seconds
         found = non_negative_least_squares(rows, np.ones(len(steps)))
-        table = np.maximum.accumulate(found[:-2])  # more tokens never take less time
-        return cls(sizes, table.tolist(), float(found[-2]), float(found[-1]))
+        table = np.maximum.accumulate(found[:-3])  # more tokens never take less time
+        return cls(sizes, table.tolist(), *map(float, found[-3:]))
 
 
 class RouterCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

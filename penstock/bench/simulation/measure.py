@@ -19,6 +19,8 @@ from penstock.scheduler import AnyScheduler
 
 PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Tokens of the measured prompts."""
+CHUNKS = (16, 64, 256, 512)
+"""Tokens of the last part of a prompt, after a first part that fills a step."""
 BATCHES = (1, 2, 4, 8, 16, 32)
 """Contexts of the measured decode steps."""
 CONTEXTS = (16, 512)
@@ -59,6 +61,7 @@ def measure_steps(config: PipelineConfig, *, repeats: int = 5) -> tuple[StepCost
         scheduler = load_scheduler(config, pipeline)
         vocabulary = config.model.huggingface_config.vocabulary_size
         steps = [*_prompts(scheduler, limits, vocabulary, repeats)]
+        steps += _last_parts(scheduler, limits, vocabulary, repeats)
         steps += _decoding(scheduler, limits, vocabulary, repeats)
     finally:
         pipeline.close()
@@ -75,6 +78,24 @@ def _prompts(
         runs = []
         for _ in range(repeats + 1):
             (context,) = _submit(scheduler, 1, length, 1, vocabulary)
+            shape = StepShape.of([context])
+            runs.append(_timed_step(scheduler))
+        yield shape, statistics.median(runs[1:])
+
+
+def _last_parts(
+    scheduler: AnyScheduler, limits: WorkerLimits, vocabulary: int, repeats: int
+) -> Iterator[tuple[StepShape, float]]:
+    """Yield shape and seconds of the second step of prompts that do not fit into one step."""
+    first = limits.max_batch_input_tokens
+    for length in CHUNKS:
+        if length > first or first + length > limits.max_length - 1:
+            return
+        runs = []
+        for _ in range(repeats + 1):
+            (context,) = _submit(scheduler, 1, first + length, 1, vocabulary)
+            while context.start_idx < first:
+                scheduler.step()
             shape = StepShape.of([context])
             runs.append(_timed_step(scheduler))
         yield shape, statistics.median(runs[1:])
