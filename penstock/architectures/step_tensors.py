@@ -29,14 +29,14 @@ def shape_of(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
         inputs: the inputs of the step.
         columns: maps the width of a block table to the width that a compiled step reserves for it.
     """
-    kv = inputs.kv
+    kv, given = inputs.kv, inputs.input_embeds
     assert kv is not None
     return (
         inputs.tokens.shape[0],
         kv.lengths.shape[0],
         inputs.logit_rows.shape[0],
         inputs.text_lengths is None,
-        None if inputs.input_embeds is None else inputs.input_embeds[1].shape,
+        None if given is None else (given[1].shape, given[1].dtype),
         kv.caches[0].data_ptr(),  # a compiled step writes to the cache of its recording
         _adapter_matrices(inputs.lora),
         *(columns(group.block_tables.shape[1]) for group in kv.groups),
