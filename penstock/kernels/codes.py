@@ -223,8 +223,9 @@ class Fp8Panels(PanelLayout):
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
         codes, missing = rows["weight"], -len(rows["weight"]) % PANEL
         padded = F.pad(codes, (0, -codes.shape[1] % FP8_GROUP, 0, missing))
-        groups = padded.view(-1, PANEL, padded.shape[1] // FP8_GROUP, FP8_GROUP)
-        fours = groups.unflatten(3, (-1, 2, 2)).unflatten(1, (-1, 4))  # [P, 16, 4, G, 32, 2, 2]
+        num_groups = padded.shape[1] // FP8_GROUP
+        groups = padded.view(-1, PANEL, num_groups, FP8_GROUP)
+        fours = padded.view(-1, PANEL // 4, 4, num_groups, FP8_GROUP // 4, 2, 2)
         steps = fours.permute(0, 3, 4, 1, 5, 2, 6)  # [P, G, 32, 16, 2, 4, 2]
         has_nan = ((groups & 127) == 127).any(-1)  # [P, 64, G]
         scales = F.pad(rows["scales"], (0, 0, 0, missing)).view(-1, PANEL, rows["scales"].shape[1])
