@@ -19,9 +19,7 @@ def eager_reason(inputs: ModelInputs, max_rows: int) -> str | None:
         return "there is no KV cache"
     if len(inputs.tokens) > max_rows:
         return f"more than {max_rows} rows"
-    if inputs.spans is not None:
-        return "spans of images"
-    return None if inputs.input_embeds is None else "given embeddings"
+    return None if inputs.spans is None else "spans of images"
 
 
 def shape_of(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
@@ -31,13 +29,14 @@ def shape_of(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
         inputs: the inputs of the step.
         columns: maps the width of a block table to the width that a compiled step reserves for it.
     """
-    kv = inputs.kv
+    kv, given = inputs.kv, inputs.input_embeds
     assert kv is not None
     return (
         inputs.tokens.shape[0],
         kv.lengths.shape[0],
         inputs.logit_rows.shape[0],
         inputs.text_lengths is None,
+        None if given is None else (given[1].shape, given[1].dtype),
         kv.caches[0].data_ptr(),  # a compiled step writes to the cache of its recording
         _adapter_matrices(inputs.lora),
         *(columns(group.block_tables.shape[1]) for group in kv.groups),
@@ -69,6 +68,10 @@ def tensors_of_step(inputs: ModelInputs) -> dict[str, Tensor]:
         tensors["text_lengths"] = inputs.text_lengths
     if inputs.lora is not None:
         tensors["adapters"] = inputs.lora.rows
+    if inputs.input_embeds is not None:
+        rows, embeddings = inputs.input_embeds
+        tensors["embedded_rows"] = rows
+        tensors["embeddings"] = embeddings[:, None]  # two-dimensional inputs of a compiled step are padded
     return tensors
 
 
@@ -79,6 +82,9 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
         replace(group, block_tables=tensors[f"tables.{index}"], slots=tensors[f"slots.{index}"])
         for index, group in enumerate(inputs.kv.groups)
     )
+    embeddings = None
+    if inputs.input_embeds is not None:
+        embeddings = tensors["embedded_rows"], tensors["embeddings"][:, 0]
     return replace(
         inputs,
         tokens=tensors["tokens"],
@@ -87,6 +93,7 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
         logit_rows=tensors["logit_rows"],
         kv=replace(inputs.kv, lengths=tensors["lengths"], groups=groups),
         text_lengths=tensors.get("text_lengths"),
+        input_embeds=embeddings,
         lora=inputs.lora and replace(inputs.lora, rows=tensors["adapters"]),
     )
 

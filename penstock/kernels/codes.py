@@ -7,10 +7,10 @@ Panels are little-endian and contiguous, with N outputs, K inputs, and padding o
 * `CodePanels` of 8 bits: ``[N / 64, K / 32, 2240]`` uint8. A group has its codes ``[8, 64, 4]``, then scales
   and zero points.
 * `Fp8Panels`: ``[N / 64, K / 128 * 8448 + 64]`` uint8: the codes of each group of 128 inputs, 32 steps
-  ``[64, 4]`` of 4 inputs, in the order 0, 2, 1, 3. Then follow a table of 64 float32 scales for each group,
-  two int32 strides, and 56 bytes of padding. The scale of group g and output n is number
-  ``g * strides[0] + n * strides[1]`` of the table; the strides are 0 and 1 if all groups have the same
-  scales, 1 and 0 if all outputs have, and 64 and 1 otherwise.
+  ``[16, 2, 4, 2]`` of 4 inputs: for each four outputs their first two inputs, then the others. Then follow
+  a table of 64 float32 scales for each group, two int32 strides, and 56 bytes of padding. The scale of
+  group g and output n is number ``g * strides[0] + n * strides[1]`` of the table; the strides are 0 and 1
+  if all groups have the same scales, 1 and 0 if all outputs have, and 64 and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from penstock.kernels.panels import PanelLayout, Tensors
 from penstock.kernels.quantized import quantize
 
 LARGEST_FP8 = 448.0
-_FP8_ORDER = (0, 2, 1, 3)
 _TOP_EXPONENT = 14
 """Row scales are chosen so that the largest scale of a row has this exponent, near float16's maximum."""
 
@@ -224,9 +223,11 @@ class Fp8Panels(PanelLayout):
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
         codes, missing = rows["weight"], -len(rows["weight"]) % PANEL
         padded = F.pad(codes, (0, -codes.shape[1] % FP8_GROUP, 0, missing))
-        groups = padded.view(-1, PANEL, padded.shape[1] // FP8_GROUP, FP8_GROUP // 4, 4)
-        steps = groups.permute(0, 2, 3, 1, 4)[..., list(_FP8_ORDER)]  # [P, G, 32, 64, 4]
-        has_nan = ((groups & 127) == 127).flatten(3).any(-1)  # [P, 64, G]
+        num_groups = padded.shape[1] // FP8_GROUP
+        groups = padded.view(-1, PANEL, num_groups, FP8_GROUP)
+        fours = padded.view(-1, PANEL // 4, 4, num_groups, FP8_GROUP // 4, 2, 2)
+        steps = fours.permute(0, 3, 4, 1, 5, 2, 6)  # [P, G, 32, 16, 2, 4, 2]
+        has_nan = ((groups & 127) == 127).any(-1)  # [P, 64, G]
         scales = F.pad(rows["scales"], (0, 0, 0, missing)).view(-1, PANEL, rows["scales"].shape[1])
         scales = scales.masked_fill(has_nan, torch.nan).transpose(1, 2).contiguous()  # [P, G, 64]
         counts = [min(PANEL, len(codes) - PANEL * panel) for panel in range(len(scales))]
@@ -237,8 +238,8 @@ class Fp8Panels(PanelLayout):
         groups = -(-in_features // FP8_GROUP)
         sizes = [PANEL * FP8_GROUP * groups, 4 * PANEL * groups, FP8_STRIDES]
         codes, tables, strides = torch.split(tensors["panels"], sizes, dim=1)
-        steps = codes.reshape(len(codes), groups, -1, PANEL, 4)[..., list(_FP8_ORDER)]
-        weight = steps.transpose(2, 3).flatten(3).transpose(1, 2).flatten(2).flatten(0, 1)
+        steps = codes.reshape(len(codes), groups, -1, PANEL // 4, 2, 4, 2)  # [P, G, 32, 16, 2, 4, 2]
+        weight = steps.permute(0, 3, 5, 1, 2, 4, 6).flatten(3).flatten(0, 2)
         by_group, by_output = (
             strides.contiguous().view(torch.int32)[:, :2].long().T[..., None, None]
         )  # [P, 1, 1]

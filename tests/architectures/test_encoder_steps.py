@@ -10,6 +10,7 @@ import pytest
 from support.encoders import ENCODERS, encode_all, open_encoder, save_encoder
 
 from penstock.architectures.registry import SupportedArchitecture
+from penstock.kernels.cpu.graphs import CpuGraphCompiler
 from penstock.pipelines.embeddings import EmbeddingsPipeline
 
 EAGER = ("mpnet", "embedding_gemma2", "embedding_gemma2_text")
@@ -41,7 +42,7 @@ def test_compiled_steps_have_the_bits_of_eager_ones(
     save_encoder(architecture, tmp_path, "")
     pipeline = open_encoder(tmp_path, quantization_encoding=encoding)
     session = pipeline.session
-    for length in (1, 7, 64):
+    for length in (1, 7, 128):
         inputs = inputs_of(length, 3)
         session.use_graphs = False
         eager = vectors_of(pipeline, inputs)
@@ -74,7 +75,10 @@ def test_token_types_are_inputs_of_a_compiled_step(bert: EmbeddingsPipeline) -> 
     assert not np.allclose(compiled[1], compiled[3])
 
 
-def test_long_inputs_and_batches_run_eagerly(bert: EmbeddingsPipeline) -> None:
+def test_long_inputs_and_batches_run_eagerly(
+    bert: EmbeddingsPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuGraphCompiler, "max_rows", 64)
     for inputs, reason in ((inputs_of(65, 1), "more than 64 rows"), (inputs_of(5, 2), "several inputs")):
         for _ in range(3):
             encode_all(bert, inputs)

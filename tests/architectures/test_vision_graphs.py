@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support.checkpoints import write_checkpoint
-from support.images import image_context, random_pixels
+from support.images import forward_logits, image_context, random_pixels
 from support.running import open_pipeline
 from support.vision import PROMPTS, VisionPrompt, save_vision_model
 
@@ -19,9 +19,12 @@ from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.architectures.vision_language import MAX_ENCODER_GRAPHS
 from penstock.kernels import cpu
 from penstock.pipelines import TextGenerationPipeline
-from penstock.pipelines.core import ImageMetadata
+from penstock.pipelines.core import ImageMetadata, TextAndVisionContext
 
 pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
+
+EAGER_PROMPTS = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Families whose prompts run eagerly: with bidirectional spans, or with multimodal rotary embeddings."""
 
 READERS = [one.name for one in PIPELINE_REGISTRY.architectures if one.media is not None]
 
@@ -52,6 +55,15 @@ def images_of(name: str) -> list[ImageMetadata]:
         return list(image_context([1, *[129] * 16, 2, *[129] * 16], pixels, 129).images)
     prompt: VisionPrompt = PROMPTS[name](config)
     return prompt.images
+
+
+def context_with(name: str, images: list[ImageMetadata]) -> TextAndVisionContext:
+    """Return a context of the prompt of `images_of` with these images."""
+    if name == "llava":
+        pixels = [image.pixel_values for image in images]
+        return image_context([1, *[129] * 16, 2, *[129] * 16], pixels, 129)
+    prompt: VisionPrompt = PROMPTS[name](architecture_of(name).tiny_config())
+    return dataclass_replace(prompt, images=images).context()
 
 
 def changed(image: ImageMetadata, seed: int) -> ImageMetadata:
@@ -90,6 +102,22 @@ def test_the_bits_of_single_operations(checkpoint: tuple[str, Path], encoding: s
         "eager: compiled steps are disabled",
         None,
     )
+
+
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
+def test_prompts_with_images_run_as_compiled_steps(checkpoint: tuple[str, Path], encoding: str) -> None:
+    name, folder = checkpoint
+    compiled, eager = (opened(folder, encoding, compiled=each) for each in (True, False))
+    statuses = []
+    for seed in range(4):
+        results = []
+        for pipeline in (compiled, eager):
+            context = context_with(name, [changed(one, seed) for one in images_of(name)])
+            results.append(torch.cat(forward_logits(pipeline, [context])))
+            pipeline.release(context)
+        assert torch.equal(*results), f"round {seed}"
+        statuses.append(compiled.session.graph_status)
+    assert statuses[-1].startswith("eager: " if name in EAGER_PROMPTS else "compiled: ")
 
 
 def test_a_step_runs_once_before_it_is_captured(checkpoint: tuple[str, Path]) -> None:

@@ -203,7 +203,7 @@ def test_env_names_kernels_devices_and_openmp() -> None:
     assert cpu["device"] == "cpu"
     assert 0 < cpu["free_memory"] <= cpu["total_memory"]
     assert {"linear", "attention", "sample"} <= set(cpu["kernels"])
-    assert cpu["planned_steps"] == "none" or cpu["planned_steps"].startswith("of up to 64 rows")
+    assert cpu["planned_steps"] == "none" or cpu["planned_steps"].startswith("of up to 128 rows")
     assert len(report["openmp"]) == 1
     assert report["threads"] >= 1
 

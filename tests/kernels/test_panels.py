@@ -133,8 +133,8 @@ def test_where_a_weight_lies(outputs: int, inputs: int, data: st.DataObject) -> 
         elif encoding in BLOCKS:
             check_block(panels[panel], rows, encoding, column, (n, k))
         elif encoding == "fp8":
-            record, byte = panels[panel], (0, 2, 1, 3)[k % 4]
-            assert record[256 * (k // 4) + 4 * column + byte] == weight
+            record, byte = panels[panel], 8 * (k % 4 // 2) + 2 * (column % 4) + k % 2
+            assert record[256 * (k // 4) + 16 * (column // 4) + byte] == weight
             by_group, by_output = record[-64:].view(torch.int32)[:2].tolist()
             table = record[-(-inputs // 128) * 8192 : -64].view(torch.float32)
             assert table[k // 128 * by_group + column * by_output] == rows["scales"][n, k // 128]

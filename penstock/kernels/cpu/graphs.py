@@ -31,7 +31,7 @@ class CpuGraphCompiler(GraphCompiler):
         ops: the operations to record on.
     """
 
-    max_rows = 64
+    max_rows = 128
 
     def __init__(self, ops: CpuOps) -> None:
         self.ops = ops

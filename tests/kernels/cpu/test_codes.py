@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.kernels import encoding_named
 from penstock.kernels.codes import group_codes, quantize_fp8, split_scales, unpack_codes
-from penstock.kernels.cpu import variants
+from penstock.kernels.cpu import library, variants
 from penstock.kernels.cpu.linear import PANELS
 from penstock.kernels.cpu.ops import CpuOps
 
@@ -126,6 +129,40 @@ def test_every_8_bit_float(ops: CpuOps) -> None:
     rows = {"weight": codes[:, None].contiguous(), "scales": torch.ones(256, 1)}
     y = ops.linear(torch.ones(1, 1).bfloat16(), ops.pack_quantized(rows, "fp8"))
     assert torch.equal(y[0].float(), codes.view(torch.float8_e4m3fn).float())
+
+
+@pytest.fixture
+def table_choice() -> Iterator[ctypes.c_int32]:
+    """The variable of the library that chooses how 8-bit floats are widened: 0 by arithmetic, 2 by tables."""
+    choice = ctypes.c_int32.in_dll(ctypes.CDLL(str(library.PATH)), "penstock_fp8_tables")
+    before = choice.value
+    yield choice
+    choice.value = before
+
+
+@pytest.mark.skipif("avx512" not in VARIANTS, reason="needs AVX-512 with bfloat16")
+@pytest.mark.parametrize("outputs", [1, 70, 256])
+def test_tables_of_8_bit_floats_change_no_bits(table_choice: ctypes.c_int32, outputs: int) -> None:
+    if not table_choice.value:
+        pytest.skip("this CPU has no AVX-512 VBMI")
+    torch.manual_seed(0)
+    ops, rows = VARIANTS["avx512"], random_rows("fp8", outputs, 300)
+    rows["weight"][:, :256] = torch.arange(256).to(torch.uint8)
+    rows["weight"][rows["weight"] & 127 == 127] = 0x83
+    packed = ops.pack_quantized(rows, "fp8")
+    x = torch.randn(33, 300).bfloat16()
+    results = []
+    for choice in (0, 1, 2):
+        table_choice.value = choice
+        results.append([ops.linear(x[:count], packed) for count in (1, 2, 3, 7, 33)])
+    for by_arithmetic, *by_tables in zip(*results, strict=True):
+        assert all(torch.equal(by_arithmetic, one) for one in by_tables)
+
+
+@pytest.mark.skipif("avx512" not in VARIANTS, reason="needs AVX-512 with bfloat16")
+def test_every_8_bit_float_without_tables(table_choice: ctypes.c_int32) -> None:
+    table_choice.value = 0
+    test_every_8_bit_float(VARIANTS["avx512"])
 
 
 @pytest.mark.parametrize("encoding", BLOCKS)

@@ -12,7 +12,10 @@
 
 constexpr int64_t TILE = 64;
 constexpr int64_t CHUNK = 512;
-constexpr int64_t MAX_QUERIES = 128;  // maximum number of queries of an item
+// Numbers of queries of an item, if a sequence is long and all its queries see the same keys. Larger items pack keys and
+// values less often.
+constexpr int64_t MANY_QUERIES = 128, MAX_QUERIES = 512;
+constexpr int64_t ITEMS_PER_THREAD = 8;  // at least, with more than MANY_QUERIES
 // The maximum for short sequences, and if queries see different keys: an item computes the scores of all its keys for
 // all its queries, also those that a query does not see. Also the maximum number of heads of an item.
 constexpr int64_t MAX_MASKED_QUERIES = 64;
@@ -40,7 +43,7 @@ INLINE int64_t first_key(const Attention& a, int64_t position) {
   return a.is_chunked ? position / a.window * a.window : max<int64_t>(0, position - a.window + 1);
 }
 
-// The numbering of the items. It depends only on the arguments of the call.
+// The numbering of the items. It depends only on the arguments of the call and the number of threads.
 struct Items {
   int64_t group, heads, head_tiles, rows;  // heads: per item; rows: maximum per item
   int64_t* first;                          // [B + 1] number of the first item of each sequence
@@ -54,16 +57,19 @@ struct Item {
   const Item* next;                                  // the item that the thread probably gets next, or null
 };
 
-static Items items_of(const Attention& a, int64_t* first) {
+static Items items_of(const Attention& a, int64_t threads, int64_t* first) {
   Items items = {};
   items.group = a.H / a.K;
   items.heads = min(items.group, MAX_MASKED_QUERIES);
   items.head_tiles = ceil_div(items.group, items.heads);
   int64_t longest = 0;
   for (int64_t b = 0; b < a.B; b++) longest = max<int64_t>(longest, a.row_offsets[b + 1] - a.row_offsets[b]);
-  // Larger items pack keys and values less often. Short sequences keep small items, so that all threads get some.
-  const bool is_large = a.ahead && !a.window && longest * items.heads >= 4 * MAX_QUERIES;
-  const int64_t queries = is_large ? MAX_QUERIES : MAX_MASKED_QUERIES;
+  int64_t queries = MAX_MASKED_QUERIES;
+  if (a.ahead && !a.window && longest * items.heads >= 4 * MANY_QUERIES) {
+    queries = MANY_QUERIES;
+    const int64_t total = a.row_offsets[a.B] * a.H;
+    while (queries < MAX_QUERIES && total >= 2 * queries * ITEMS_PER_THREAD * threads) queries *= 2;
+  }
   items.rows = max<int64_t>(1, min(queries / items.heads, longest));
   items.first = first;
   for (int64_t b = 0; b < a.B; b++) {
@@ -184,7 +190,7 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   const int64_t header = round_up(sizeof(Items) + (a.B + 1) * 8, 64);  // items, then the first of each sequence
   char* memory = nullptr;
   int64_t chunks = 1;
-  auto number = [&] { *(Items*)memory = items_of(a, (int64_t*)(memory + sizeof(Items))); };
+  auto number = [&] { *(Items*)memory = items_of(a, team.size, (int64_t*)(memory + sizeof(Items))); };
   if (team.rank == 0) {
     memory = (char*)penstock_scratch(SHARED, header);
     number();

@@ -54,6 +54,11 @@ struct Partial {
   static int64_t floats(int64_t M, int64_t Dp) { return round_up(M * (Dp + W + 1), 16); }
   Partial(float* memory, int64_t M, int64_t Dp)
       : out(memory), total(memory + M * Dp), top(memory + M * (Dp + W)) {}
+  INLINE_MEMBER Partial below(int64_t queries, int64_t Dp) const {
+    Partial rest = *this;
+    rest.out += queries * Dp, rest.total += queries * W, rest.top += queries;
+    return rest;
+  }
 };
 
 // The operands of a thread in the layout of the products.
@@ -80,6 +85,12 @@ template <class P> struct Packed {
     q = (Unit*)memory, memory += M * padded_units<P>(D);
     q_scales = memory, memory += M;
     factors = memory;
+  }
+  // The same memory for scores and weights, but other queries.
+  INLINE_MEMBER Packed below(int64_t queries, int64_t D) const {
+    Packed rest = *this;
+    rest.q += queries * padded_units<P>(D), rest.q_scales += queries, rest.factors += queries;
+    return rest;
   }
 };
 
@@ -338,10 +349,10 @@ INLINE void softmax_of_query(const Attention& a, Packed<P>& packed, Partial& sum
       scores[i] = j < (int32_t)end ? scores[i] : masked;
     }
   for (int i = 0; i < COUNT; i++) tops = vmax(tops, scores[i]);
-  vf top = largest_everywhere(tops);
-  vf total = load(sums.total + m * W);
+  vf total = load(sums.total + m * W), top = all(sums.top[m]);
   const float before = sums.top[m];
-  if (before != top[0] && !(top[0] <= before + slack_of(a))) {  // a NaN takes this branch
+  if (exceeds(tops, before + slack_of(a))) {  // a NaN takes this branch
+    top = largest_everywhere(tops);
     if (before != masked[0]) {
       vf shrink = exp_below<5>(all(before) - top);
       total *= shrink;
@@ -349,8 +360,6 @@ INLINE void softmax_of_query(const Attention& a, Packed<P>& packed, Partial& sum
       for (int64_t i = 0; i < Dp; i += W) store(out + i, load(out + i) * shrink);
     }
     sums.top[m] = top[0];
-  } else {
-    top = all(before);
   }
   vf exponentials[COUNT], weighted[COUNT];
   for (int i = 0; i < COUNT; i++) {
@@ -364,10 +373,16 @@ INLINE void softmax_of_query(const Attention& a, Packed<P>& packed, Partial& sum
   store(sums.total + m * W, total);
 }
 
+// Rows of an item, whose queries are the first of `packed` and `sums`.
+struct RowRange {
+  int64_t begin, end;
+};
+
 template <class P, bool SCALED, int COUNT>
-static void softmax_of_tile(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile) {
+static void softmax_of_tile(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile,
+                            RowRange rows) {
   const int64_t Dp = padded_width(a.D);
-  for (int64_t row = 0, m = 0; row < item.rows; row++) {
+  for (int64_t row = rows.begin, m = 0; row < rows.end; row++) {
     int64_t position = item.position + row - tile;
     int64_t first = max<int64_t>(first_key(a, item.position + row) - tile, 0);
     int64_t last = min(min<int64_t>(position + a.ahead, item.end - tile - 1), TILE - 1);
@@ -385,17 +400,20 @@ static void softmax_of_tile(const Attention& a, const Item& item, Packed<P>& pac
 }
 
 template <class P, class TC>
-INLINE void softmax_of_tile(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile) {
+INLINE void softmax_of_tile(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile,
+                            RowRange rows) {
   constexpr bool SCALED = sizeof(TC) == 1;
   constexpr int ALL = TILE / W;
   const int64_t count = ceil_div(item.end - tile, W);
-  if (SCALED || ALL != 4 || count > 3) softmax_of_tile<P, SCALED, ALL>(a, item, packed, sums, tile);
-  else if (count == 1) softmax_of_tile<P, SCALED, SCALED ? ALL : 1>(a, item, packed, sums, tile);
-  else if (count == 2) softmax_of_tile<P, SCALED, SCALED ? ALL : 2>(a, item, packed, sums, tile);
-  else softmax_of_tile<P, SCALED, SCALED ? ALL : 3>(a, item, packed, sums, tile);
+  if (SCALED || ALL != 4 || count > 3) softmax_of_tile<P, SCALED, ALL>(a, item, packed, sums, tile, rows);
+  else if (count == 1) softmax_of_tile<P, SCALED, SCALED ? ALL : 1>(a, item, packed, sums, tile, rows);
+  else if (count == 2) softmax_of_tile<P, SCALED, SCALED ? ALL : 2>(a, item, packed, sums, tile, rows);
+  else softmax_of_tile<P, SCALED, SCALED ? ALL : 3>(a, item, packed, sums, tile, rows);
 }
 
 // ---- a tile ----
+
+constexpr int64_t CACHED_QUERIES = 32;  // queries whose scores, weights and sums fit in the first-level cache
 
 template <class P, int ROWS, class TC>
 static void attend_tile_of_few(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile,
@@ -405,7 +423,7 @@ static void attend_tile_of_few(const Attention& a, const Item& item, Packed<P>& 
     values.prefetch(tile + i, item.end);
     score_keys<P, ROWS>(keys[tile + i], packed.q, packed.scores + i, a.D);
   }
-  softmax_of_tile<P, TC>(a, item, packed, sums, tile);
+  softmax_of_tile<P, TC>(a, item, packed, sums, tile, {0, item.rows});
   const auto next_tile = NextTile<TC>::after(a, item, tile);
   int64_t d = 0;
   for (; d + 2 * W * CHUNKS <= padded_width(a.D); d += 2 * W * CHUNKS)
@@ -417,29 +435,37 @@ static void attend_tile_of_few(const Attention& a, const Item& item, Packed<P>& 
 template <class P, class TC>
 static void attend_tile_of_many(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile,
                                 const Rows<TC>& keys, const Rows<TC>& values, int64_t begin, int64_t end) {
-  const int64_t D = a.D, Dp = padded_width(D), M = item.rows * item.heads;
+  const int64_t D = a.D, Dp = padded_width(D);
   for (int64_t i = begin / W * W; i < end; i += W) {
     values.prefetch(tile + i, item.end);
     pack_keys<P>(keys[tile + i], packed.keys + i, D);
   }
-  const float* none = packed.factors;  // scores stay integers: see as_score
-  const int64_t from = begin / W * W, columns = round_up(end, W) - from;
-  {
-    [[maybe_unused]] const typename P::Mode mode{};
-    product<P>(packed.q, padded_units<P>(D), packed.keys + from, TILE, packed.scores + from, TILE, M, columns,
-               D / P::TERMS, false, none);
-  }
-  softmax_of_tile<P, TC>(a, item, packed, sums, tile);
   const auto next_tile = NextTile<TC>::after(a, item, tile);
   for (int64_t i = begin / W * W; i < end; i += W) {
     next_tile.prefetch(i);
     pack_values<P>(packed.values, D, max(begin, i), min<int64_t>(end, i + W), i, values[tile + i]);
   }
+  const int64_t from = begin / W * W, columns = round_up(end, W) - from;
   constexpr int64_t UNITS = P::SPAN / P::TERMS;
-  int64_t first = begin / P::SPAN * UNITS, last = ceil_div(end, P::SPAN) * UNITS;
-  [[maybe_unused]] const typename P::Mode mode{};
-  product<P>(packed.weights + first, TILE / P::TERMS, packed.values + first * Dp, Dp, sums.out, Dp, M, Dp,
-             last - first, true, packed.factors);
+  const int64_t first = begin / P::SPAN * UNITS, last = ceil_div(end, P::SPAN) * UNITS;
+  // A few rows at a time, so that their scores, weights and sums stay in the first-level cache.
+  const int64_t most = max<int64_t>(1, CACHED_QUERIES / item.heads), height = most < 4 ? most : most / 4 * 4;
+  for (int64_t row = 0; row < item.rows; row += height) {
+    const RowRange rows = {row, min(row + height, item.rows)};
+    const int64_t M = (rows.end - rows.begin) * item.heads;
+    Packed<P> part = packed.below(row * item.heads, D);
+    Partial part_sums = sums.below(row * item.heads, Dp);
+    const float* none = part.factors;  // scores stay integers: see as_score
+    {
+      [[maybe_unused]] const typename P::Mode mode{};
+      product<P>(part.q, padded_units<P>(D), part.keys + from, TILE, part.scores + from, TILE, M, columns, D / P::TERMS,
+                 false, none);
+    }
+    softmax_of_tile<P, TC>(a, item, part, part_sums, tile, rows);
+    [[maybe_unused]] const typename P::Mode mode{};
+    product<P>(part.weights + first, TILE / P::TERMS, part.values + first * Dp, Dp, part_sums.out, Dp, M, Dp,
+               last - first, true, part.factors);
+  }
 }
 
 template <class P, class TC>

@@ -3,8 +3,8 @@
 // order of the groups, so that a row's bits do not depend on other rows.
 //
 // A panel holds the codes of its groups, then a table of scales, then two strides (kernels/codes.py). A group has 32
-// steps [PANEL, 4] of 4 inputs each, stored in the order 0, 2, 1, 3. In this order the even bytes of a 32-bit word are
-// a pair of inputs, and the odd bytes the next pair.
+// steps of 4 inputs each. A step has 16 bytes for each four outputs: the first two inputs of these outputs, then the
+// other two, so that `unpack` instructions, which work on 16 bytes, make 16-bit numbers of bytes.
 
 constexpr int64_t FP8_GROUP = 128, FP8_STEP = 4 * PANEL, FP8_CODES = FP8_GROUP * PANEL;
 constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's cache while all rows are multiplied
@@ -32,108 +32,7 @@ INLINE int64_t fp8_panel_bytes(int64_t K) {
   return groups * FP8_CODES + Fp8Scales::bytes(groups);
 }
 
-constexpr int FP8_ORDER[] = {0, 2, 1, 3};
-
-#if PENSTOCK_DOT
-// Pairs of bfloat16 for the dot product instruction.
-struct Fp8Pairs {
-  typedef bf16 Input;
-  typedef uint32_t Wide;
-  typedef vu Wides;
-  static constexpr int PARTS = 2;
-  static constexpr bool IN_PLACE = true;  // whether whole groups of inputs are read from x directly
-  // Widens the even or the odd bytes of each word to pairs of bfloat16, exactly. Without SUBNORMAL, all codes must have
-  // an exponent above 0: the exponent is shifted into position, and its bias 7 is replaced by 127.
-  template <bool SUBNORMAL> INLINE_MEMBER static vu widen(vu words, int part) {
-    const __m512i high = (__m512i)(part ? words : words << 8), shifted = _mm512_srai_epi16(high, 4);
-    const vu normal = (vu)_mm512_add_epi16((__m512i)((vu)shifted & 0x87f087f0), _mm512_set1_epi16(0x3c00));
-    if (!SUBNORMAL) return normal;
-    const __m512i subnormals = (__m512i)(__v32hi){0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
-    const vu codes = (part ? words >> 8 : words) & 0x00ff00ff;
-    const __mmask32 is_small = _mm512_testn_epi16_mask((__m512i)codes, _mm512_set1_epi16(0x78));
-    const vu small =
-        (vu)_mm512_maskz_permutexvar_epi16(is_small, (__m512i)codes, subnormals) | (codes & 0x00800080) << 8;
-    return (vu)_mm512_mask_mov_epi16((__m512i)normal, is_small, (__m512i)small);
-  }
-  template <int ROWS, int VECTORS, class Weights>
-  INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const bf16* x, int64_t x_stride, Weights weights) {
-#pragma GCC unroll 2
-    for (int part = 0; part < PARTS; part++) {
-      vu numbers[VECTORS];
-      for (int v = 0; v < VECTORS; v++) numbers[v] = weights(part, v);
-      for (int r = 0; r < ROWS; r++) {
-        uint32_t pair;
-        __builtin_memcpy(&pair, x + r * x_stride + 2 * part, 4);
-        const __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
-        for (int v = 0; v < VECTORS; v++) totals[r][v] = _mm512_dpbf16_ps(totals[r][v], a, (__m512bh)numbers[v]);
-      }
-    }
-  }
-};
-#endif
-
-// Floats for multiply-adds.
-struct Fp8Floats {
-  typedef float Input;
-  typedef float Wide;
-  typedef vf Wides;
-  static constexpr int PARTS = 4;
-  static constexpr bool IN_PLACE = false;
-  // Widens one input of each word to float32, through pairs of bfloat16 as above. A code with the exponent 0 becomes
-  // 2^-7 * (1 + m / 8) instead of 2^-6 * m / 8.
-  template <bool SUBNORMAL> INLINE_MEMBER static vf widen(vu words, int part) {
-    const vs high = (vs)(part / 2 ? words : words << 8);
-    const vu pairs = (vu)((vs)((vu)(high >> 4) & 0x87f087f0) + (int16_t)0x3c00);
-    const vf number = as_float(part % 2 ? pairs & 0xffff0000 : pairs << 16);
-    if (!SUBNORMAL) return number;
-    const vf magnitude = as_float(as_bits(number) & 0x7fffffff), small = magnitude * 2 - 0x1p-6f;
-    return magnitude < 0x1p-6f ? as_float(as_bits(small) | (as_bits(number) & 0x80000000)) : number;
-  }
-  // Processes one vector after the other, so that few registers hold widened numbers. Where there are dot products, the
-  // order of additions within a pair is that of the dot product instruction: see WidenedPairs.
-  template <int ROWS, int VECTORS, class Weights>
-  INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const float* x, int64_t x_stride, Weights weights) {
-#pragma GCC unroll 2
-    for (int pair = 0; pair < PARTS; pair += 2) {
-      const int first = pair + (PENSTOCK_DOT ? 1 : 0), second = pair + (PENSTOCK_DOT ? 0 : 1);
-      vf a[ROWS], b[ROWS];
-      for (int r = 0; r < ROWS; r++) a[r] = all(x[r * x_stride + first]), b[r] = all(x[r * x_stride + second]);
-#pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; v++) {
-        const vf first_weights = weights(first, v), second_weights = weights(second, v);
-        for (int r = 0; r < ROWS; r++)
-          totals[r][v] = fma(b[r], second_weights, fma(a[r], first_weights, totals[r][v]));
-      }
-    }
-  }
-};
-
-#if PENSTOCK_DOT
-typedef Fp8Pairs Fp8Steps;
-#else
-typedef Fp8Floats Fp8Steps;
-#endif
-
-// Returns whether any code in these words has the exponent 0, that is, is subnormal or 0.
-template <int COUNT> INLINE bool has_subnormals(const vu (&words)[COUNT]) {
-#if PENSTOCK_LANES == 16
-  __mmask64 found = 0;
-  for (int i = 0; i < COUNT; i++) found |= _mm512_testn_epi8_mask((__m512i)words[i], _mm512_set1_epi8(0x78));
-  return found != 0;
-#elif PENSTOCK_LANES == 8
-  __m256i least = _mm256_set1_epi8(-1);  // minimum of the doubled magnitudes
-  for (int i = 0; i < COUNT; i++)
-    least = _mm256_min_epu8(least, _mm256_add_epi8((__m256i)words[i], (__m256i)words[i]));
-  return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(least, _mm256_set1_epi8(15)), least)) != 0;
-#else
-  vu found = {};
-  for (int i = 0; i < COUNT; i++) {
-    const vu exponents = words[i] & 0x78787878;
-    found |= (exponents - 0x01010101) & ~exponents;
-  }
-  return lanes_that_hold((vi)(found & 0x80808080) != 0) != 0;
-#endif
-}
+#include "fp8_numbers.inl"
 
 // Some rows and adjacent groups of a panel.
 template <class P> struct Fp8Tile {
@@ -170,12 +69,19 @@ template <class P, int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8T
         auto add = [&](auto weights) __attribute__((always_inline)) {
           P::template add_step<ROWS, VECTORS>(totals, x, tile.x_stride, weights);
         };
+        if (WIDE) {
+          add([&](int part, int v) __attribute__((always_inline)) -> typename P::Wides {
+            return load(wide + part * PANEL + v * W);
+          });
+          continue;
+        }
+        typename P::Codes numbers[VECTORS];
+        for (int v = 0; v < VECTORS; v++) numbers[v] = P::codes_of(words[v]);
         // Subnormal numbers are rare, as weights are scaled to the largest number. The code without them is faster.
 #define FP8_WEIGHTS [&](int part, int v) __attribute__((always_inline)) -> typename P::Wides
-        if (WIDE) add(FP8_WEIGHTS { return load(wide + part * PANEL + v * W); });
-        else if (__builtin_expect(has_subnormals(words), 0))
-          add(FP8_WEIGHTS { return P::template widen<true>(words[v], part); });
-        else add(FP8_WEIGHTS { return P::template widen<false>(words[v], part); });
+        if (P::UNIFORM || __builtin_expect(has_subnormals(words), 0))
+          add(FP8_WEIGHTS { return P::template widen<true>(numbers[v], part); });
+        else add(FP8_WEIGHTS { return P::template widen<false>(numbers[v], part); });
       }
       for (int v = 0; v < VECTORS; v++) {
         const vf scales = tile.scales.of(group, column + v * W);
@@ -240,10 +146,11 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, con
         __builtin_prefetch(codes + FP8_CODES + step * FP8_STEP, 0, 2);
         for (int64_t i = 0; i < PANEL; i += W) {
           const vu words[] = {load((const uint32_t*)(codes + step * FP8_STEP) + i)};
-          const bool subnormal = has_subnormals(words);
+          const bool subnormal = P::UNIFORM || has_subnormals(words);
+          const typename P::Codes numbers = P::codes_of(words[0]);
           for (int part = 0; part < P::PARTS; part++)
             store(wide + (step * P::PARTS + part) * PANEL + i,
-                  subnormal ? P::template widen<true>(words[0], part) : P::template widen<false>(words[0], part));
+                  subnormal ? P::template widen<true>(numbers, part) : P::template widen<false>(numbers, part));
         }
       }
     }
@@ -288,6 +195,7 @@ static void multiply_fp8(const Linear& a, const Team& team) {
 #if PENSTOCK_DOT
   const FlushedDenormals mode;  // for any number of rows, so that their bits do not differ
   if (a.rows > 2 && dot_is_slow()) return multiply_fp8<Fp8Floats>(a, team);  // fewer rows are bound by memory
+  if (uses_fp8_tables()) return multiply_fp8<Fp8TablePairs>(a, team);
 #endif
   multiply_fp8<Fp8Steps>(a, team);
 }
@@ -307,7 +215,7 @@ static void pack_fp8(const PackCodes& a, int64_t panel) {
       const uint8_t* codes = a.codes + (first + column) * a.stride + g * FP8_GROUP;
       bool has_nan = false;
       for (int64_t k = 0; k < inputs; k++) {
-        begin[g * FP8_CODES + k / 4 * FP8_STEP + column * 4 + FP8_ORDER[k % 4]] = (char)codes[k];
+        begin[g * FP8_CODES + k / 4 * FP8_STEP + fp8_position(k % 4, column)] = (char)codes[k];
         has_nan |= (codes[k] & 0x7f) == 0x7f;
       }
       const float scale = has_nan ? __builtin_nanf("") : ((const float*)a.scales)[(first + column) * groups + g];

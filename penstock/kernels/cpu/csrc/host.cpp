@@ -7,7 +7,7 @@
 #define VISIBLE __attribute__((visibility("default")))
 
 // Version of the argument layout of the kernels; library.py refuses a library with another version.
-extern "C" VISIBLE int penstock_abi() { return 17; }
+extern "C" VISIBLE int penstock_abi() { return 18; }
 
 // Returns the best kernels for this CPU: 0 generic, 1 avx2, 2 avx512_vnni, 3 avx512. The compiler's run-time also checks
 // that the operating system saves the wide registers.
@@ -24,6 +24,15 @@ extern "C" VISIBLE int penstock_best_isa() {
 #endif
 }
 
+static int32_t choice_of_tables() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512vbmi")) return TABLES_IF_FAST;
+#endif
+  return TABLES_NEVER;
+}
+VISIBLE int32_t penstock_fp8_tables = choice_of_tables();  // C linkage, as declared; tests set it
+
 // Returns the features of this CPU that the kernels can use, separated by spaces.
 extern "C" VISIBLE const char* penstock_cpu_features() {
 #if defined(__x86_64__)
@@ -37,7 +46,7 @@ extern "C" VISIBLE const char* penstock_cpu_features() {
   }
   end = names;
   FEATURE("avx2") FEATURE("fma") FEATURE("avx512f") FEATURE("avx512bw") FEATURE("avx512vl")
-  FEATURE("avx512vnni") FEATURE("avx512bf16")
+  FEATURE("avx512vnni") FEATURE("avx512bf16") FEATURE("avx512vbmi")
   *end = 0;
   return names;
 #elif defined(__aarch64__)

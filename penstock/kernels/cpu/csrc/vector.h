@@ -236,6 +236,15 @@ INLINE uint32_t lanes_that_hold(vi holds) {
 #endif
 }
 
+// Returns whether a lane is larger than `bound` or NaN.
+INLINE bool exceeds(vf x, float bound) {
+#if PENSTOCK_LANES == 16
+  return _mm512_cmp_ps_mask(x, all(bound), _CMP_NLE_UQ) != 0;
+#else
+  return lanes_that_hold(~(x <= all(bound))) != 0;
+#endif
+}
+
 INLINE vf exchanged(vf x, int distance) { return shuffled(x, lane_index() ^ distance); }
 
 INLINE float sum(vf x) {

@@ -1,0 +1,184 @@
+// 8-bit floats, widened in registers to bfloat16 or float32; and the dot products or multiply-adds of a step of a panel
+// (fp8.inl).
+
+// The position of input k of a step and an output in a step of a panel.
+INLINE int64_t fp8_position(int64_t k, int64_t output) { return output / 4 * 16 + k / 2 * 8 + output % 4 * 2 + k % 2; }
+
+// Returns two inputs of each output: the codes in the upper bytes of 16 bits, 0 in the lower bytes. `pair`: 0 or 1.
+INLINE vu spread_codes(vu words, int pair) {
+#if PENSTOCK_LANES == 16
+  const __m512i zero = _mm512_setzero_si512(), codes = (__m512i)words;
+  return (vu)(pair ? _mm512_unpackhi_epi8(zero, codes) : _mm512_unpacklo_epi8(zero, codes));
+#elif PENSTOCK_LANES == 8
+  const __m256i zero = _mm256_setzero_si256(), codes = (__m256i)words;
+  return (vu)(pair ? _mm256_unpackhi_epi8(zero, codes) : _mm256_unpacklo_epi8(zero, codes));
+#else
+  const vi lane = lane_index();
+  const vu codes = shuffled(words, (lane >> 1) + 2 * pair) >> (vu)((lane & 1) * 16);
+  return (codes << 8 & 0xff00) | (codes << 16 & 0xff000000);
+#endif
+}
+
+#if PENSTOCK_DOT
+// Pairs of bfloat16 for the dot product instruction.
+struct Fp8Pairs {
+  typedef bf16 Input;
+  typedef uint32_t Wide;
+  typedef vu Wides;
+  typedef vu Codes;
+  static constexpr int PARTS = 2;
+  static constexpr bool IN_PLACE = true;  // whether whole groups of inputs are read from x directly
+  static constexpr bool UNIFORM = false;  // whether `widen` converts all numbers at the same speed
+  INLINE_MEMBER static vu codes_of(vu words) { return words; }
+  // Widens a pair of inputs to bfloat16, exactly. Without SUBNORMAL, all codes must have an exponent above 0: the
+  // exponent is shifted into position, and its bias 7 is replaced by 127.
+  template <bool SUBNORMAL> INLINE_MEMBER static vu widen(vu words, int part) {
+    const __m512i high = (__m512i)spread_codes(words, part), shifted = _mm512_srai_epi16(high, 4);
+    const vu normal = (vu)_mm512_add_epi16((__m512i)((vu)shifted & 0x87f087f0), _mm512_set1_epi16(0x3c00));
+    if (!SUBNORMAL) return normal;
+    const __m512i subnormals = (__m512i)(__v32hi){0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    const __m512i codes = _mm512_srli_epi16(high, 8);
+    const __mmask32 is_small = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
+    const vu small = (vu)_mm512_maskz_permutexvar_epi16(is_small, codes, subnormals) | ((vu)high & 0x80008000);
+    return (vu)_mm512_mask_mov_epi16((__m512i)normal, is_small, (__m512i)small);
+  }
+  template <int ROWS, int VECTORS, class Weights>
+  INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const bf16* x, int64_t x_stride, Weights weights) {
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++) {
+      vu numbers[VECTORS];
+      for (int v = 0; v < VECTORS; v++) numbers[v] = weights(part, v);
+      for (int r = 0; r < ROWS; r++) {
+        uint32_t pair;
+        __builtin_memcpy(&pair, x + r * x_stride + 2 * part, 4);
+        const __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
+        for (int v = 0; v < VECTORS; v++) totals[r][v] = _mm512_dpbf16_ps(totals[r][v], a, (__m512bh)numbers[v]);
+      }
+    }
+  }
+};
+
+// Returns table[index & 127] of each byte, from a table of 128 bytes. The instruction is written out, because other code
+// of this file may run on processors without AVX-512 VBMI.
+INLINE vu table_bytes(vu index, const uint8_t* table) {
+  const vu low = load((const uint32_t*)table), high = load((const uint32_t*)table + W);
+  __asm__("vpermi2b %2, %1, %0" : "+v"(index) : "v"(low), "v"(high));
+  return index;
+}
+
+// The bytes of the bfloat16 number of each code without its sign.
+struct Fp8Bytes {
+  alignas(64) uint8_t low[128], high[128];
+  constexpr Fp8Bytes() : low{}, high{} {
+    for (int code = 0; code < 128; code++) {
+      int exponent = code >> 3, mantissa = code & 7;
+      if (!exponent) {
+        if (!mantissa) continue;
+        for (exponent = 1; !(mantissa & 8); exponent--) mantissa <<= 1;
+      }
+      const int bits = (exponent + 120) << 7 | (mantissa & 7) << 4;
+      low[code] = (uint8_t)bits, high[code] = (uint8_t)(bits >> 8);
+    }
+  }
+};
+static constexpr Fp8Bytes FP8_BYTES;
+
+// Pairs of bfloat16 from tables.
+struct Fp8TablePairs : Fp8Pairs {
+  struct Codes {
+    __m512i low, high;
+  };
+  static constexpr bool UNIFORM = true;
+  INLINE_MEMBER static Codes codes_of(vu words) {
+    const vu low = table_bytes(words, FP8_BYTES.low), high = table_bytes(words, FP8_BYTES.high);
+    return {(__m512i)low, (__m512i)(high | (words & 0x80808080))};
+  }
+  template <bool SUBNORMAL> INLINE_MEMBER static vu widen(Codes codes, int part) {
+    return (vu)(part ? _mm512_unpackhi_epi8(codes.low, codes.high) : _mm512_unpacklo_epi8(codes.low, codes.high));
+  }
+};
+
+// Whether products use the tables. A look-up needs AVX-512 VBMI. It takes as long as a multiply-add on Zen 5; where it
+// takes more than twice as long, arithmetic is used. Measured once.
+static bool uses_fp8_tables() {
+  if (penstock_fp8_tables != TABLES_IF_FAST) return penstock_fp8_tables == TABLES_ALWAYS;
+  enum { UNKNOWN, FAST, SLOW };
+  static int32_t known = UNKNOWN;  // all threads use the first result; both give the same bits
+  int32_t found = __atomic_load_n(&known, __ATOMIC_RELAXED);
+  if (found != UNKNOWN) return found == FAST;
+  vf x = all(0.5f);
+  __asm__("" : "+v"(x));
+  const int64_t added = shortest_time([=](vf sum) __attribute__((always_inline)) { return fma(x, x, sum); });
+  const int64_t looked_up = shortest_time([=](vf sum) __attribute__((always_inline)) {
+    return as_float(table_bytes(as_bits(sum), FP8_BYTES.low));
+  });
+  found = looked_up <= 2 * added ? FAST : SLOW;
+  __atomic_store_n(&known, found, __ATOMIC_RELAXED);
+  return found == FAST;
+}
+#endif
+
+// Floats for multiply-adds.
+struct Fp8Floats {
+  typedef float Input;
+  typedef float Wide;
+  typedef vf Wides;
+  typedef vu Codes;
+  static constexpr int PARTS = 4;
+  static constexpr bool IN_PLACE = false, UNIFORM = false;
+  INLINE_MEMBER static vu codes_of(vu words) { return words; }
+  // Widens one input to float32, through pairs of bfloat16 as above. A code with the exponent 0 becomes
+  // 2^-7 * (1 + m / 8) instead of 2^-6 * m / 8.
+  template <bool SUBNORMAL> INLINE_MEMBER static vf widen(vu words, int part) {
+    const vs high = (vs)spread_codes(words, part / 2);
+    const vu pairs = (vu)((vs)((vu)(high >> 4) & 0x87f087f0) + (int16_t)0x3c00);
+    const vf number = as_float(part % 2 ? pairs & 0xffff0000 : pairs << 16);
+    if (!SUBNORMAL) return number;
+    const vf magnitude = as_float(as_bits(number) & 0x7fffffff), small = magnitude * 2 - 0x1p-6f;
+    return magnitude < 0x1p-6f ? as_float(as_bits(small) | (as_bits(number) & 0x80000000)) : number;
+  }
+  // Processes one vector after the other, so that few registers hold widened numbers. Where there are dot products, the
+  // order of additions within a pair is that of the dot product instruction: see WidenedPairs.
+  template <int ROWS, int VECTORS, class Weights>
+  INLINE_MEMBER static void add_step(vf (&totals)[ROWS][VECTORS], const float* x, int64_t x_stride, Weights weights) {
+#pragma GCC unroll 2
+    for (int pair = 0; pair < PARTS; pair += 2) {
+      const int first = pair + (PENSTOCK_DOT ? 1 : 0), second = pair + (PENSTOCK_DOT ? 0 : 1);
+      vf a[ROWS], b[ROWS];
+      for (int r = 0; r < ROWS; r++) a[r] = all(x[r * x_stride + first]), b[r] = all(x[r * x_stride + second]);
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) {
+        const vf first_weights = weights(first, v), second_weights = weights(second, v);
+        for (int r = 0; r < ROWS; r++)
+          totals[r][v] = fma(b[r], second_weights, fma(a[r], first_weights, totals[r][v]));
+      }
+    }
+  }
+};
+
+#if PENSTOCK_DOT
+typedef Fp8Pairs Fp8Steps;
+#else
+typedef Fp8Floats Fp8Steps;
+#endif
+
+// Returns whether any code in these words has the exponent 0, that is, is subnormal or 0.
+template <int COUNT> INLINE bool has_subnormals(const vu (&words)[COUNT]) {
+#if PENSTOCK_LANES == 16
+  __mmask64 found = 0;
+  for (int i = 0; i < COUNT; i++) found |= _mm512_testn_epi8_mask((__m512i)words[i], _mm512_set1_epi8(0x78));
+  return found != 0;
+#elif PENSTOCK_LANES == 8
+  __m256i least = _mm256_set1_epi8(-1);  // minimum of the doubled magnitudes
+  for (int i = 0; i < COUNT; i++)
+    least = _mm256_min_epu8(least, _mm256_add_epi8((__m256i)words[i], (__m256i)words[i]));
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(least, _mm256_set1_epi8(15)), least)) != 0;
+#else
+  vu found = {};
+  for (int i = 0; i < COUNT; i++) {
+    const vu exponents = words[i] & 0x78787878;
+    found |= (exponents - 0x01010101) & ~exponents;
+  }
+  return lanes_that_hold((vi)(found & 0x80808080) != 0) != 0;
+#endif
+}
