@@ -11,7 +11,11 @@ import pytest
 from support.tiny_embedder import CLS, POSITIONS, SEP, TOKENS, tiny_tokenizer, write_tiny_embedder
 
 from penstock.errors import InputError, PromptTooLongError, UnsupportedFeatureError
-from penstock.pipelines.core import EmbeddingsContext, EmbeddingsGenerationRequest
+from penstock.pipelines.core import (
+    EmbeddingsContext,
+    EmbeddingsContextBuilder,
+    EmbeddingsGenerationRequest,
+)
 from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 
 CAT, SAT, HELLO = (TOKENS.index(word) for word in ("cat", "sat", "hello"))
@@ -166,7 +170,9 @@ def test_contexts_are_built_in_a_thread(tokenizer: EmbeddingsTokenizer) -> None:
     assert context.next_tokens.tolist() == [CLS, CAT, SEP]
 
 
-def test_inputs_encoded_together_give_the_same_contexts(tokenizer: EmbeddingsTokenizer) -> None:
+def test_inputs_encoded_together_give_the_same_contexts(
+    tokenizer: EmbeddingsTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields: list[dict[str, Any]] = [
         {"input": "the cat sat"},
         {"input": "hello", "prompt_name": "query"},
@@ -177,24 +183,48 @@ def test_inputs_encoded_together_give_the_same_contexts(tokenizer: EmbeddingsTok
         {"input": "cat \ud800"},
     ]
     requests = [EmbeddingsGenerationRequest(id=str(i), **one) for i, one in enumerate(fields)]
-    encoded = tokenizer.encode_inputs(requests)
-    assert [one is None for one in encoded] == [False] * 5 + [True, False]
-    for request, one in zip(requests, encoded, strict=True):
-        alone = tokenizer.build_embeddings_context(request)
-        assert tokenizer.build_embeddings_context(request, one) == alone
-    changed = (np.array([CLS, SAT, SEP]), None)
-    assert tokenizer.build_embeddings_context(requests[0], changed).next_tokens.tolist() == [CLS, SAT, SEP]
+    alone = [tokenizer.build_embeddings_context(one) for one in requests]
+    counts = calls_of_the_encoder(monkeypatch)
+    assert list(tokenizer.build_embeddings_contexts(requests)) == alone
+    assert counts == [4, 1, 1]  # one call for each length limit
 
 
-def test_faulty_inputs_are_left_to_their_own_context(tokenizer: EmbeddingsTokenizer) -> None:
+def test_inputs_before_a_faulty_one_get_their_contexts(tokenizer: EmbeddingsTokenizer) -> None:
     faulty: list[dict[str, Any]] = [
         {"input": ""},
         {"input": "cat", "prompt_name": "question"},
         {"input": "cat", "truncate": True, "max_tokens": 2},
         {"input": "cat " * 5000},
     ]
-    requests = [EmbeddingsGenerationRequest(id="7", **one) for one in faulty]
-    assert tokenizer.encode_inputs(requests) == [None] * 4
-    for request in requests:
+    good = EmbeddingsGenerationRequest(id="6", input="cat")
+    for fields in faulty:
+        contexts = tokenizer.build_embeddings_contexts(
+            [good, EmbeddingsGenerationRequest(id="7", **fields), good]
+        )
+        assert next(contexts) == tokenizer.build_embeddings_context(good)
         with pytest.raises(InputError):
-            tokenizer.build_embeddings_context(request)
+            next(contexts)
+
+
+def test_other_tokenizers_build_one_context_at_a_time() -> None:
+    class Lengths(EmbeddingsContextBuilder):
+        def build_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
+            tokens = np.array([len(request.input)])
+            return EmbeddingsContext(prompt="", max_length=1, tokens=tokens, request_id=request.id)
+
+    requests = [EmbeddingsGenerationRequest(id=text, input=text) for text in ("a", "bcd")]
+    contexts = Lengths().build_embeddings_contexts(requests)
+    assert [(one.request_id, one.next_tokens.tolist()) for one in contexts] == [("a", [1]), ("bcd", [3])]
+
+
+def calls_of_the_encoder(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of texts of each call of the tokenizer's library from now on."""
+    counts: list[int] = []
+    encode = EmbeddingsTokenizer._encode_samples
+
+    def counted(self: EmbeddingsTokenizer, samples: Any, cut_to: int | None) -> Any:
+        counts.append(len(samples))
+        return encode(self, samples, cut_to)
+
+    monkeypatch.setattr(EmbeddingsTokenizer, "_encode_samples", counted)
+    return counts
