@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import sys
 import time
@@ -23,21 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from embedding_texts import make_texts, make_texts_of_all_scripts
 
-WORDS = (
-    "the a of to and in that it is was for on with as by at from this be have water time people house year "
-    "small large river city night light music paper book train garden winter question answer machine number"
-).split()
 MAX_TOKENS = 256
 BATCH = 32
 Embed = Callable[[Sequence[str]], np.ndarray]
 """Texts -> ``[n, E]``."""
-
-
-def make_texts(count: int, shortest: int, longest: int, seed: int) -> list[str]:
-    """Return random texts with evenly distributed lengths in words; a word is about one token."""
-    rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.randint(shortest, longest) - 2)) for _ in range(count)]
 
 
 def penstock_engine(model: str, encoding: str) -> Embed:
@@ -246,7 +236,11 @@ def serve(model: str, engine: str, option: str) -> None:
     except ImportError as problem:
         print(json.dumps({"skipped": f"{problem} in {sys.executable}"}), flush=True)
         return
-    texts = {"mixed": make_texts(256, 8, MAX_TOKENS, 1), "short": make_texts(512, 4, 12, 2)}
+    texts = {
+        "mixed": make_texts(256, 8, MAX_TOKENS, 1),
+        "short": make_texts(512, 4, 12, 2),
+        "vectors": make_texts_of_all_scripts(500, 7),
+    }
     embed(texts["mixed"][:32])
     for _ in range(3):
         for text in texts["short"][:50]:
@@ -259,7 +253,7 @@ def serve(model: str, engine: str, option: str) -> None:
 def run_work(embed: Embed, texts: Mapping[str, Sequence[str]], name: str) -> Any:
     """Return the result of a work: texts per second, milliseconds of one text, MiB, or vectors."""
     if name == "vectors":
-        return embed(texts["mixed"][:64]).tolist()
+        return embed(texts[name]).tolist()
     if name == "memory":
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024

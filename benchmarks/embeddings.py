@@ -17,7 +17,13 @@ is the median of the rounds. Work:
 llama_cpp`` makes a virtual environment with llama.cpp built for this processor, and its converter to GGUF.
 OpenVINO needs the packages openvino, nncf, tokenizers and numpy. The ONNX model comes from
 ``python benchmarks/embedding_engines.py FOLDER export model.onnx``, with the packages torch, transformers and
-onnxscript. The cosine compares with sentence-transformers, or Penstock in float32, or the first engine.
+onnxscript.
+
+The cosines compare the vectors of 500 texts of 1 to 233 words in 15 scripts and kinds of signs with those of
+sentence-transformers, or of Penstock in float32, or of the first engine. ``--rounds 0`` measures only them:
+
+    python benchmarks/embeddings.py --model FOLDER --rounds 0 --sentence-transformers \\
+        --python sentence-transformers=/venvs/embed/bin/python
 """
 
 from __future__ import annotations
@@ -36,6 +42,15 @@ import numpy as np
 ENGINES_FILE = Path(__file__).with_name("embedding_engines.py")
 PEERS = ("sentence-transformers", "onnx", "onnx-int8", "openvino", "llama-cpp")
 WORKS = ("mixed", "short", "single")
+COLUMNS = {
+    "mixed": ("mixed/s", 1),
+    "short": ("short/s", 1),
+    "single": ("single ms", 2),
+    "memory": ("MiB", 0),
+    "cosine": ("min cosine", 6),
+    "mean_cosine": ("mean cosine", 6),
+}
+"""Title and decimal places of each column of the table, by the name of the figure."""
 
 
 class Engine:
@@ -130,7 +145,7 @@ def main() -> None:
     parser.add_argument("--openvino", action="append", default=[], help="an ONNX model that NNCF quantizes")
     parser.add_argument("--llama-cpp", action="append", default=[], help="a GGUF file")
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0 measures the cosines only")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     wanted = [("penstock", one) for one in options.encoding or ["float32", "bfloat16", "int8", "int4"]]
@@ -145,15 +160,18 @@ def main() -> None:
     rows = {}
     for one in engines:
         medians = {name: statistics.median(values) for name, values in figures[one.name].items()}
-        cosine = float((vectors[one.name] * truth).sum(1).min())
-        rows[one.name] = {**medians, "memory": one.run("memory"), "cosine": cosine}
+        cosines = (vectors[one.name] * truth).sum(1)
+        rows[one.name] = {
+            **medians,
+            "memory": one.run("memory"),
+            "cosine": float(cosines.min()),
+            "mean_cosine": float(cosines.mean()),
+        }
         one.close()
-    print(f"{'engine':28}{'mixed/s':>10}{'short/s':>10}{'single ms':>11}{'MiB':>8}{'min cosine':>12}")
-    for name, row in rows.items():
-        print(
-            f"{name:28}{row['mixed']:10.1f}{row['short']:10.1f}{row['single']:11.2f}{row['memory']:8.0f}"
-            f"{row['cosine']:12.6f}"
-        )
+    columns = {name: form for name, form in COLUMNS.items() if all(name in row for row in rows.values())}
+    print(f"{'engine':28}" + "".join(f"{title:>13}" for title, _ in columns.values()))
+    for engine, row in rows.items():
+        print(f"{engine:28}" + "".join(f"{row[name]:13.{digits}f}" for name, (_, digits) in columns.items()))
     if options.json:
         options.json.write_text(json.dumps({"rows": rows, "rounds": figures}, indent=2) + "\n")
 

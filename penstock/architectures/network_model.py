@@ -70,6 +70,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
             lazy="all",
             keep_stored=model.keeps_stored_layers,
             shard=shard,
+            has_adapters=self.pipeline_config.lora.is_enabled or bool(model.embedding_layout.tasks),
         )
         network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         if shard.by_expert and not loader.has_experts:

@@ -209,6 +209,13 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     ) -> tuple[Tensor, Tensor]:
         """Return ``(layer_norm(x + residual), x + residual)``, both ``[T, E]``."""
 
+    @operation(weights=["weight", "bias"], functions={"layer_norm_of_sum": CFunction("2q 5P 4q d")})
+    @abstractmethod
+    def layer_norm_of_sum(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> Tensor:
+        """Return ``layer_norm(x + residual) [T, E]``. The sum is not rounded, unlike in `add_layer_norm`."""
+
     @operation(functions={"add": CFunction("q 3P 4q")})
     @abstractmethod
     def add(self, x: Tensor, y: Tensor) -> Tensor:

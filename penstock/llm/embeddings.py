@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.config import PipelineConfig
     from penstock.llm.batch_runner import BatchRunner
     from penstock.pipelines.embeddings import EmbeddingsPipeline
-    from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer, EncodedInput
+    from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 
 EmbeddingsInput: TypeAlias = str | Sequence[int] | npt.NDArray[np.integer]
 """A text, or its token ids including special tokens."""
@@ -304,12 +304,10 @@ class EmbeddingsMethods:
         for index, one in enumerate(fields):
             with _naming_input(index, count):
                 requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=name, **one))
-        encode = getattr(self.tokenizer, "encode_inputs", None)  # tokenizers outside the package may lack it
-        encoded: list[EncodedInput | None] = [None] * count if encode is None else encode(requests)
-        build = self.tokenizer.build_embeddings_context
-        for index, (request, tokens) in enumerate(zip(requests, encoded, strict=True)):
+        contexts = self.tokenizer.build_embeddings_contexts(requests)
+        for index in range(count):
             with _naming_input(index, count):
-                context = build(request) if tokens is None else build(request, tokens)
+                context = next(contexts)
             yield context
 
     def _check_context(self, index: int, count: int, context: EmbeddingsContext) -> None:

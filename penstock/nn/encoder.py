@@ -57,5 +57,5 @@ class PostNormBlock:
         self, x: Tensor, step: StepInputs, rows: Sequence[RotaryRows] = (), bias: Tensor | None = None
     ) -> Tensor:
         """``x [T, E] -> [T, E]``."""
-        x, _ = self.attention_norm.add(self.attention(x, step, rows, bias), x, step)
-        return self.mlp_norm.add(self.mlp(x, step), x, step)[0]
+        x = self.attention_norm.of_sum(self.attention(x, step, rows, bias), x, step)
+        return self.mlp_norm.of_sum(self.mlp(x, step), x, step)

@@ -43,6 +43,7 @@ class Loader:
         is_uniform: whether all linear layers have the encoding of the model, and the head the type of
             activations.
         shard: the rank whose parts are read; by default the only rank.
+        has_adapters: whether LoRA adapters need layers of their original sizes.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Loader:
         keep_stored: bool = False,
         is_uniform: bool = False,
         shard: Shard | None = None,
+        has_adapters: bool = False,
     ) -> None:
         self.source = source
         self.shard = shard or Shard()
@@ -68,6 +70,9 @@ class Loader:
         self._is_uniform = is_uniform
         self.dtype = self._kind.compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
+        is_original = keep_stored or is_uniform or has_adapters or not self.shard.is_whole
+        self.max_repeated_inputs = 0 if is_original else self._kind.max_repeated_inputs
+        """Maximum number of repeated inputs of a layer, see `penstock.nn.outlier_splitting`."""
         self.has_experts = False
         """Whether layers of experts were read."""
 
@@ -94,21 +99,25 @@ class Loader:
         """Return the RMS norm called ``name``; ``offset`` is added to the stored weights."""
         if not offset:
             return RMSNorm(self.tensor(f"{name}.weight", size), eps)
-        weight = self.source.tensor(f"{name}.weight", (size,)).to(self.device)
-        return RMSNorm(
-            weight.float() + offset, eps
-        )  # in float32: the sum needs more precision than its terms
+        weight = self.source.tensor(f"{name}.weight", (size,)).to(self.device).float()
+        return RMSNorm(weight + offset, eps)  # in float32: the sum needs more precision than its terms
 
     def layer_norm(
-        self, name: str, size: int, eps: float, *, bias: bool = True, offset: float = 0.0
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        *,
+        bias: bool = True,
+        offset: float = 0.0,
+        is_wide: bool = False,
     ) -> LayerNorm:
-        """Return the layer norm called ``name``; ``offset`` is added to the stored weights."""
+        """Return the layer norm ``name``; ``offset`` is added to the weights, ``is_wide`` keeps float32."""
         names = [f"{name}.weight", f"{name}.bias"][: 1 + bias]
-        weight, *biases = (self.source.tensor(one, (size,)).to(self.device) for one in names)
-        if offset:  # in float32: the sum needs more precision than its terms
-            weight, biases = weight.float() + offset, [one.float() for one in biases]
-        else:
-            weight, biases = weight.to(self.dtype), [one.to(self.dtype) for one in biases]
+        # with an offset in float32: the sum needs more precision than its terms
+        dtype = torch.float32 if offset or is_wide else self.dtype
+        weight, *biases = (self.source.tensor(one, (size,)).to(self.device, dtype) for one in names)
+        weight = weight + offset if offset else weight
         return LayerNorm(weight, biases[0] if biases else torch.zeros_like(weight), eps)
 
     def linear(

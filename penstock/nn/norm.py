@@ -71,6 +71,10 @@ class LayerNorm:
             return self(x, step), x
         return step.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
+    def of_sum(self, x: Tensor, residual: Tensor, step: StepInputs) -> Tensor:
+        """Return ``norm(x + residual)``, without rounding the sum."""
+        return step.ops.layer_norm_of_sum(x, residual, self.weight, self.bias, self.eps)
+
 
 @dataclass(frozen=True, slots=True)
 class GatheredNorm:

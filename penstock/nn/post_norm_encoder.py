@@ -16,6 +16,7 @@ from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
 from penstock.nn.mlp import MLP, GatedMLP
 from penstock.nn.norm import LayerNorm
+from penstock.nn.outlier_splitting import load_split_mlp
 from penstock.nn.rotary import Rotary, RotaryConfig
 
 
@@ -126,7 +127,7 @@ class PostNormEncoder:
             positions,
             None if sizes.rotary is None else Rotary(sizes.rotary, max_length, load.device),
             types,
-            load.layer_norm(names.norm, hidden, sizes.norm_eps),
+            load.layer_norm(names.norm, hidden, sizes.norm_eps, is_wide=True),
             tuple(_load_block(load, sizes, names, layer) for layer in range(sizes.layers)),
             names,
             classifier,
@@ -174,14 +175,26 @@ def _load_block(load: Loader, sizes: PostNormSizes, names: EncoderNames, layer: 
             dim**-0.5,
             rotary=None if sizes.rotary is None else 0,
         ),
-        load.layer_norm(f"{name}.{names.attention_norm}", hidden, sizes.norm_eps),
+        load.layer_norm(f"{name}.{names.attention_norm}", hidden, sizes.norm_eps, is_wide=True),
         _load_mlp(load, sizes, names, name),
-        load.layer_norm(f"{name}.{names.mlp_norm}", hidden, sizes.norm_eps),
+        load.layer_norm(f"{name}.{names.mlp_norm}", hidden, sizes.norm_eps, is_wide=True),
     )
 
 
 def _load_mlp(load: Loader, sizes: PostNormSizes, names: EncoderNames, name: str) -> MLP | GatedMLP:
     hidden, inner = sizes.hidden, sizes.inner
+    if names.gate != names.up:
+        up_names = [(f"{name}.{one}", inner) for one in (names.gate, names.up) if one is not None]
+        split = load_split_mlp(
+            load,
+            up_names,
+            f"{name}.{names.down}",
+            (hidden, inner),
+            up_bias=sizes.up_bias,
+            down_bias=sizes.down_bias,
+        )
+        if split is not None:
+            return (MLP if names.gate is None else GatedMLP)(*split, sizes.activation)
     down = load.linear(f"{name}.{names.down}", hidden, inner, bias=sizes.down_bias)
     if names.gate is None:
         up = load.linear(f"{name}.{names.up}", inner, hidden, bias=sizes.up_bias)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
 from penstock.errors import InputError, PromptTooLongError, UnsupportedFeatureError
-from penstock.pipelines.core import EmbeddingsContext, EmbeddingsGenerationRequest, SamplingParams
+from penstock.pipelines.core import (
+    EmbeddingsContext,
+    EmbeddingsContextBuilder,
+    EmbeddingsGenerationRequest,
+    SamplingParams,
+)
 from penstock.text.pair_template import PairTemplate
 from penstock.text.sentence_transformers import read_layout
 from penstock.text.token_ids import TokenIds, checked_prompt_ids
@@ -27,7 +32,7 @@ _NOT_SAMPLED = SamplingParams()
 """The sampling parameters of all contexts: no token is sampled."""
 
 
-class EmbeddingsTokenizer(TextTokenizer):
+class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
     """The tokenizer of an embeddings model with its prompts and its maximum length.
 
     Args:
@@ -70,11 +75,32 @@ class EmbeddingsTokenizer(TextTokenizer):
         """Run `build_embeddings_context` in a thread."""
         return await self._in_thread(lambda: self.build_embeddings_context(request))
 
-    def encode_inputs(self, requests: Sequence[EmbeddingsGenerationRequest]) -> list[EncodedInput | None]:
-        """Encode the texts of several requests at once, on all cores, for `build_embeddings_context`.
+    def build_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
+        """Return the context of a request.
 
-        None for a request without a text, with the template of a reranker, or with an error, which
-        `build_embeddings_context` raises.
+        Raises:
+            PromptTooLongError: the input exceeds the maximum length and the request does not ask to truncate.
+            InputError: the input is empty, the prompt name or the task is unknown, or a parameter is invalid.
+            UnsupportedFeatureError: the request has an instruction, and the model has no template for it.
+        """
+        return self._context(request, None)
+
+    def build_embeddings_contexts(
+        self, requests: Sequence[EmbeddingsGenerationRequest]
+    ) -> Iterator[EmbeddingsContext]:
+        """Yield the context of each request. The texts of all requests are encoded together, on all cores.
+
+        Raises:
+            InputError: see `build_embeddings_context`.
+        """
+        for request, encoded in zip(requests, self._encode_inputs(requests), strict=True):
+            yield self._context(request, encoded)
+
+    def _encode_inputs(self, requests: Sequence[EmbeddingsGenerationRequest]) -> list[EncodedInput | None]:
+        """Encode the texts of several requests at once, on all cores, for `_context`.
+
+        None for a request without a text, with the template of a reranker, or with an error, which `_context`
+        raises.
         """
         encoded: list[EncodedInput | None] = [None] * len(requests)
         groups: dict[int | None, list[tuple[int, Sample]]] = {}
@@ -98,19 +124,14 @@ class EmbeddingsTokenizer(TextTokenizer):
                     encoded[i] = result
         return encoded
 
-    def build_embeddings_context(
-        self, request: EmbeddingsGenerationRequest, encoded: EncodedInput | None = None
+    def _context(
+        self, request: EmbeddingsGenerationRequest, encoded: EncodedInput | None
     ) -> EmbeddingsContext:
         """Return the context of a request.
 
         Args:
             request: the request.
-            encoded: its entry of `encode_inputs`; by default its input is encoded here.
-
-        Raises:
-            PromptTooLongError: the input exceeds the maximum length and the request does not ask to truncate.
-            InputError: the input is empty, the prompt name or the task is unknown, or a parameter is invalid.
-            UnsupportedFeatureError: the request has an instruction, and the model has no template for it.
+            encoded: its entry of `_encode_inputs`; None encodes its input here.
         """
         template = None if request.text_pair is None else self.pair_template
         if request.instruction is not None and template is None:

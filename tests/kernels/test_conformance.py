@@ -104,6 +104,17 @@ def test_layer_norm(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None
     assert agree(ops.layer_norm(x, weight, bias, 1e-5), expected.to(dtype))
     assert not agree(ops.layer_norm(x, weight, -bias, 1e-5), expected.to(dtype))
     same(lambda o: o.add_layer_norm(x, x.flip(0), weight, bias, 1e-5), ops)
+    same(lambda o: o.layer_norm_of_sum(x, x.flip(0), weight.float(), bias.float(), 1e-5), ops)
+
+
+def test_the_sum_of_a_layer_norm_is_not_rounded(ops: Ops) -> None:
+    x, residual = torch.full((1, 64), 256.0), torch.full((1, 64), 0.5)
+    residual[0, ::2] = 0.25  # vanishes beside 256 in bfloat16
+    weight, bias = torch.ones(64), torch.zeros(64)
+    inputs = x.bfloat16(), residual.bfloat16(), weight, bias, 1e-12
+    expected = torch.where(residual == 0.5, 1.0, -1.0)
+    assert agree(ops.layer_norm_of_sum(*inputs), expected.bfloat16())
+    assert not agree(ops.add_layer_norm(*inputs)[0], expected.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -228,6 +228,9 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
     "add_layer_norm": {
         "": of_rows(lambda ops, x, y: ops.add_layer_norm(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
     },
+    "layer_norm_of_sum": {
+        "": of_rows(lambda ops, x, y: ops.layer_norm_of_sum(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
+    },
     "add": {"": of_rows(lambda ops, x, y: ops.add(x, y), (101,), (101,))},
     "multiply": {"": of_rows(lambda ops, x, y: ops.multiply(x, y), (101,), (101,))},
     "scale": {"": of_rows(lambda ops, x: ops.scale(x, 0.3), (101,))},

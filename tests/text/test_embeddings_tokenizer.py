@@ -11,7 +11,11 @@ import pytest
 from support.tiny_embedder import CLS, POSITIONS, SEP, TOKENS, tiny_tokenizer, write_tiny_embedder
 
 from penstock.errors import InputError, PromptTooLongError, UnsupportedFeatureError
-from penstock.pipelines.core import EmbeddingsContext, EmbeddingsGenerationRequest
+from penstock.pipelines.core import (
+    EmbeddingsContext,
+    EmbeddingsContextBuilder,
+    EmbeddingsGenerationRequest,
+)
 from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 
 CAT, SAT, HELLO = (TOKENS.index(word) for word in ("cat", "sat", "hello"))
@@ -174,7 +178,9 @@ def test_contexts_are_built_in_a_thread(tokenizer: EmbeddingsTokenizer) -> None:
     assert context.next_tokens.tolist() == [CLS, CAT, SEP]
 
 
-def test_inputs_encoded_as_a_batch_give_the_same_contexts(tokenizer: EmbeddingsTokenizer) -> None:
+def test_inputs_encoded_as_a_batch_give_the_same_contexts(
+    tokenizer: EmbeddingsTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields: list[dict[str, Any]] = [
         {"input": "the cat sat"},
         {"input": "hello", "prompt_name": "query"},
@@ -187,28 +193,51 @@ def test_inputs_encoded_as_a_batch_give_the_same_contexts(tokenizer: EmbeddingsT
     requests = [
         EmbeddingsGenerationRequest(id=str(i), **request_fields) for i, request_fields in enumerate(fields)
     ]
-    encodings = tokenizer.encode_inputs(requests)
-    assert [encoding is None for encoding in encodings] == [False] * 5 + [True, False]
-    for request, encoding in zip(requests, encodings, strict=True):
-        alone = tokenizer.build_embeddings_context(request)
-        assert tokenizer.build_embeddings_context(request, encoding) == alone
-    other_encoding = (np.array([CLS, SAT, SEP]), None)
-    assert tokenizer.build_embeddings_context(requests[0], other_encoding).next_tokens.tolist() == [
-        CLS,
-        SAT,
-        SEP,
-    ]
+    alone = [tokenizer.build_embeddings_context(request) for request in requests]
+    counts = count_encoded_texts(monkeypatch)
+    assert list(tokenizer.build_embeddings_contexts(requests)) == alone
+    assert counts == [4, 1, 1]  # one call for each length limit
 
 
-def test_invalid_inputs_are_not_encoded_in_a_batch(tokenizer: EmbeddingsTokenizer) -> None:
+def test_inputs_before_an_invalid_one_get_their_contexts(tokenizer: EmbeddingsTokenizer) -> None:
     invalid: list[dict[str, Any]] = [
         {"input": ""},
         {"input": "cat", "prompt_name": "question"},
         {"input": "cat", "truncate": True, "max_tokens": 2},
         {"input": "cat " * 5000},
     ]
-    requests = [EmbeddingsGenerationRequest(id="7", **fields) for fields in invalid]
-    assert tokenizer.encode_inputs(requests) == [None] * 4
-    for request in requests:
+    valid = EmbeddingsGenerationRequest(id="6", input="cat")
+    for fields in invalid:
+        contexts = tokenizer.build_embeddings_contexts(
+            [valid, EmbeddingsGenerationRequest(id="7", **fields), valid]
+        )
+        assert next(contexts) == tokenizer.build_embeddings_context(valid)
         with pytest.raises(InputError):
-            tokenizer.build_embeddings_context(request)
+            next(contexts)
+
+
+def test_other_tokenizers_build_one_context_at_a_time() -> None:
+    class Lengths(EmbeddingsContextBuilder):
+        def build_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
+            tokens = np.array([len(request.input)])
+            return EmbeddingsContext(prompt="", max_length=1, tokens=tokens, request_id=request.id)
+
+    requests = [EmbeddingsGenerationRequest(id=text, input=text) for text in ("a", "bcd")]
+    contexts = Lengths().build_embeddings_contexts(requests)
+    assert [(context.request_id, context.next_tokens.tolist()) for context in contexts] == [
+        ("a", [1]),
+        ("bcd", [3]),
+    ]
+
+
+def count_encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that collects the number of texts of each call of the tokenizer's library."""
+    counts: list[int] = []
+    encode = EmbeddingsTokenizer._encode_samples
+
+    def counted(self: EmbeddingsTokenizer, samples: Any, cut_to: int | None) -> Any:
+        counts.append(len(samples))
+        return encode(self, samples, cut_to)
+
+    monkeypatch.setattr(EmbeddingsTokenizer, "_encode_samples", counted)
+    return counts

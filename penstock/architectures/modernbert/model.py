@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from penstock.architectures.encoder import EncoderModel, has_head
@@ -158,10 +157,7 @@ def _rotaries(config: HuggingFaceConfig) -> tuple[RotaryConfig, ...]:
 
 def _norm(load: Loader, config: HuggingFaceConfig, name: str) -> LayerNorm:
     size, eps = config.integer("hidden_size"), config.number("norm_eps", 1e-5)
-    if config.flag("norm_bias"):
-        return load.layer_norm(name, size, eps)
-    weight = load.tensor(f"{name}.weight", size)
-    return LayerNorm(weight, torch.zeros_like(weight), eps)
+    return load.layer_norm(name, size, eps, bias=config.flag("norm_bias"), is_wide=True)
 
 
 def _load_block(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -> ModernBertBlock:

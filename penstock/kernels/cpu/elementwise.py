@@ -149,6 +149,32 @@ class CpuElementwise(CpuAttention):
         )
         return normed, total
 
+    def layer_norm_of_sum(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> Tensor:
+        kind, weight_kind = TYPES.get(x.dtype), TYPES.get(weight.dtype)
+        strides, residual_strides = x.stride(), residual.stride()
+        fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
+        weights_fit = weight_kind is not None and bias.dtype == weight.dtype
+        weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
+        if kind is None or not weights_fit or not fits:
+            self._fall_back(
+                "layer_norm_of_sum",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    f"{weight.dtype} or strided weights": weights_fit,
+                    "this memory layout or mixed types": fits,
+                },
+            )
+            return super().layer_norm_of_sum(x, residual, weight, bias, eps)
+        out = self._empty(x.shape, x.dtype)
+        rows, width = x.shape
+        pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr())
+        self._kernels.layer_norm_of_sum(
+            kind, weight_kind, *pointers, rows, strides[0], residual_strides[0], width, eps
+        )
+        return out
+
     def sequence_means(self, x: Tensor, row_offsets: Tensor) -> Tensor:
         kind, strides, count = TYPES.get(x.dtype), x.stride(), len(row_offsets) - 1
         offsets_fit = row_offsets.dtype == torch.int32 and row_offsets.is_contiguous()

@@ -69,6 +69,9 @@ class LinearEncoding(ABC):
     packs_lazily: bool = False
     """Whether a load may defer packing: to the end of the first step, or, with `needs_calibration`, until
     activation statistics are known."""
+    max_repeated_inputs: int = 0
+    """Maximum number of inputs that a layer may have several times, so that large weights are divided; see
+    `penstock.nn.outlier_splitting`."""
     is_deterministic: bool = True
     """Whether results of a row can be made bit-equal for all batches."""
     is_internal: bool = False

@@ -30,6 +30,7 @@ class Int8Encoding(LinearEncoding):
     storage_dtype = DType.int8
     activation_dtype = DType.int8
     bits = 8
+    max_repeated_inputs = PANEL
 
     @property
     def panels(self) -> PanelLayout:

@@ -109,6 +109,11 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         total = x + residual
         return self.layer_norm(total, weight, bias, eps), total
 
+    def layer_norm_of_sum(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> Tensor:
+        return self.layer_norm(x.float() + residual.float(), weight, bias, eps).to(x.dtype)
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Required, TypedDict
+from typing import Literal, Protocol, Required, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -178,3 +178,25 @@ class EmbeddingsContext(TextContext, kw_only=True, tag=True, omit_defaults=True)
                     f"token_type_ids must have one entry for each of the {num_tokens} tokens, has shape "
                     f"{self.token_type_ids.shape}"
                 )
+
+
+class EmbeddingsContextBuilder(Protocol):
+    """Converts embeddings requests to contexts. The tokenizer of an embeddings model inherits from it."""
+
+    def build_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
+        """Return the context of a request.
+
+        Raises:
+            InputError: the request cannot be served.
+        """
+        ...
+
+    def build_embeddings_contexts(
+        self, requests: Sequence[EmbeddingsGenerationRequest]
+    ) -> Iterator[EmbeddingsContext]:
+        """Yield the context of each request, in order. The first that cannot be served raises its error.
+
+        By default one request is converted at a time. A tokenizer that can encode several texts together
+        overrides this method.
+        """
+        return map(self.build_embeddings_context, requests)

@@ -210,19 +210,23 @@ def _contexts(
 ) -> tuple[list[EmbeddingsContext], list[str]]:
     """Return the contexts of all inputs and their names. Slow: call it in the pool."""
     adapter = adapter_named(services, body.model)
-    tokenizer = tokenizer_of(services)
-    contexts = []
+    is_only = len(inputs) == 1
+    requests: list[EmbeddingsGenerationRequest] = []
     for one in inputs:
-        with _input_errors(one.name, is_only=len(inputs) == 1):
-            fields: EmbeddingsFields = {
-                **one.fields,
-                "truncate": body.cuts,
-                "max_tokens": body.max_tokens,
-                "adapter": adapter,
-                "priority": body.priority or 0,
-            }
-            request = EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields)
-            contexts.append(tokenizer.build_embeddings_context(request))
+        fields: EmbeddingsFields = {
+            **one.fields,
+            "truncate": body.cuts,
+            "max_tokens": body.max_tokens,
+            "adapter": adapter,
+            "priority": body.priority or 0,
+        }
+        with _input_errors(one.name, is_only=is_only):
+            requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields))
+    built = tokenizer_of(services).build_embeddings_contexts(requests)  # encodes all texts together
+    contexts: list[EmbeddingsContext] = []
+    for one in inputs:
+        with _input_errors(one.name, is_only=is_only):
+            contexts.append(next(built))
     return contexts, [one.name for one in inputs]
 
 

@@ -14,6 +14,7 @@ from support.embedding_server import embedder_config, embedding_server
 from support.tiny_embedder import write_tiny_embedder
 
 from penstock import LLM
+from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 
 TEXTS = ["the cat sat on the mat", "a big red car", "hello world"]
 
@@ -68,6 +69,22 @@ async def test_each_form_of_input_gives_the_vectors_of_the_library(
             alone = await request_embeddings(server, input=form, model="tiny", user="ann")
             np.testing.assert_allclose(vectors_of(alone), expected["plain"][1:2], atol=1e-6)
             assert alone["usage"]["prompt_tokens"] == len(ids[1])
+
+
+async def test_the_texts_of_a_request_are_encoded_together(
+    embedder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    encode = EmbeddingsTokenizer._encode_samples
+
+    def counted(self: EmbeddingsTokenizer, samples: Any, cut_to: int | None) -> Any:
+        counts.append(len(samples))
+        return encode(self, samples, cut_to)
+
+    async with embedding_server(embedder) as server:
+        monkeypatch.setattr(EmbeddingsTokenizer, "_encode_samples", counted)
+        await embeddings(server, input=TEXTS)
+        assert counts == [len(TEXTS)]
 
 
 async def test_each_option_gives_the_vectors_of_the_library(

@@ -174,8 +174,8 @@ struct LayerNorm {  // x [n0, n1, E] with strides; out the same, contiguous; wei
   double eps;
 };
 
-template <class T, class TW>
-INLINE void layer_norm_row(const T* x, const TW* weight, const TW* bias, T* out, int64_t E, float eps) {
+template <class T, class TW, class TO>
+INLINE void layer_norm_row(const T* x, const TW* weight, const TW* bias, TO* out, int64_t E, float eps) {
   vf total = {}, squares = {};
   for_vectors(E, EACH_VECTOR { total += load(x + i, lanes); });
   const vf mean = all(sum(total) / (float)E);
@@ -230,6 +230,31 @@ static void run(const AddLayerNorm& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, add_layer_norm<T, TW>(a, team)));
 }
 KERNEL(add_layer_norm, AddLayerNorm)
+
+struct LayerNormOfSum {  // x, residual [n, E], rows strided; out [n, E] contiguous; weight, bias of one type
+  int64_t type, weight_type;
+  const void *x, *residual, *weight, *bias;
+  void* out;
+  int64_t n, x_stride, residual_stride, E;
+  double eps;
+};
+
+template <class T, class TW> static void layer_norm_of_sum(const LayerNormOfSum& a, const Team& team) {
+  float* total = (float*)penstock_scratch(OWN, a.E * sizeof(float));
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T *x = (const T*)a.x + row * a.x_stride, *residual = (const T*)a.residual + row * a.residual_stride;
+      for_vectors(a.E, EACH_VECTOR { store(total + i, load(x + i, lanes) + load(residual + i, lanes), lanes); });
+      layer_norm_row(total, (const TW*)a.weight, (const TW*)a.bias, (T*)a.out + row * a.E, a.E, (float)a.eps);
+    }
+  });
+}
+
+static int64_t work(const LayerNormOfSum& a) { return 3 * ELEMENT * a.n * a.E; }
+static void run(const LayerNormOfSum& a, const Team& team) {
+  WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, layer_norm_of_sum<T, TW>(a, team)));
+}
+KERNEL(layer_norm_of_sum, LayerNormOfSum)
 
 struct Add {  // x, y [n, F], rows strided; out [n, F]
   int64_t type;
