@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.checkpoints import write_checkpoint
 from support.random_draws import examples
 from support.running import open_pipeline
-from support.speculating import OracleProposer, mixed_contexts, scheduled, texts_of
+from support.speculating import OracleProposer, mixed_contexts, run_scheduled, texts_of
 from torch import Tensor
 
 from penstock.architectures.llama import tiny_config
@@ -49,7 +49,7 @@ def test_outputs_of_any_schedule_equal_single_eager_requests(
     single = open_small_model(checkpoint, compiled=False, **config)
     expected: dict[str, Any] = {}
     for context in mixed_contexts():
-        expected |= scheduled(single, [context], max_batch_size=1)[0]
+        expected |= run_scheduled(single, [context], max_batch_size=1)[0]
     num_blocks = single.memory_plan.num_blocks[0]
     # too few blocks for all contexts, so some are preempted
     memory = single.memory_plan.kv_cache_size * 12 // num_blocks
@@ -71,14 +71,14 @@ def test_outputs_of_any_schedule_equal_single_eager_requests(
         limits = {"max_batch_size": batch_size, "max_batch_input_tokens": tokens, "min_chunk_size": 4}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(GraphCompiler, "max_graphs", plans)
-            result, scheduler = scheduled(pipeline, mixed_contexts(), num_steps=num_steps, **limits)
+            result, scheduler = run_scheduled(pipeline, mixed_contexts(), num_steps=num_steps, **limits)
         assert result == expected
         preempted += scheduler.num_preemptions
 
     check_schedule()
     assert preempted
     pipeline.proposer = None
-    scheduled(pipeline, mixed_contexts()[:1], max_batch_size=1)
+    run_scheduled(pipeline, mixed_contexts()[:1], max_batch_size=1)
     assert pipeline.session.graph_status.startswith("compiled")
     num_replays: list[int] = []
     replay_steps = CompiledPlan.replay_steps
@@ -90,6 +90,6 @@ def test_outputs_of_any_schedule_equal_single_eager_requests(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompiledPlan, "replay_steps", count_replay)
-        result, _ = scheduled(pipeline, mixed_contexts()[:4], num_steps=8, max_batch_size=2)
+        result, _ = run_scheduled(pipeline, mixed_contexts()[:4], num_steps=8, max_batch_size=2)
     assert result == {name: expected[name] for name in result}
     assert 8 in num_replays

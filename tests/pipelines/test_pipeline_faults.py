@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.checkpoints import write_checkpoint
 from support.running import context_of, generate, open_pipeline
-from support.speculating import PROMPT, OracleProposer, outcome, texts_of
+from support.speculating import PROMPT, OracleProposer, run_directly, texts_of
 
 from penstock.architectures.llama import tiny_config
 from penstock.errors import InputError, RequestFailedError, UnsupportedFeatureError
@@ -65,7 +65,7 @@ class RejectingMatcher:
 def test_a_context_whose_matcher_rejects_its_token_fails_alone(
     pipeline: TextGenerationPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = texts_of(outcome(pipeline, list(contexts().values())))
+    plain = texts_of(run_directly(pipeline, list(contexts().values())))
     batch = contexts()
     matcher: Any = RejectingMatcher()
     batch["bad"].set_matcher(matcher)
@@ -89,7 +89,7 @@ def test_a_grammar_that_allows_no_token_fails_its_context(pipeline: TextGenerati
             bitmask[index] = 0
             return True
 
-    plain = texts_of(outcome(pipeline, list(contexts().values())))
+    plain = texts_of(run_directly(pipeline, list(contexts().values())))
     batch = contexts()
     matcher: Any = MatcherWithoutTokens()
     batch["bad"].set_matcher(matcher)
@@ -108,7 +108,7 @@ def test_a_grammar_that_allows_no_token_fails_its_context(pipeline: TextGenerati
 def test_non_finite_logits_fail_only_their_context(
     pipeline: TextGenerationPipeline, value: float, num_steps: int, num_top: int | None
 ) -> None:
-    plain = texts_of(outcome(pipeline, list(contexts().values())))
+    plain = texts_of(run_directly(pipeline, list(contexts().values())))
     calls = 0
     original = pipeline.model.execute
 
@@ -139,7 +139,7 @@ def test_non_finite_logits_fail_only_their_context(
 
 
 def test_non_finite_logits_after_a_rejected_draft_are_ignored(pipeline: TextGenerationPipeline) -> None:
-    plain = outcome(pipeline, list(contexts().values()))
+    plain = run_directly(pipeline, list(contexts().values()))
     original = pipeline.model.execute
 
     def execute_with_nan(inputs: Any) -> Any:
@@ -152,7 +152,7 @@ def test_non_finite_logits_after_a_rejected_draft_are_ignored(pipeline: TextGene
 
     pipeline.model.execute = execute_with_nan  # type: ignore[method-assign]
     pipeline.proposer = OracleProposer(texts_of(plain), lambda place: True, 4)
-    assert outcome(pipeline, list(contexts().values())) == plain
+    assert run_directly(pipeline, list(contexts().values())) == plain
 
 
 def test_logits_of_minus_infinity_are_valid(pipeline: TextGenerationPipeline) -> None:

@@ -16,8 +16,8 @@ from support.speculating import (
     VOCABULARY,
     OracleProposer,
     mixed_contexts,
-    outcome,
-    scheduled,
+    run_directly,
+    run_scheduled,
     texts_of,
 )
 
@@ -53,9 +53,9 @@ WRONG_DRAFTS: dict[str, Callable[[int], bool]] = {
 def test_a_mixed_batch_with_drafts_equals_plain_decoding(
     pipeline: TextGenerationPipeline, wrong_drafts: str
 ) -> None:
-    plain = outcome(pipeline, mixed_contexts())
+    plain = run_directly(pipeline, mixed_contexts())
     pipeline.proposer = proposer = OracleProposer(texts_of(plain), WRONG_DRAFTS[wrong_drafts], 5)
-    assert outcome(pipeline, mixed_contexts(), num_steps=4) == plain
+    assert run_directly(pipeline, mixed_contexts(), num_steps=4) == plain
     assert sorted(proposer.released) == sorted(plain)
     stats = pipeline.speculation_stats
     assert stats.num_proposed == sum(len(draft) for draft, _ in proposer.seen)
@@ -74,7 +74,7 @@ def test_accepted_tokens_have_their_log_probabilities(
     def scored_context() -> TextContext:
         return context_of(PROMPT, 6, request_id="a", log_probabilities=2)
 
-    plain = outcome(pipeline, [scored_context()])
+    plain = run_directly(pipeline, [scored_context()])
     pipeline.proposer = OracleProposer(texts_of(plain), WRONG_DRAFTS["always right"], 9)
     parts = pipeline.execute({"a": scored_context()})["a"].tokens
     assert [(part.next_token, part.log_probabilities) for part in parts] == plain["a"][:-1]
@@ -88,9 +88,9 @@ def test_accepted_tokens_have_their_log_probabilities(
 def test_drafts_of_the_n_gram_proposer_equal_plain_decoding(
     pipeline: TextGenerationPipeline, min_length: int, widths: Any
 ) -> None:
-    plain = outcome(pipeline, mixed_contexts())
+    plain = run_directly(pipeline, mixed_contexts())
     pipeline.proposer, pipeline.draft_lengths = NGramProposer(min_length, 3), widths
-    assert outcome(pipeline, mixed_contexts()) == plain
+    assert run_directly(pipeline, mixed_contexts()) == plain
     assert pipeline.speculation_stats.num_proposed > (0 if isinstance(widths, AdaptiveDraftLength) else 10)
 
 
@@ -101,20 +101,20 @@ def test_sampled_text_with_drafts_equals_plain_decoding(pipeline: TextGeneration
         prompts = (PROMPT, REPEATING, PROMPT[:3])
         return [context_of(p, 30, request_id=str(i), sampling_params=sampling) for i, p in enumerate(prompts)]
 
-    plain = outcome(pipeline, contexts())
+    plain = run_directly(pipeline, contexts())
     pipeline.proposer = OracleProposer(texts_of(plain), lambda position: (position * 7 + seed) % 4 == 0, 4)
-    assert outcome(pipeline, contexts()) == plain
+    assert run_directly(pipeline, contexts()) == plain
 
 
 @pytest.mark.parametrize("proposer", ["oracle", "ngram"])
 def test_chunked_prompts_with_drafts_equal_plain_decoding(
     pipeline: TextGenerationPipeline, proposer: str
 ) -> None:
-    plain = outcome(pipeline, mixed_contexts())
+    plain = run_directly(pipeline, mixed_contexts())
     oracle = OracleProposer(texts_of(plain), WRONG_DRAFTS["every third wrong"], 4)
     pipeline.proposer = oracle if proposer == "oracle" else NGramProposer(1, 3)
     limits = {"max_batch_size": 8, "max_batch_input_tokens": 13, "min_chunk_size": 3}
-    actual, _ = scheduled(pipeline, mixed_contexts(), **limits)
+    actual, _ = run_scheduled(pipeline, mixed_contexts(), **limits)
     assert actual == plain
     assert pipeline.speculation_stats.num_accepted
 
@@ -123,7 +123,7 @@ def test_chunked_prompts_with_drafts_equal_plain_decoding(
 def test_preempted_contexts_with_drafts_equal_plain_decoding(
     checkpoint: Path, pipeline: TextGenerationPipeline, proposer: str
 ) -> None:
-    plain = outcome(pipeline, mixed_contexts())
+    plain = run_directly(pipeline, mixed_contexts())
     small = open_pipeline(
         checkpoint,
         deterministic=True,
@@ -134,8 +134,8 @@ def test_preempted_contexts_with_drafts_equal_plain_decoding(
     )
     oracle = OracleProposer(texts_of(plain), WRONG_DRAFTS["every third wrong"], 4)
     small.proposer = oracle if proposer == "oracle" else NGramProposer(1, 3)
-    outcome(small, [context_of(PROMPT[:3], 1)]) if proposer == "ngram" else None
-    actual, scheduler = scheduled(small, mixed_contexts(), max_batch_size=6, max_batch_input_tokens=40)
+    run_directly(small, [context_of(PROMPT[:3], 1)]) if proposer == "ngram" else None
+    actual, scheduler = run_scheduled(small, mixed_contexts(), max_batch_size=6, max_batch_input_tokens=40)
     assert scheduler.num_preemptions
     assert actual == plain
     assert small.speculation_stats.num_accepted
@@ -143,15 +143,15 @@ def test_preempted_contexts_with_drafts_equal_plain_decoding(
 
 def test_prefix_hits_with_drafts_equal_plain_decoding(pipeline: TextGenerationPipeline) -> None:
     long = [*PROMPT, *PROMPT[:15]]
-    plain = outcome(pipeline, [context_of(long, 30, request_id="a")])
+    plain = run_directly(pipeline, [context_of(long, 30, request_id="a")])
     pipeline.proposer = OracleProposer(texts_of(plain), WRONG_DRAFTS["every third wrong"], 4)
     context = context_of(long, 30, request_id="a")
-    assert outcome(pipeline, [context]) == plain
+    assert run_directly(pipeline, [context]) == plain
     assert context.num_cached_tokens == 32
     more = [*long, *texts_of(plain)["a"][:20]]
     context = context_of(more, 10, request_id="a")
     pipeline.proposer = None
-    assert texts_of(outcome(pipeline, [context]))["a"] == texts_of(plain)["a"][20:]
+    assert texts_of(run_directly(pipeline, [context]))["a"] == texts_of(plain)["a"][20:]
     assert context.num_cached_tokens == 64, "blocks with drafts are registered with the accepted tokens only"
 
 
@@ -172,10 +172,10 @@ def test_an_end_token_among_the_drafts_ends_the_output(pipeline: TextGenerationP
             sampling_params=SamplingParams(temperature=1, seed=1),
         )
 
-    plain = outcome(pipeline, [context()])
+    plain = run_directly(pipeline, [context()])
     assert plain["a"][-1] is TextGenerationStatus.END_OF_SEQUENCE
     pipeline.proposer = OracleProposer({"a": text}, WRONG_DRAFTS["always right"], 4)
-    assert outcome(pipeline, [context()]) == plain
+    assert run_directly(pipeline, [context()]) == plain
 
 
 def test_an_end_sequence_among_the_drafts_ends_the_output(pipeline: TextGenerationPipeline) -> None:
@@ -186,9 +186,9 @@ def test_an_end_sequence_among_the_drafts_ends_the_output(pipeline: TextGenerati
             prompt="", max_length=60, tokens=np.array(PROMPT), eos_sequences=[text[3:6]], request_id="a"
         )
 
-    plain = outcome(pipeline, [context()])
+    plain = run_directly(pipeline, [context()])
     pipeline.proposer = OracleProposer({"a": text}, WRONG_DRAFTS["always right"], 9)
-    assert outcome(pipeline, [context()]) == plain
+    assert run_directly(pipeline, [context()]) == plain
     assert texts_of(plain)["a"] == text[:5]
 
 
@@ -205,10 +205,10 @@ def test_min_new_tokens_delays_drafted_end_tokens(pipeline: TextGenerationPipeli
             sampling_params=SamplingParams(min_new_tokens=7),
         )
 
-    plain = outcome(pipeline, [context()])
+    plain = run_directly(pipeline, [context()])
     for drafts in (text, texts_of(plain)["a"]):
         pipeline.proposer = OracleProposer({"a": drafts}, WRONG_DRAFTS["always right"], 5)
-        assert outcome(pipeline, [context()]) == plain
+        assert run_directly(pipeline, [context()]) == plain
 
 
 class InvalidDrafts(OracleProposer):
@@ -223,9 +223,9 @@ def test_invalid_draft_ids_are_dropped(pipeline: TextGenerationPipeline) -> None
     def contexts() -> list[TextContext]:
         return [context_of(PROMPT[:n], 20, request_id=str(n)) for n in (5, 6, 7)]
 
-    plain = outcome(pipeline, contexts())
+    plain = run_directly(pipeline, contexts())
     pipeline.proposer = proposer = InvalidDrafts(texts_of(plain), WRONG_DRAFTS["always right"], 6)
-    assert outcome(pipeline, contexts()) == plain
+    assert run_directly(pipeline, contexts()) == plain
     assert max(len(draft) for draft, _ in proposer.seen) == 2
 
 
@@ -236,7 +236,7 @@ def test_too_few_blocks_reduce_the_drafts(checkpoint: Path) -> None:
     def context(tokens: Sequence[int]) -> TextContext:
         return context_of(tokens, 30, request_id="a")
 
-    plain = outcome(small, [context(PROMPT)])
+    plain = run_directly(small, [context(PROMPT)])
     small.proposer = oracle = OracleProposer(
         texts_of(plain) | {"b": [1] * 9}, WRONG_DRAFTS["always right"], 20
     )
@@ -249,7 +249,7 @@ def test_too_few_blocks_reduce_the_drafts(checkpoint: Path) -> None:
     assert len(response["a"].tokens) == drafted + 1
     small.release(second)
     small.release(first)
-    assert outcome(small, [context(PROMPT)]) == plain
+    assert run_directly(small, [context(PROMPT)]) == plain
 
 
 def test_a_step_with_drafts_is_not_larger_than_planned(checkpoint: Path) -> None:
@@ -260,8 +260,8 @@ def test_a_step_with_drafts_is_not_larger_than_planned(checkpoint: Path) -> None
     def contexts() -> list[TextContext]:
         return [context_of(PROMPT[:n], 20, request_id=str(n)) for n in (6, 5)]
 
-    plain = outcome(narrow, contexts())
+    plain = run_directly(narrow, contexts())
     narrow.proposer = oracle = OracleProposer(texts_of(plain), WRONG_DRAFTS["always right"], 30)
-    assert outcome(narrow, contexts()) == plain
+    assert run_directly(narrow, contexts()) == plain
     assert len(oracle.seen[0][0]) == (16 - 11) // 2
     assert len(oracle.seen[2][0]) == (16 - 2) // 2

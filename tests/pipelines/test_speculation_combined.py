@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adapters import write_adapter
 from support.random_draws import examples
-from support.speculating import scheduled
+from support.speculating import run_scheduled
 from support.tiny_llm import EOS, write_tiny_llm
 
 from penstock.assembly import load_pipeline, load_tokenizer
@@ -109,7 +109,7 @@ def test_any_batch_equals_plain_decoding(
         contexts = [context_of(number, request) for number, request in enumerate(batch)]
         while not all(pipeline.ready(context) for context in contexts):
             time.sleep(0.001)
-        result[name], _ = scheduled(
+        result[name], _ = run_scheduled(
             pipeline, contexts, max_batch_size=6, max_batch_input_tokens=tokens, min_chunk_size=4
         )
     for name, tokens_of_context in result.items():

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import write_checkpoint
 from support.running import context_of
-from support.speculating import PROMPT, mixed_contexts, outcome, scheduled
+from support.speculating import PROMPT, mixed_contexts, run_directly, run_scheduled
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM
@@ -75,13 +75,13 @@ def open_with_draft(
     pipeline_config = PipelineConfig.from_flat(values | config)
     pipeline = load_pipeline(pipeline_config, load_tokenizer(pipeline_config))
     assert isinstance(pipeline.proposer, DraftModelProposer)
-    outcome(pipeline, [context_of([1], 1)])  # token ids are checked from the first forward on
+    run_directly(pipeline, [context_of([1], 1)])  # token ids are checked from the first forward on
     return pipeline, pipeline.proposer
 
 
 def outcome_without_drafts(pipeline: TextGenerationPipeline, contexts: Any) -> Any:
     proposer, pipeline.proposer = pipeline.proposer, None
-    results = outcome(pipeline, contexts)
+    results = run_directly(pipeline, contexts)
     pipeline.proposer = proposer
     return results
 
@@ -92,7 +92,7 @@ def test_a_mixed_batch_with_a_draft_model_equals_plain_decoding(
 ) -> None:
     pipeline, proposer = open_with_draft(target, request.getfixturevalue(draft))
     plain = outcome_without_drafts(pipeline, mixed_contexts())
-    assert outcome(pipeline, mixed_contexts(), num_steps=3) == plain
+    assert run_directly(pipeline, mixed_contexts(), num_steps=3) == plain
     stats = pipeline.speculation_stats
     rate = stats.acceptance_rate
     assert {"target": rate == 1, "noisy_draft": 0.2 < rate < 0.99, "unrelated_draft": rate < 0.2}[draft], rate
@@ -105,7 +105,7 @@ def test_the_draft_model_samples_with_the_random_numbers_of_the_target(target: P
     """With other random numbers, sampled drafts would rarely be accepted, even for similar models."""
     pipeline, _ = open_with_draft(target, target)
     sampling = SamplingParams(temperature=1.0, top_k=-1, seed=11)
-    outcome(pipeline, [context_of(PROMPT, 40, sampling_params=sampling)])
+    run_directly(pipeline, [context_of(PROMPT, 40, sampling_params=sampling)])
     assert pipeline.speculation_stats.acceptance_rate == 1
 
 
@@ -160,7 +160,7 @@ def test_prompts_in_chunks_equal_plain_decoding(
         return original(inputs)
 
     proposer.model.execute = measure_execute  # type: ignore[method-assign]
-    results, _ = scheduled(
+    results, _ = run_scheduled(
         pipeline, mixed_contexts(), max_batch_size=4, max_batch_input_tokens=16, min_chunk_size=3
     )
     assert results == plain
@@ -176,7 +176,9 @@ def test_preempted_contexts_equal_plain_decoding(target: Path, noisy_draft: Path
         target, noisy_draft, max_length=80, kv_cache_memory=block * 13, max_batch_size=6
     )
     assert small_cache.kv.num_blocks == proposer.kv.num_blocks == 12
-    results, scheduler = scheduled(small_cache, mixed_contexts(), max_batch_size=6, max_batch_input_tokens=40)
+    results, scheduler = run_scheduled(
+        small_cache, mixed_contexts(), max_batch_size=6, max_batch_input_tokens=40
+    )
     assert scheduler.num_preemptions
     assert results == plain
     assert small_cache.speculation_stats.num_accepted
@@ -190,7 +192,7 @@ def test_a_full_draft_cache_gives_no_drafts(target: Path, noisy_draft: Path) -> 
     for context in blocking_contexts:
         proposer.kv.claim(context)
         proposer.kv.reserve(context)
-    assert outcome(pipeline, mixed_contexts()) == plain
+    assert run_directly(pipeline, mixed_contexts()) == plain
     assert pipeline.speculation_stats.num_proposed
     for context in blocking_contexts:
         proposer.kv.release(context)
@@ -219,7 +221,7 @@ def test_a_prefix_cached_only_by_the_target_is_computed_by_the_draft_model(targe
     pipeline, _ = open_with_draft(target, target)
     (plain,) = outcome_without_drafts(pipeline, [context_of(PROMPT, 30, request_id="a")]).values()
     context = context_of(PROMPT, 30, request_id="a")
-    assert outcome(pipeline, [context])["a"] == plain
+    assert run_directly(pipeline, [context])["a"] == plain
     assert context.num_cached_tokens == 16
     assert pipeline.speculation_stats.acceptance_rate == 1
 

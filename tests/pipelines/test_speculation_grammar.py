@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.running import context_of, open_pipeline
-from support.speculating import OracleProposer, outcome, scheduled, texts_of
+from support.speculating import OracleProposer, run_directly, run_scheduled, texts_of
 from support.tiny_llm import EOS, VOCABULARY, write_tiny_llm
 from tokenizers import Tokenizer
 
@@ -56,7 +56,7 @@ def compiler(checkpoint: Path) -> Any:
 @pytest.fixture
 def pipeline(checkpoint: Path) -> TextGenerationPipeline:
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
-    outcome(pipeline, [context_of([1], 1)])
+    run_directly(pipeline, [context_of([1], 1)])
     return pipeline
 
 
@@ -90,7 +90,7 @@ def plain(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.M
     """Return the outputs without drafts and without forced tokens."""
     with monkeypatch.context() as patch:
         patch.setattr("penstock.pipelines.drafting.forced_tokens", lambda *_: [])
-        results = outcome(pipeline, contexts_with(compiler))
+        results = run_directly(pipeline, contexts_with(compiler))
     assert not pipeline.speculation_stats.num_forced
     decode = Tokenizer.from_file(str(Path(pipeline.config.model.checkpoint) / "tokenizer.json")).decode
     assert decode(texts_of(results)["one text, drawn"]) == GRAMMARS["one text"]
@@ -101,7 +101,7 @@ def plain(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.M
 def test_forced_tokens_do_not_change_the_output(
     pipeline: TextGenerationPipeline, compiler: Any, plain: Any
 ) -> None:
-    assert outcome(pipeline, contexts_with(compiler)) == plain
+    assert run_directly(pipeline, contexts_with(compiler)) == plain
     assert pipeline.speculation_stats.num_forced > 300
     assert pipeline.speculation_stats.num_proposed == 0
 
@@ -110,9 +110,9 @@ def test_forced_tokens_do_not_change_the_output(
 def test_forced_tokens_stop_at_the_maximum_length(
     pipeline: TextGenerationPipeline, compiler: Any, max_new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = outcome(pipeline, contexts_with(compiler, max_new))
+    results = run_directly(pipeline, contexts_with(compiler, max_new))
     monkeypatch.setattr("penstock.pipelines.drafting.forced_tokens", lambda *_: [])
-    assert outcome(pipeline, contexts_with(compiler, max_new)) == results
+    assert run_directly(pipeline, contexts_with(compiler, max_new)) == results
 
 
 def test_forced_tokens_are_computed_in_one_forward(pipeline: TextGenerationPipeline, compiler: Any) -> None:
@@ -126,7 +126,7 @@ def test_forced_tokens_are_computed_in_one_forward(pipeline: TextGenerationPipel
         return original(inputs)
 
     pipeline.model.execute = count_execute  # type: ignore[method-assign]
-    outcome(pipeline, [context])
+    run_directly(pipeline, [context])
     assert calls == 1, "one forward for the prompt and the forced text, and one for the end token"
 
 
@@ -140,7 +140,7 @@ def test_forced_tokens_are_searched_once_per_token(
         return forced_tokens(context, *limits)
 
     monkeypatch.setattr("penstock.pipelines.drafting.forced_tokens", count_call)
-    outcome(pipeline, contexts_with(compiler)[:1])
+    run_directly(pipeline, contexts_with(compiler)[:1])
     assert len(checked) == len(set(checked)) > 10
 
 
@@ -150,7 +150,7 @@ def test_drafts_under_grammars_do_not_change_the_output(
 ) -> None:
     is_wrong = {0: lambda place: False, 1: lambda place: True, 3: lambda place: place % 3 == 2}[wrong]
     pipeline.proposer = OracleProposer(texts_of(plain), is_wrong, 5)
-    assert outcome(pipeline, contexts_with(compiler)) == plain
+    assert run_directly(pipeline, contexts_with(compiler)) == plain
     stats = pipeline.speculation_stats
     assert stats.num_proposed > 20
     assert stats.num_accepted > (0 if wrong == 1 else 20) or wrong == 1
@@ -160,7 +160,7 @@ def test_n_gram_drafts_under_grammars_do_not_change_the_output(
     pipeline: TextGenerationPipeline, compiler: Any, plain: Any
 ) -> None:
     pipeline.proposer = NGramProposer(1, 2)
-    assert outcome(pipeline, contexts_with(compiler)) == plain
+    assert run_directly(pipeline, contexts_with(compiler)) == plain
 
 
 def test_small_scheduler_limits_do_not_change_the_output(
@@ -168,7 +168,7 @@ def test_small_scheduler_limits_do_not_change_the_output(
 ) -> None:
     pipeline.proposer = NGramProposer(1, 2)
     limits = {"max_batch_size": 4, "max_batch_input_tokens": 9, "min_chunk_size": 2}
-    results, _ = scheduled(pipeline, contexts_with(compiler), **limits)
+    results, _ = run_scheduled(pipeline, contexts_with(compiler), **limits)
     assert results == plain
 
 
@@ -193,5 +193,5 @@ def test_a_draft_is_truncated_at_the_first_token_that_the_grammar_refuses(
             pass
 
     pipeline.proposer = proposer = RepeatingProposer()
-    assert outcome(pipeline, contexts_with(compiler)) == plain
+    assert run_directly(pipeline, contexts_with(compiler)) == plain
     assert max(proposer.seen) == 1, "an end token may be drafted, but no token after it"

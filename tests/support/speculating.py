@@ -70,7 +70,7 @@ def mixed_contexts() -> list[TextContext]:
     ]
 
 
-def outcome(
+def run_directly(
     pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], **run: Any
 ) -> dict[str, list[Any]]:
     """Run the contexts and return their tokens, log probabilities and status."""
@@ -91,7 +91,7 @@ def texts_of(results: Mapping[str, list[Any]]) -> dict[str, list[int]]:
     return {request_id: [part[0] for part in parts[:-1]] for request_id, parts in results.items()}
 
 
-def scheduled(
+def run_scheduled(
     pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], *, num_steps: int = 1, **limits: Any
 ) -> Any:
     scheduler = Scheduler(pipeline, **limits)
