@@ -93,8 +93,8 @@ def plain(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.M
         results = run_directly(pipeline, contexts_with(compiler))
     assert not pipeline.speculation_stats.num_forced
     decode = Tokenizer.from_file(str(Path(pipeline.config.model.checkpoint) / "tokenizer.json")).decode
-    assert decode(texts_of(results)["one text, drawn"]) == GRAMMARS["one text"]
-    assert results["one text, drawn"][-1] is TextGenerationStatus.END_OF_SEQUENCE
+    assert decode(texts_of(results)["one text, sampled"]) == GRAMMARS["one text"]
+    assert results["one text, sampled"][-1] is TextGenerationStatus.END_OF_SEQUENCE
     return results
 
 
